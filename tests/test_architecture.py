@@ -69,6 +69,7 @@ WIRE_USERS = {
     "worker/conversation/stream_client.py", "worker/conversation/messages.py", "worker/transports/transport.py",
     "worker/transports/partial_transfer.py", "worker/transports/up.py", "common/wire/checks.py",
     "common/wire/frames.py", "common/wire/messages.py", "common/wire/protocol.py", "common/wire/segments.py",
+    "common/wire/structs.py",
 }  # fmt: skip
 
 
@@ -77,7 +78,7 @@ GRPC_USERS = WIRE_USERS - {
     "worker/conversation/messages.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/receiver.py",
     "ps/wire/attachments.py", "ps/wire/partial_transfers.py", "worker/transports/partial_transfer.py",
     "worker/transports/transport.py", "worker/transports/up.py", "common/wire/checks.py", "common/wire/frames.py",
-    "common/wire/messages.py", "common/wire/segments.py",
+    "common/wire/messages.py", "common/wire/segments.py", "common/wire/structs.py",
 }  # fmt: skip
 
 

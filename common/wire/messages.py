@@ -1,6 +1,7 @@
 """Conversion between the records of `records.py` and the protobuf messages of the same names.
 
-Each topic has one function that writes it and one that reads it. A field with its default value is not written.
+Each topic that every exchange has is written and read by its own functions. They do not write a field with its default
+value. `_write` and `_read` convert all other topics by the names of their fields, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from ...proto import parameter_server_pb2 as pb
-from .protocol import hyperparameters_from_proto, struct
 from .records import (
     NO_COMPLETION,
     NO_RESIDUAL,
@@ -25,6 +25,7 @@ from .records import (
     PayloadInfo,
     Position,
     RateInfo,
+    Record,
     ReferenceInfo,
     Reply,
     ResidualInfo,
@@ -34,6 +35,7 @@ from .records import (
     TrainingInfo,
     WeightsInfo,
 )
+from .structs import hyperparameters_from_proto, struct
 
 
 def contribution_message(contribution: Contribution) -> pb.WorkerMessage:
@@ -49,11 +51,11 @@ def contribution_message(contribution: Contribution) -> pb.WorkerMessage:
     if contribution.residual is not NO_RESIDUAL:
         write_residual(contribution.residual, header.residual)
     if contribution.completion is not NO_COMPLETION:
-        _write_completion(contribution.completion, header.completion)
+        _write(contribution.completion, header.completion)
     if contribution.first is not None:
-        _write_first(contribution.first, header.first)
+        _write(contribution.first, header.first)
     if contribution.position is not None:
-        header.position.CopyFrom(position_message(contribution.position))
+        _write(contribution.position, header.position)
     return message
 
 
@@ -72,9 +74,9 @@ def read_contribution(header: pb.Contribution, sender: tuple[int, int], kind: Co
         _read_payload(header.payload),
         _read_training(header.training),
         read_residual(header.residual) if has("residual") else NO_RESIDUAL,
-        _read_completion(header.completion) if has("completion") else NO_COMPLETION,
-        _read_first(header.first) if has("first") else None,
-        read_position(header.position) if has("position") else None,
+        _read(CompletionInfo, header.completion) if has("completion") else NO_COMPLETION,
+        _read(FirstInfo, header.first) if has("first") else None,
+        _read(Position, header.position) if has("position") else None,
     )
 
 
@@ -173,40 +175,6 @@ def read_residual(message: pb.ResidualInfo) -> ResidualInfo:
     return ResidualInfo(message.norm, message.num_lost, message.lost_norm)
 
 
-def _write_completion(completion: CompletionInfo, message: pb.CompletionInfo) -> None:
-    message.generation, message.failed = completion.generation, completion.failed
-    message.peer_bytes = completion.peer_bytes
-
-
-def _read_completion(message: pb.CompletionInfo) -> CompletionInfo:
-    return CompletionInfo(message.generation, message.failed, message.peer_bytes)
-
-
-def _write_first(first: FirstInfo, message: pb.FirstInfo) -> None:
-    message.num_samples, message.digest, message.run_steps = first.num_samples, first.digest, first.run_steps
-    message.rates.extend(first.rates)
-
-
-def _read_first(message: pb.FirstInfo) -> FirstInfo:
-    return FirstInfo(message.num_samples, message.digest, message.run_steps, tuple(message.rates))
-
-
-def position_message(position: Position) -> pb.Position:
-    fields: dict[str, Any] = {} if position.epoch is None else {"epoch": position.epoch}
-    return pb.Position(
-        step=position.step,
-        local_steps=position.local_steps,
-        batches=position.batches,
-        epoch_batches=position.epoch_batches,
-        **fields,
-    )
-
-
-def read_position(message: pb.Position) -> Position:
-    epoch = message.epoch if message.HasField("epoch") else None
-    return Position(message.step, message.local_steps, message.batches, epoch, message.epoch_batches)
-
-
 # ---- replies ------------------------------------------------------------------------------------------
 
 _OUTCOMES = {int(outcome): outcome for outcome in Outcome}
@@ -221,7 +189,7 @@ def reply_message(reply: Reply) -> pb.ServerMessage:
     if reply.weights is not None:
         write_weights(reply.weights, header.weights)
     if reply.group is not None:
-        _write_group(reply.group, header.group)
+        _write(reply.group, header.group)
     if reply.start is not None:
         _write_start(reply.start, header.start)
     return message
@@ -233,7 +201,7 @@ def read_reply(header: pb.Reply) -> Reply:
         _read_result(header.result),
         _read_next_work(header.next_work),
         read_weights(header.weights) if has("weights") else None,
-        _read_group(header.group) if has("group") else None,
+        _read(GroupInfo, header.group) if has("group") else None,
         _read_start(header.start) if has("start") else None,
     )
 
@@ -285,35 +253,46 @@ def read_weights(message: pb.WeightsInfo) -> WeightsInfo:
     return WeightsInfo(message.num_bytes, message.codec, segment, reference)
 
 
-def _write_group(group: GroupInfo, message: pb.GroupInfo) -> None:
-    message.generation, message.rendezvous, message.secret = group.generation, group.rendezvous, group.secret
-    message.members.extend(group.members)
-    message.has_weights = group.has_weights
-    message.uploads_weights, message.uploads_optimizer = group.uploads_weights, group.uploads_optimizer
-
-
-def _read_group(message: pb.GroupInfo) -> GroupInfo:
-    return GroupInfo(
-        message.generation, tuple(message.members), message.rendezvous, message.has_weights,
-        message.uploads_weights, message.uploads_optimizer, message.secret,
-    )  # fmt: skip
-
-
 def _write_start(start: StartInfo, message: pb.StartInfo) -> None:
     message.in_step = start.in_step
     if start.num_batches is not None:
         message.num_batches = start.num_batches
     if start.rates is not None:
-        message.rates.MergeFrom(pb.Rates(**start.rates._asdict()))
+        _write(start.rates, message.rates)
     if start.position is not None:
-        message.position.CopyFrom(position_message(start.position))
+        _write(start.position, message.position)
 
 
 def _read_start(message: pb.StartInfo) -> StartInfo:
-    has, rates = message.HasField, message.rates
+    has = message.HasField
     return StartInfo(
         message.num_batches if has("num_batches") else None,
         message.in_step,
-        RateInfo(tuple(rates.first), tuple(rates.last), rates.num_changes) if has("rates") else None,
-        read_position(message.position) if has("position") else None,
+        _read(RateInfo, message.rates) if has("rates") else None,
+        _read(Position, message.position) if has("position") else None,
     )
+
+
+# ---- topics that few exchanges have -------------------------------------------------------------------
+
+
+def _write(record: Any, message: Any) -> None:
+    """Write a record of numbers, text and tuples into the message with the same fields."""
+    for name in type(record).__annotations__:
+        value = getattr(record, name)
+        if isinstance(value, tuple):
+            getattr(message, name).extend(value)
+        elif value is not None:
+            setattr(message, name, value)
+
+
+def _read(kind: type[Record], message: Any) -> Record:
+    """Return the record that `_write` wrote. An absent optional field is None."""
+    fields = message.DESCRIPTOR.fields_by_name
+    return kind(*(_value(message, fields[name]) for name in kind.__annotations__))
+
+
+def _value(message: Any, field: Any) -> Any:
+    if field.is_repeated:
+        return tuple(getattr(message, field.name))
+    return None if field.has_presence and not message.HasField(field.name) else getattr(message, field.name)

@@ -14,7 +14,8 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.version import PROGRAM_VERSION
-from ...common.wire.protocol import layout_from_proto, optimizer_from_proto, struct
+from ...common.wire.protocol import layout_from_proto, optimizer_from_proto
+from ...common.wire.structs import struct
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.run import Run

@@ -13,7 +13,8 @@ from typing import Any
 
 import grpc
 
-from paramserver.common.wire.protocol import SERVICE, struct
+from paramserver.common.wire.protocol import SERVICE
+from paramserver.common.wire.structs import struct
 from paramserver.proto import parameter_server_pb2 as pb
 
 DEADLINE_S = 60.0

@@ -10,7 +10,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
 from paramserver.common.tensors.optimizers import OptimizerSpec
 from paramserver.common.wire.frames import frame, message_frames
-from paramserver.common.wire.protocol import struct
+from paramserver.common.wire.structs import struct
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
 from paramserver.ps.core.replication import Coordinator, Digest

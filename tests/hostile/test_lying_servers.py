@@ -12,7 +12,7 @@ import torch
 from paramserver.common.errors import ParamServerError
 from paramserver.common.security import PLAINTEXT
 from paramserver.common.tensors.optimizers import check_arguments
-from paramserver.common.wire.protocol import struct
+from paramserver.common.wire.structs import struct
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.heartbeat import Heartbeat
 from paramserver.worker.conversation.messages import read_settings

@@ -15,7 +15,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.common.wire.protocol import struct
+from paramserver.common.wire.structs import struct
 from paramserver.ps.shards.server import shared_config, with_shared
 from paramserver.ps.snapshots.checkpoint import write
 from paramserver.ps.snapshots.manifest import WEIGHTS, Manifest

@@ -19,8 +19,9 @@ from ...common.tensors.optimizers import OptimizerSpec, TableSpec
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_header
 from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, frame, payload_frames
-from ...common.wire.protocol import from_struct, layout_to_proto, optimizer_from_proto, optimizer_to_proto
+from ...common.wire.protocol import layout_to_proto, optimizer_from_proto, optimizer_to_proto
 from ...common.wire.records import Contribution, Position, changed
+from ...common.wire.structs import from_struct
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
 from ..tensors.local_steps import RULES, Merge

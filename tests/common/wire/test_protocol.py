@@ -25,14 +25,12 @@ from paramserver.common.errors import (
 )
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec
 from paramserver.common.wire.protocol import (
-    from_struct,
-    hyperparameters_from_proto,
     layout_from_proto,
     optimizer_from_proto,
     refusal_from_status,
     refusal_to_status,
-    struct,
 )
+from paramserver.common.wire.structs import from_struct, hyperparameters_from_proto, struct
 from paramserver.proto import parameter_server_pb2 as pb
 
 
