@@ -52,7 +52,7 @@ class OneBitAdamCodec(ByTensor):
         return _Momentum(self, layout)
 
 
-class _Momentum(Preparation):
+class _Momentum:
     """One worker's momentum, which it sends instead of its gradients after the warm-up."""
 
     def __init__(self, signs: Codec, layout: Layout) -> None:

@@ -11,28 +11,22 @@ from __future__ import annotations
 
 import torch
 
-from .shared.by_tensor import ROOM, ByTensor, blocks_of, sizes_of
+from .shared.by_tensor import ROOM, sizes_of
+from .shared.in_blocks import TINY, InBlocks
 
-_BLOCK = 256
-_SCALE_BYTES = 4
-_TINY = torch.finfo(torch.float32).tiny
 _MANTISSA_BITS = 23
 # Added to the bits of a float32, this carries into the exponent from sqrt(2) on, where log2 rounds up.
 _ROUND = 0x3F800000 - 0x3F3504F3
 _BIAS = 127 - 7  # the exponent of 2^(L-7) is L more
 
 
-class Q4Codec(ByTensor):
+class Q4Codec(InBlocks):
     name = "q4"
-
-    def size(self, num_elements: int) -> int:
-        return -(-num_elements // _BLOCK) * _SCALE_BYTES + -(-num_elements // 2)
+    bits = 4
 
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        scales, codes = self._parts(out, len(values))
-        for first, block in blocks_of(values, _BLOCK):
-            scale = scales[first : first + len(block)]
-            steps = sizes_of(block, scale).clamp(min=_TINY).reciprocal_()[:, None]
+        for block, scale, codes in self.parts(values, out):
+            steps = sizes_of(block, scale).clamp(min=TINY).reciprocal_()[:, None]
             work = torch.mul(block, steps, out=ROOM.of("work", block.shape)).view(torch.int32)
             work.add_(_ROUND).bitwise_right_shift_(_MANTISSA_BITS)
             wide = ROOM.of("wide", block.shape, torch.int16).copy_(work)  # the exponent, minus 256 for a negative value
@@ -40,39 +34,32 @@ class Q4Codec(ByTensor):
             code = ROOM.of("code", block.shape, torch.uint8).copy_(wide)
             code.clamp_(_BIAS, _BIAS + 7).sub_(_BIAS)
             code.bitwise_or_(ROOM.of("minus byte", block.shape, torch.uint8).copy_(minus).bitwise_and_(8))
-            _pack(code.view(-1), codes[first * _BLOCK // 2 :])
+            _pack(code.view(-1), codes)
 
     def decode_piece(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        scales, codes = self._parts(encoded, len(out))
-        for first, block in blocks_of(out, _BLOCK):
-            code = _unpack(codes[first * _BLOCK // 2 :], block.numel())
+        for block, scale, codes in self.parts(out, encoded):
+            code = _unpack(codes, block.numel())
             wide = ROOM.of("wide", code.shape, torch.int16).copy_(code)
             # The bits of a bfloat16: the sign, and L as the exponent. That is 2^(L-127), or zero for L = 0.
             bits = torch.bitwise_and(wide, 8, out=ROOM.of("bits", code.shape, torch.int16)).bitwise_left_shift_(12)
             bits.bitwise_or_(wide.bitwise_and_(7).bitwise_left_shift_(7))
             block.view(-1).copy_(bits.view(torch.bfloat16))
-            block.mul_(2.0**_BIAS).mul_(scales[first : first + len(block), None])
-
-    def _parts(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scales, float32 [blocks], and the codes, uint8 [n / 2]."""
-        num_bytes = len(encoded) - -(-num_elements // 2)
-        return encoded[:num_bytes].view(torch.float32), encoded[num_bytes:]
+            block.mul_(2.0**_BIAS).mul_(scale[:, None])
 
 
 def _pack(codes: torch.Tensor, out: torch.Tensor) -> None:
-    """Pack codes of four bits, uint8 [n], into the first n / 2 bytes of `out`, uint8."""
+    """Pack codes of four bits, uint8 [n], into `out`, uint8 [n / 2]."""
     if len(codes) % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     pairs = codes.view(torch.int16)  # the second code is in the high byte
     both = torch.bitwise_right_shift(pairs, 4, out=ROOM.of("both", pairs.shape, torch.int16)).bitwise_or_(pairs)
-    out[: len(pairs)].copy_(both)
+    out.copy_(both)
 
 
 def _unpack(packed: torch.Tensor, num_elements: int) -> torch.Tensor:
     """Return the codes that `_pack` packed, uint8 [n]."""
-    pairs = packed[: -(-num_elements // 2)]
-    both = ROOM.of("both", pairs.shape, torch.int16).copy_(pairs)
-    high = torch.bitwise_left_shift(both, 4, out=ROOM.of("high", pairs.shape, torch.int16))
+    both = ROOM.of("both", packed.shape, torch.int16).copy_(packed)
+    high = torch.bitwise_left_shift(both, 4, out=ROOM.of("high", packed.shape, torch.int16))
     return both.bitwise_or_(high).bitwise_and_(0x0F0F).view(torch.uint8)[:num_elements]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from .shared.by_tensor import ByTensor, largest, scatter
+from .shared.by_tensor import ByTensor, blocks_of, largest, scatter
 
 _CHUNK = 64
 _KEPT = 7  # values of a whole chunk
@@ -39,7 +39,7 @@ class SparseCodec(ByTensor):
         return _TABLE_BYTES + (_PLACE_BITS + _LEVEL_BITS) * num_packed * _PACKED // 8
 
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        parts = [part for chunks in _chunks_of(values) for part in chunks.split(_AT_ONCE // _CHUNK)]
+        parts = [part for _, chunks in blocks_of(values, _CHUNK) for part in chunks.split(_AT_ONCE // _CHUNK)]
         found = [largest(part, _kept_of(part.shape[1])) for part in parts]
         kept = torch.cat([part.gather(1, places).view(-1) for part, places in zip(parts, found, strict=True)])
         table, levels = _levels_of(kept)
@@ -54,7 +54,7 @@ class SparseCodec(ByTensor):
         places = _unpack(packed_places, _PLACE_BITS, num_kept)
         kept, at = table[_unpack(packed_levels, _LEVEL_BITS, num_kept)], 0
         out.zero_()
-        for chunks in _chunks_of(out):
+        for _, chunks in blocks_of(out, _CHUNK):
             num = len(chunks) * _kept_of(chunks.shape[1])
             scatter(chunks, places[at : at + num].view(len(chunks), -1), kept[at : at + num].view(len(chunks), -1))
             at += num
@@ -72,13 +72,6 @@ def _kept_of(num_elements: int) -> int:
 
 def _num_kept(num_elements: int) -> int:
     return num_elements // _CHUNK * _KEPT + _kept_of(num_elements % _CHUNK)
-
-
-def _chunks_of(values: torch.Tensor) -> list[torch.Tensor]:
-    """Return [n] as whole chunks, [chunks, 64], and the shorter last chunk, [1, fewer]."""
-    full = len(values) // _CHUNK * _CHUNK
-    both = values[:full].view(-1, _CHUNK), values[full:].view(1, -1)
-    return [chunks for chunks in both if chunks.numel()]
 
 
 def _levels_of(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

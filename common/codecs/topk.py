@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .shared.by_tensor import ByTensor, largest, scatter
+from .shared.by_tensor import ByTensor, blocks_of, largest, scatter
 
 _CHUNK = 4096
 _CHUNKS = 32  # chunks of a piece
@@ -42,15 +42,14 @@ class TopkCodec(ByTensor):
         self, values: torch.Tensor, encoded: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return (values [chunks, n], kept values [chunks, k], their positions [chunks, k]) of each chunk size."""
-        full, num = len(values) // _CHUNK * _CHUNK, len(encoded) // (_VALUE_BYTES + _PLACE_BYTES)
+        num = len(encoded) // (_VALUE_BYTES + _PLACE_BYTES)
         kept = encoded[: num * _VALUE_BYTES].view(torch.float32)
         places, at, found = encoded[num * _VALUE_BYTES :].view(torch.int16), 0, []
-        for chunks in (values[:full].view(-1, _CHUNK), values[full:].view(1, -1)):
-            if chunks.numel():
-                k = _kept_of(chunks.shape[1])
-                end = at + len(chunks) * k
-                found.append((chunks, kept[at:end].view(-1, k), places[at:end].view(-1, k)))
-                at = end
+        for _, chunks in blocks_of(values, _CHUNK):
+            k = _kept_of(chunks.shape[1])
+            end = at + len(chunks) * k
+            found.append((chunks, kept[at:end].view(-1, k), places[at:end].view(-1, k)))
+            at = end
         return found
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -124,30 +123,24 @@ class ByTensor(SelfContained):
             values.copy_(decoded)
 
 
-class Preparation(ABC):
+class Preparation(Protocol):
     """Preprocessing of one worker's gradients before they are encoded, with its own memory."""
 
-    @abstractmethod
     def begin(self, groups: Sequence[Hyperparameters]) -> None:
         """Store the hyperparameters with which the server's optimizer began."""
 
-    @abstractmethod
     def codec(self, version: int) -> Codec:
         """Return the codec of the next contribution, which is computed on the weights of `version`."""
 
-    @abstractmethod
     def apply(self, piece: Piece, values: torch.Tensor) -> None:
         """Replace the gradient of a piece, [n] of its dtype, by the values to send."""
 
-    @abstractmethod
     def commit(self) -> None:
         """Keep the new memory, because the newest contribution counts."""
 
-    @abstractmethod
     def reset(self) -> None:
         """Clear the memory, because the server has cleared its own."""
 
-    @abstractmethod
     def hyperparameters(self, groups: tuple[Hyperparameters, ...]) -> tuple[Hyperparameters, ...]:
         """Return the hyperparameters to send with the newest contribution."""
 

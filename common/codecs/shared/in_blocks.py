@@ -1,0 +1,38 @@
+"""Base of the codecs with a scale for each block of 256 values.
+
+A piece of n values is encoded as the scales of its blocks, float32, then a code of `bits` for each value. The last byte
+is padded with 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+
+from .by_tensor import ByTensor, blocks_of
+
+BLOCK = 256  # values; a multiple of those in a byte
+TINY = torch.finfo(torch.float32).tiny
+_SCALE_BYTES = 4
+
+
+class InBlocks(ByTensor):
+    bits: ClassVar[int]  # of a code
+
+    def size(self, num_elements: int) -> int:
+        return -(-num_elements // BLOCK) * _SCALE_BYTES + -(-num_elements * self.bits // 8)
+
+    def parts(
+        self, values: torch.Tensor, encoded: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield (values, scales, codes) of the whole blocks, then of a shorter block.
+
+        Values are [blocks, n], scales float32 [blocks], codes uint8 [bytes].
+        """
+        num_bytes = -(-len(values) // BLOCK) * _SCALE_BYTES
+        scales, codes = encoded[:num_bytes].view(torch.float32), encoded[num_bytes:]
+        for first, block in blocks_of(values, BLOCK):
+            begin, size = first * BLOCK * self.bits // 8, -(-block.numel() * self.bits // 8)
+            yield block, scales[first : first + len(block)], codes[begin : begin + size]
