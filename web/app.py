@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -18,11 +19,12 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..common.errors import ParamServerError
 from ..common.reporting.metrics import Display, shown_of_run, shown_of_workers
+from ..common.reporting.status import Status
 from ..common.reporting.worker_logs import last_lines
 from ..common.runstore.reading import StoredRun, relevant_settings
 from ..common.version import PROGRAM_VERSION
 from ..common.wire.json_text import finite, read_json
-from .compared import curves_of, described, differing, is_up_of_run, recorded_metrics, tags_of
+from .compared import IS_UP, curves_of, described, differing, tags_of
 from .feed import Feed, Message
 from .files import static_routes
 from .guard import refusal
@@ -107,17 +109,14 @@ class Runs:
 def make_app(runs: Runs) -> Starlette:
     """Returns the application, to be wrapped in a `Guard`."""
 
-    def of_run(answer: Callable[[Feed], Any]) -> Callable[[Request], Any]:
-        async def handle(request: Request) -> Response:
-            return JSONResponse(finite(answer(runs.feed(request.path_params["run"]))))
-
-        return handle
-
     def reply(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            return JSONResponse(answer(request))
+            return JSONResponse(finite(answer(request)))
 
         return handle
+
+    def of_run(answer: Callable[[Feed], Any]) -> Callable[[Request], Any]:
+        return reply(lambda request: answer(runs.feed(request.path_params["run"])))
 
     async def listed(request: Request) -> Response:
         return Response(_LIST.dump_json(runs.listed()), media_type="application/json")
@@ -131,18 +130,6 @@ def make_app(runs: Runs) -> Starlette:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_sse(runs, feed), media_type="text/event-stream", headers=headers)
 
-    async def socket(websocket: WebSocket) -> None:
-        await _websocket(runs, websocket)
-
-    async def control(request: Request) -> Response:
-        return await _control(runs.feed(request.path_params["run"]), request)
-
-    async def worker_log(request: Request) -> Response:
-        return _worker_log(runs, request)
-
-    async def tag(request: Request) -> Response:
-        return await _tag(runs, request)
-
     def session(request: Request) -> Any:
         problem = runs.store.problem() if runs.store is not None else ""
         found = Session(may_control=request.state.may_control, program=PROGRAM_VERSION, store_problem=problem)
@@ -152,12 +139,9 @@ def make_app(runs: Runs) -> Starlette:
         found = {
             "run": shown_of_run(Display.DASHBOARD), "worker": shown_of_workers(Display.DASHBOARD),
             "curves": shown_of_run(Display.DASHBOARD | Display.CURVES),
-            "recorded": recorded_metrics(),
+            "recorded": Status.declared_metrics(),
         }  # fmt: skip
-        return {
-            **{scope: [described(metric) for metric in shown] for scope, shown in found.items()},
-            "is_up": is_up_of_run(),
-        }
+        return {**{scope: [described(metric) for metric in shown] for scope, shown in found.items()}, "is_up": IS_UP}
 
     def newest(feed: Feed) -> Any:
         return feed.view.newest.model_dump(mode="json") if feed.view.newest is not None else None
@@ -175,19 +159,19 @@ def make_app(runs: Runs) -> Starlette:
             Route("/api/session", reply(session)),
             Route("/api/metrics", reply(metrics)),
             Route("/api/runs", listed),
-            Route("/api/settings", reply(lambda _: finite(runs.settings()))),
+            Route("/api/settings", reply(lambda _: runs.settings())),
             Route(run, whole),
             Route(f"{run}/status", of_run(newest)),
             Route(f"{run}/workers", of_run(workers)),
-            Route(f"{run}/workers/{{rank:int}}/log", worker_log),
+            Route(f"{run}/workers/{{rank:int}}/log", partial(_worker_log, runs)),
             Route(f"{run}/metrics", of_run(lambda feed: feed.view.series)),
             Route(f"{run}/events", of_run(lambda feed: [event.model_dump() for event in feed.view.events])),
             Route(f"{run}/snapshots", of_run(lambda feed: [item.model_dump() for item in feed.view.snapshots])),
             Route(f"{run}/curves", reply(lambda request: runs.curves(request.path_params["run"]))),
-            Route(f"{run}/tags", tag, methods=["POST"]),
-            Route(f"{run}/controls", control, methods=["POST"]),
+            Route(f"{run}/tags", partial(_tag, runs), methods=["POST"]),
+            Route(f"{run}/controls", partial(_control, runs), methods=["POST"]),
             Route("/api/events", events),
-            WebSocketRoute("/ws/events", socket),
+            WebSocketRoute("/ws/events", partial(_websocket, runs)),
         ],
         exception_handlers={HTTPException: _refused},
     )
@@ -213,7 +197,7 @@ def _with_names(run: StoredRun, stored: StoredRun | None) -> StoredRun:
     return run if stored is None else run.model_copy(update={"name": stored.name, "tags": stored.tags})
 
 
-def _worker_log(runs: Runs, request: Request) -> Response:
+async def _worker_log(runs: Runs, request: Request) -> Response:
     """Returns the last lines of a worker. The user's output may be private, so this needs the token."""
     if not request.state.may_control:
         return refusal(401, "the log of a worker needs the token", "open the address with ?token=... that was printed")
@@ -240,7 +224,8 @@ async def _tag(runs: Runs, request: Request) -> Response:
     return JSONResponse(Done(done=f"tags: {' '.join(tags)}" if tags else "no tags").model_dump())
 
 
-async def _control(feed: Feed, request: Request) -> Response:
+async def _control(runs: Runs, request: Request) -> Response:
+    feed = runs.feed(request.path_params["run"])
     try:
         command = _command(await request.body())
     except (ValueError, ClientDisconnect) as error:

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from ..common.reporting.curve import is_up
 from ..common.reporting.metrics import Metric, Value
-from ..common.reporting.status import Status
 from ..common.reporting.view import EvaluatedPoint, View
 from ..common.runstore.reading import StoredRun, relevant_settings
 from ..common.wire.json_text import finite
@@ -19,7 +18,7 @@ MAX_TAGS = 10
 MAX_TAG_CHARACTERS = 40
 
 # Whether higher values of a run's metric are better. The metrics that are absent have no better direction.
-_IS_UP = {
+IS_UP = {
     "loss": False, "elapsed_s": False, "samples_per_s": True, "wait_share": False, "num_bytes": False,
     "staleness_mean": False, "staleness_max": False, "wall_s": False, "union_steps_per_s": True,
     "bytes_per_worker": False, "peer_bytes": False, "target": False, "cost": False, "waiting_cost": False,
@@ -37,20 +36,10 @@ class Curves(BaseModel):
     is_up: dict[str, bool]  # of each metric of the evaluations: whether more is better
 
 
-def recorded_metrics() -> list[Metric]:
-    """Returns the metrics of a run that the run store keeps over time."""
-    return Status.declared_metrics()
-
-
 def described(metric: Metric) -> dict[str, Any]:
     """Returns a metric as the page needs it."""
     return {"name": metric.name, "label": metric.label, "help": metric.help, "unit": metric.unit.value,
             "is_rare": metric.is_rare}  # fmt: skip
-
-
-def is_up_of_run() -> dict[str, bool]:
-    """Returns, by the metric's name, whether higher values are better."""
-    return dict(_IS_UP)
 
 
 def curves_of(run: StoredRun, view: View, store: Store | None) -> dict[str, Any]:

@@ -63,6 +63,13 @@ _REFUSALS = {
     "403": "the request comes from another page (Origin), or the token in the address is wrong",
     "421": "the server has another name (Host)",
 }
+_TAGS = {"tags": {"type": "string", "description": "all tags of the run, separated by spaces"}}
+_CONTROL = {
+    "do": {"type": "string", "description": "one of `about.controls`"},
+    "rank": {"type": "integer", "description": "rank of the worker to control"},
+    "name": {"type": "string", "description": "with `set`: the key of the setting"},
+    "value": {"description": "with `set`: its new value"},
+}
 
 
 @cache
@@ -84,7 +91,10 @@ def description() -> dict[str, Any]:
             "/api/runs": _get("all runs", _many("StoredRun")),
             "/api/settings": _get("for each run, the settings whose values differ between runs", _settings()),
             "/api/runs/{run}/curves": _get("its recorded metrics over time, for a comparison", _ref("Curves"), _RUN),
-            "/api/runs/{run}/tags": {"post": _tags()},
+            "/api/runs/{run}/tags": _post(
+                "set the tags of a run", "the tags", "tags", _TAGS,
+                {"404": "no such run in the run store", "409": "the run store cannot be written"},
+            ),
             "/api/runs/{run}": _get("the complete view of one run", _ref("View"), _RUN),
             "/api/runs/{run}/status": _get("its newest status; null before its first status",
                                            {"anyOf": [_ref("Tick"), {"type": "null"}]}, _RUN),
@@ -94,7 +104,11 @@ def description() -> dict[str, Any]:
             "/api/runs/{run}/metrics": _get("metrics over time, in columns", _ref("Series"), _RUN),
             "/api/runs/{run}/events": _get("its events", _many("Event"), _RUN),
             "/api/runs/{run}/snapshots": _get("its retained snapshots", _many("Snapshot"), _RUN),
-            "/api/runs/{run}/controls": {"post": _control()},
+            "/api/runs/{run}/controls": _post(
+                "send a control; the run applies it at its next commit", "the result of the control", "do", _CONTROL,
+                {"404": "no such run", "409": "the run is over, or can only be read",
+                 "422": "the control cannot be applied, with the reason"},
+            ),
             "/api/events": _get("live updates as server-sent events; `number` is the id", _ref("Message"), _QUERY,
                                 media="text/event-stream"),
             "/ws/events": _get("live updates over a WebSocket, one message each", _ref("Message"), _QUERY),
@@ -123,18 +137,6 @@ def _metrics() -> dict[str, Any]:
 def _settings() -> dict[str, Any]:
     """For each run, values by dotted key."""
     return {"type": "object", "additionalProperties": {"type": "object"}}
-
-
-def _tags() -> dict[str, Any]:
-    body = {"schema": {"type": "object", "required": ["tags"], "properties": {
-        "tags": {"type": "string", "description": "all tags of the run, separated by spaces"}}}}  # fmt: skip
-    refusals = {"400": "the body is not a JSON object", "404": "no such run in the run store",
-                "409": "the run store cannot be written", "413": "the body is too long"}  # fmt: skip
-    return {
-        "summary": "set the tags of a run", "parameters": [_RUN], "security": [{"token": []}],
-        "requestBody": {"required": True, "content": {"application/json": body}},
-        "responses": _responses("the tags", _ref("Done"), "application/json", refusals),
-    }  # fmt: skip
 
 
 def _message() -> dict[str, Any]:
@@ -170,22 +172,15 @@ def _get(summary: str, schema: dict[str, Any], *parameters: dict[str, Any], medi
                     "responses": responses}}  # fmt: skip
 
 
-def _control() -> dict[str, Any]:
-    properties = {
-        "do": {"type": "string", "description": "one of `about.controls`"},
-        "rank": {"type": "integer", "description": "rank of the worker to control"},
-        "name": {"type": "string", "description": "with `set`: the key of the setting"},
-        "value": {"description": "with `set`: its new value"},
-    }
-    body = {"schema": {"type": "object", "required": ["do"], "properties": properties}}
-    refusals = {
-        "400": "the body is not a JSON object", "404": "no such run", "409": "the run is over, or can only be read",
-        "413": "the body is too long", "422": "the control cannot be applied, with the reason",
-    }  # fmt: skip
+def _post(
+    summary: str, result: str, needed: str, properties: dict[str, Any], refusals: dict[str, str]
+) -> dict[str, Any]:
+    body = {"schema": {"type": "object", "required": [needed], "properties": properties}}
+    refusals = {"400": "the body is not a JSON object", "413": "the body is too long", **refusals}
     return {
-        "summary": "send a control; the run applies it at its next commit",
-        "parameters": [_RUN],
-        "security": [{"token": []}],
-        "requestBody": {"required": True, "content": {"application/json": body}},
-        "responses": _responses("the result of the control", _ref("Done"), "application/json", refusals),
-    }
+        "post": {
+            "summary": summary, "parameters": [_RUN], "security": [{"token": []}],
+            "requestBody": {"required": True, "content": {"application/json": body}},
+            "responses": _responses(result, _ref("Done"), "application/json", refusals),
+        }
+    }  # fmt: skip

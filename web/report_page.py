@@ -11,9 +11,10 @@ from typing import Any
 from ..common.reporting.curve import TRAINED, is_up
 from ..common.reporting.pictures import Curves
 from ..common.reporting.report import Measure
+from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary
 from ..common.wire.json_text import finite, to_json
-from .compared import described, is_up_of_run, recorded_metrics
+from .compared import IS_UP, described
 
 Table = tuple[list[str], list[list[str]]]  # names of the columns, rows
 Picture = tuple[str, str, str, Curves]  # name of the PNG, metric, unit of the x axis, curves
@@ -32,7 +33,7 @@ def comparison_data(
     """Returns the runs in the form of `/api/runs/{run}/curves`, and the columns of the table of results."""
     names = {name for _, run in runs for name in (*run.final, *(name for point in run.curve for name in point.metrics))}
     directions = {name: is_up(name) for name in names}
-    known = {f"eval.{name}": up for name, up in directions.items()} | is_up_of_run()
+    known = {f"eval.{name}": up for name, up in directions.items()} | IS_UP
     found = []
     for at, (label, run) in enumerate(runs):
         number = f"run {at + 1}"
@@ -49,7 +50,7 @@ def comparison_data(
         {"key": column.key, "label": column.name, "unit": column.unit, "is_up": known.get(column.key)}
         for column in columns
     ]
-    metrics = {"recorded": [described(metric) for metric in recorded_metrics()], "is_up": is_up_of_run()}
+    metrics = {"recorded": [described(metric) for metric in Status.declared_metrics()], "is_up": IS_UP}
     return {"runs": found, "columns": shown, "metrics": metrics, "are_alike": are_alike}
 
 
