@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from ..web.guard import Rules
 from .engine import End, Engine, Job, Piece, Refused
 from .infer import described_inputs, read_inputs, write_outputs
 from .openai import ClientRequest, Replies, Requests, error_response, models, refused_by_guard
-from .slots import Version
 from .source import Follower, Source
 
 log = get_logger()
@@ -62,8 +62,8 @@ class Service:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/completions", self._catching(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._catching(self.chat), methods=["POST"]),
+            Route("/v1/completions", self._catching(partial(self._reply, is_chat=False)), methods=["POST"]),
+            Route("/v1/chat/completions", self._catching(partial(self._reply, is_chat=True)), methods=["POST"]),
             Route("/v1/models", self._catching(self.list_models)),
             Route("/v2/models/{model}/infer", self._catching(self.infer), methods=["POST"]),
             Route("/v2/models/{model}", self._catching(self.described)),
@@ -93,12 +93,6 @@ class Service:
 
     # ---- text ---------------------------------------------------------------------------------
 
-    async def completions(self, request: Request) -> Response:
-        return await self._reply(request, is_chat=False)
-
-    async def chat(self, request: Request) -> Response:
-        return await self._reply(request, is_chat=True)
-
     async def _reply(self, request: Request, is_chat: bool) -> Response:
         if self._requests is None:
             message = f"task {self._name} writes no text"
@@ -113,7 +107,7 @@ class Service:
                 found = await stream.next()
         if isinstance(found, Refused):  # a stream that has not begun still has a status
             raise found
-        version = found.version if isinstance(found, End) else stream.version
+        version = found.version if isinstance(found, End) else stream.job.version
         assert version is not None
         headers = {"ps-version": str(version.number)}
         if isinstance(found, Piece) or client.is_streamed:
@@ -188,18 +182,14 @@ class Stream:
         self._began_at = self._loop.time()
         self._num_pieces = 0
         self._is_over = False
-        self._job: Job = engine.submit(client.request, self._emit)
+        self.job: Job = engine.submit(client.request, self._emit)
         meters.prompts.inc(len(client.request.prompt))
 
     def _emit(self, found: Piece | End | Refused) -> None:
         try:
             self._loop.call_soon_threadsafe(self._found.put_nowait, found)
         except RuntimeError:  # the loop has ended
-            self._job.is_cancelled = True
-
-    @property
-    def version(self) -> Version | None:
-        return self._job.version
+            self.job.is_cancelled = True
 
     async def next(self) -> Piece | End | Refused:
         found = await self._found.get()
@@ -218,7 +208,7 @@ class Stream:
     def close(self) -> None:
         """End the request if it is not over, because its client is gone."""
         if not self._is_over:
-            self._engine.cancel(self._job)
+            self._engine.cancel(self.job)
 
 
 async def _sse(stream: Stream, first: Piece | End | Refused, replies: Replies) -> AsyncIterator[bytes]:
@@ -226,9 +216,9 @@ async def _sse(stream: Stream, first: Piece | End | Refused, replies: Replies) -
     found = first
     try:
         while isinstance(found, Piece):
-            assert stream.version is not None
+            assert stream.job.version is not None
             if found.text or found.chosen.logprob is not None:
-                yield _event(replies.chunk(found, stream.version))
+                yield _event(replies.chunk(found, stream.job.version))
             found = await stream.next()
         if isinstance(found, Refused):
             yield _event({"error": {"message": found.message, "type": "server_error", "code": found.code}})

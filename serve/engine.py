@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ..common.config.schema import ServeConfig
 from ..common.reporting.log import get_logger
 from .models import LanguageModel, Paused, batch_of
 from .sampling import Chosen, Sampling, choose
@@ -42,14 +43,6 @@ class Refused(Exception):
     def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
-
-
-@dataclass(frozen=True)
-class Options:
-    slots: int = 8  # sequences decoded at once
-    queue: int = 64  # requests that may wait
-    swap: str = "pinned"  # or in-flight, recompute
-    drain_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class Engine:
     """
 
     def __init__(
-        self, task: Any, models: Models, kind: LanguageModel | None, options: Options,
+        self, task: Any, models: Models, kind: LanguageModel | None, options: ServeConfig,
         stages: Stages | None = None,
     ) -> None:  # fmt: skip
         self._stages = stages

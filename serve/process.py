@@ -84,14 +84,13 @@ def run(config: Config, load: Callable[[], Served]) -> None:
 def _engine(config: Config, served: Served, failed: Callable[[Exception], None]) -> tuple[Any, Any]:
     """Return the engine, and the stages of its model, if there are several."""
     from ..common.user_code import user_code
-    from .engine import Engine, Options
+    from .engine import Engine
     from .models import language_model
 
     settings, task = config.serve, served.task
-    options = Options(settings.slots, settings.queue, settings.swap, settings.drain_s)
     if settings.group == 1:
         models = _Models(task)
-        return Engine(task, models, language_model(task, models[0]), options), None
+        return Engine(task, models, language_model(task, models[0]), settings), None
     if served.spec is None:
         message = f"serve.group is {settings.group}, and other processes cannot load the model of a script"
         raise UsageError(message, fix="put it into a task: ps-serve --task FILE.py:NAME --group G")
@@ -100,22 +99,21 @@ def _engine(config: Config, served: Served, failed: Callable[[Exception], None])
     spec = Spec(served.spec, settings.group, config.worker.cut, settings.slots, settings.threads)
     with user_code():
         stages = Stages(task, spec, failed)
-    return Engine(task, stages.models, stages.kind, options, stages), stages
+    return Engine(task, stages.models, stages.kind, settings, stages), stages
 
 
-class _Models:
+class _Models(dict[int, Any]):
     """The model of each slot, made when it is first used: a file needs one, and a run three."""
 
     def __init__(self, task: Any) -> None:
-        self._task, self._made = task, dict[int, Any]()
+        self._task = task
 
-    def __getitem__(self, slot: int) -> nn.Module:
+    def __missing__(self, slot: int) -> nn.Module:
         from ..common.user_code import user_code
 
-        if slot not in self._made:
-            with user_code():
-                self._made[slot] = self._task.model()
-        return self._made[slot]
+        with user_code():
+            self[slot] = found = self._task.model()
+        return found
 
 
 def wait_for_run(config: Config) -> tuple[LiveRun, Standing]:

@@ -257,7 +257,8 @@ def _beside(address: str, flags: tuple[str, ...], worker: Any) -> Iterator[None]
 
 
 def _equal(options: ServingOptions) -> dict[str, float]:
-    from ...serve.engine import Engine, Options, Piece, Request
+    from ...common.config.schema import ServeConfig
+    from ...serve.engine import Engine, Piece, Request
     from ...serve.models import language_model
     from ...serve.sampling import Sampling
     from ...serve.slots import NUM_SLOTS, Version
@@ -285,7 +286,7 @@ def _equal(options: ServingOptions) -> dict[str, float]:
         """The chosen tokens of each reply."""
         models: list[Any] = [_random_model(options) for _ in range(NUM_SLOTS)] if stages is None else stages.models
         kind = language_model(task, models[0]) if stages is None else stages.kind
-        engine = Engine(task, models, kind, Options(slots=slots, queue=len(prompts)), stages)
+        engine = Engine(task, models, kind, ServeConfig(slots=slots, queue=len(prompts)), stages)
         slot = engine.begin_arrival()
         assert slot is not None
         engine.arrived(slot, Version("run", 1, 1))

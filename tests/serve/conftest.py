@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.serve.engine import End, Engine, Job, Options, Piece, Refused, Request
+from paramserver.common.config.schema import ServeConfig
+from paramserver.serve.engine import End, Engine, Job, Piece, Refused, Request
 from paramserver.serve.models import language_model
 from paramserver.serve.sampling import Sampling
 from paramserver.serve.slots import NUM_SLOTS, Version
@@ -64,7 +65,7 @@ class Reply:
 class Served:
     """An engine and its versions."""
 
-    def __init__(self, task: Any, options: Options) -> None:
+    def __init__(self, task: Any, options: ServeConfig) -> None:
         models = [task.model() for _ in range(NUM_SLOTS)]
         self.engine = Engine(task, models, language_model(task, models[0]), options)
         self._numbers = itertools.count(1)
@@ -110,7 +111,7 @@ def serve(task: Gpt) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
     def start(task: Any = task, **options: Any) -> Served:
-        started.append(Served(task, Options(**options)))
+        started.append(Served(task, ServeConfig(**options)))
         return started[-1]
 
     yield start

@@ -12,8 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 from paramserver.common.config.conditions import every
-from paramserver.common.config.schema import Config
-from paramserver.serve.engine import Options
+from paramserver.common.config.schema import Config, ServeConfig
 from paramserver.serve.source import Follower, WeightsFile
 from paramserver.tests.serve.conftest import Reply, Served
 from paramserver.tests.web.conftest import Tab, browser, tab  # noqa: F401  (fixtures)
@@ -68,7 +67,7 @@ class Page:
     """ps-serve in this process, and what people see of it."""
 
     def __init__(self, task: Any, new_tab: Open, **options: Any) -> None:
-        self.served, self._task = Served(task, Options(**options)), task
+        self.served, self._task = Served(task, ServeConfig(**options)), task
         self._folder = tempfile.TemporaryDirectory()
         file = Path(self._folder.name, "unused.safetensors")
         save_file({}, file)

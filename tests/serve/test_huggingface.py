@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from paramserver.serve.engine import End, Engine, Options, Request
+from paramserver.common.config.schema import ServeConfig
+from paramserver.serve.engine import End, Engine, Request
 from paramserver.serve.models import language_model
 from paramserver.serve.slots import NUM_SLOTS, Version
 from paramserver.tests.serve.conftest import GREEDY, Reply
@@ -50,7 +51,7 @@ def test_a_model_of_transformers_is_served(make: Callable[[], Any]) -> None:
     models = [make() for _ in range(NUM_SLOTS)]
     for model in models:
         model.load_state_dict(plain.state_dict())
-    engine = Engine(Text(), models, language_model(Text(), models[0]), Options())
+    engine = Engine(Text(), models, language_model(Text(), models[0]), ServeConfig())
     slot = engine.begin_arrival()
     assert slot is not None
     engine.arrived(slot, Version("run", 1, 1))

@@ -15,8 +15,9 @@ import psutil
 import pytest
 from torch import nn
 
+from paramserver.common.config.schema import ServeConfig
 from paramserver.common.errors import UsageError
-from paramserver.serve.engine import End, Engine, Options, Refused, Request
+from paramserver.serve.engine import End, Engine, Refused, Request
 from paramserver.serve.models import language_model
 from paramserver.serve.slots import NUM_SLOTS, Version
 from paramserver.serve.stages import Divided, Spec, Stages
@@ -37,7 +38,7 @@ class Group:
         self.spec = TaskSpec(name, args)
         self.task, self.failures = self.spec.load(), list[Exception]()
         self.stages = Stages(self.task, Spec(self.spec, size, "auto", 8), self.failures.append)
-        self.engine = Engine(self.task, self.stages.models, self.stages.kind, Options(**options), self.stages)
+        self.engine = Engine(self.task, self.stages.models, self.stages.kind, ServeConfig(**options), self.stages)
         self.publish(1)
         self.engine.start()
         self.stages.start()
@@ -92,7 +93,7 @@ def alone(prompts: list[str], version: int = 1, max_tokens: int = 12) -> list[li
     """The tokens of one process."""
     task = Gpt(**ARGS)
     models = [randomize(task.model(), version) for _ in range(NUM_SLOTS)]
-    engine = Engine(task, models, language_model(task, models[0]), Options())
+    engine = Engine(task, models, language_model(task, models[0]), ServeConfig())
     slot = engine.begin_arrival()
     assert slot is not None
     engine.arrived(slot, Version("run", 1, version))
