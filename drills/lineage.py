@@ -8,24 +8,35 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+
+class _Commit(NamedTuple):
+    """A commit of one rank, or a skipped contribution (store.on_nonfinite): it counts, but no version contains it."""
+
+    version: int
+    number: int
+    line: int
+    is_skipped: bool
+
+
+_version_of = attrgetter("version")
 
 
 @dataclass
 class _Rank:
-    """Commits of one rank, in order. `first`: its initial number, which has no commit.
-
-    Skipped contributions (store.on_nonfinite) count, but no version contains them.
-    """
+    """Commits of one rank, in order. `first`: its initial number, which has no commit."""
 
     first: int
-    numbers: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)
-    skipped: set[int] = field(default_factory=set)
+    commits: list[_Commit] = field(default_factory=list)
 
-    def number_at(self, version: int) -> int:
-        count = bisect_right(self.versions, version)
-        return self.numbers[count - 1] if count else self.first
+    def up_to(self, version: int) -> list[_Commit]:
+        return self.commits[: bisect_right(self.commits, version, key=_version_of)]
+
+    def number(self, commits: list[_Commit]) -> int:
+        """Returns the number after these commits, its first ones."""
+        return commits[-1].number if commits else self.first
 
 
 def _count(title: str) -> int:
@@ -64,29 +75,25 @@ class Lineage:
 
     def add(self, rank: int, number: int, version: int, line: int, *, is_skipped: bool = False) -> str | None:
         """Add a commit, or a contribution that was skipped in it. Returns its problem as a sentence, if any."""
-        commits = self._ranks.setdefault(rank, _Rank(max(0, number - 1)))
+        known = self._ranks.setdefault(rank, _Rank(max(0, number - 1)))
         last, problem = self.number(rank), None
         if number <= last:
-            at = f" on line {commits.lines[commits.numbers.index(number)]}" if number in commits.numbers else ""
-            problem = f"is committed again: it was{at}, and rank {rank} is at {last}"
+            before = next((f" on line {commit.line}" for commit in known.commits if commit.number == number), "")
+            problem = f"is committed again: it was{before}, and rank {rank} is at {last}"
         elif number > last + 1:
             problem = f"is committed after {last}: the {number - last - 1} between them are lost"
-        commits.numbers.append(number)
-        commits.versions.append(version)
-        commits.lines.append(line)
-        if is_skipped:
-            commits.skipped.add(number)
+        known.commits.append(_Commit(version, number, line, is_skipped))
         return problem and f"contribution {number} of rank {rank} {problem}"
 
     def number(self, rank: int) -> int:
         """Returns the number of the last commit, 0 for an unknown rank."""
-        commits = self._ranks.get(rank, _Rank(0))
-        return commits.numbers[-1] if commits.numbers else commits.first
+        known = self._ranks.get(rank, _Rank(0))
+        return known.number(known.commits)
 
     def version(self, rank: int) -> int:
         """Returns the version of the rank's last commit, 0 without one."""
-        versions = self._ranks.get(rank, _Rank(0)).versions
-        return versions[-1] if versions else 0
+        commits = self._ranks.get(rank, _Rank(0)).commits
+        return commits[-1].version if commits else 0
 
     def numbers(self) -> dict[int, int]:
         """Returns the number of the last commit by rank."""
@@ -99,24 +106,23 @@ class Lineage:
         """
         found = []
         for rank in sorted({*numbers, *self._ranks}):
-            commits, number = self._ranks.get(rank), numbers.get(rank)
-            if commits is None:
+            known, number = self._ranks.get(rank), numbers.get(rank)
+            if known is None:
                 if rank not in newcomers:
                     found.append(f"rank {rank} at number {number}, it never joined")
                 continue
-            committed = commits.number_at(version)
-            if number != committed and not (number is None and committed == commits.first):
+            committed = known.number(known.up_to(version))
+            if number != committed and not (number is None and committed == known.first):
                 found.append(f"rank {rank} at number {number}, committed were {committed}")
         return found
 
     def roll_back(self, version: int, numbers: dict[int, int]) -> list[tuple[int, int]]:
         """Remove the commits after `version` with its `numbers`, and return their (rank, number)."""
         voided: list[tuple[int, int]] = []
-        for rank, commits in list(self._ranks.items()):
-            kept = bisect_right(commits.versions, version)
-            voided += [(rank, number) for number in commits.numbers[kept:] if number not in commits.skipped]
-            commits.skipped.intersection_update(commits.numbers[:kept])
-            del commits.numbers[kept:], commits.versions[kept:], commits.lines[kept:]
+        for rank, known in list(self._ranks.items()):
+            kept = known.up_to(version)
+            voided += [(rank, commit.number) for commit in known.commits[len(kept) :] if not commit.is_skipped]
+            known.commits = kept
             if not kept and rank not in numbers:
                 del self._ranks[rank]
         for rank, number in numbers.items():
@@ -126,27 +132,20 @@ class Lineage:
     def contributions(self, version: int | None = None) -> set[tuple[int, int]]:
         """Returns the (rank, number) in the weights of `version`, the newest by default."""
         return {
-            (rank, number)
-            for rank, commits in self._ranks.items()
-            for number in (
-                commits.numbers if version is None else commits.numbers[: bisect_right(commits.versions, version)]
-            )
-            if number not in commits.skipped
+            (rank, commit.number)
+            for rank, known in self._ranks.items()
+            for commit in (known.commits if version is None else known.up_to(version))
+            if not commit.is_skipped
         }
 
     def commits(self) -> list[tuple[int, int, int]]:
         """Returns the (version, rank, number) of each commit, skipped or not, by version."""
         return sorted(
-            (version, rank, number)
-            for rank, commits in self._ranks.items()
-            for number, version in zip(commits.numbers, commits.versions, strict=True)
+            (commit.version, rank, commit.number) for rank, known in self._ranks.items() for commit in known.commits
         )
 
     def sizes(self) -> dict[int, int]:
         """Returns the number of contributions in each version."""
         return Counter(
-            version
-            for commits in self._ranks.values()
-            for number, version in zip(commits.numbers, commits.versions, strict=True)
-            if number not in commits.skipped
+            commit.version for known in self._ranks.values() for commit in known.commits if not commit.is_skipped
         )

@@ -151,12 +151,8 @@ class RunWriter:
             "VALUES (:run, :project, :mode, :work, 1, :at, :at, :heartbeat_s, :host, :process) "
             "ON CONFLICT (id) DO UPDATE SET starts = starts + 1, ended_at = NULL, ended_by = '', mode = :mode, "
             "heard_at = :at, heartbeat_s = :heartbeat_s, host = :host, process = :process, version = :version",
-            {
-                "run": beginning.run, "project": beginning.project, "mode": beginning.mode, "work": beginning.work,
-                "at": time.time(), "heartbeat_s": beginning.heartbeat_s, "host": this_host(),
-                "process": this_process(), "version": beginning.version,
-            },
-        )  # fmt: skip
+            vars(beginning) | {"at": time.time(), "host": this_host(), "process": this_process()},
+        )
         self._key, self._stride = db.execute("SELECT key, stride FROM runs WHERE id = ?", (beginning.run,)).fetchone()
         for table in ("series", "evaluations", "snapshots"):
             db.execute(f"DELETE FROM {table} WHERE run = ? AND version > ?", (self._key, beginning.version))

@@ -22,7 +22,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import Annotated, NamedTuple
 
-import numpy as np
 import torch
 from pydantic import PlainSerializer, PlainValidator
 
@@ -286,9 +285,4 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     try:
         return plain.numpy().data.cast("B")
     except (TypeError, ValueError):  # bfloat16, which numpy lacks; an empty tensor or complex numbers, without a cast
-        pass
-    try:
-        array = plain.numpy()
-    except TypeError:  # numpy has no bfloat16
-        array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return array.reshape(-1).view(np.uint8).data
+        return plain.reshape(-1).view(torch.uint8).numpy().data

@@ -115,6 +115,12 @@ class OptimizerSpec:
         groups += [(f"table '{table.name}'", table.hyperparameters) for table in self.tables]
         return {(name, key): value for name, values in groups for key, value in sorted(values.items())}
 
+    def _differing_numbers(self, other: OptimizerSpec) -> list[tuple[str, str, Any, Any]]:
+        """Return (group or table, hyperparameter, own value, value in `other`), with None for a missing value."""
+        mine, theirs = self._numbers(), other._numbers()
+        pairs = [(*name, mine.get(name), theirs.get(name)) for name in sorted(mine.keys() | theirs.keys())]
+        return [pair for pair in pairs if pair[2] != pair[3]]
+
     def differences(self, other: OptimizerSpec) -> list[str]:
         """Return the differences of `other`, as sentences. The list is empty if the optimizers are equal."""
         theirs = other._structure()
@@ -122,12 +128,7 @@ class OptimizerSpec:
             if theirs.get(name) != expected:
                 values = "" if isinstance(expected, tuple) else f": expected {expected}, got {theirs.get(name)}"
                 return [f"different {name}{values}"]
-        mine, others = self._numbers(), other._numbers()
-        return [
-            f"{name}: expected {key}={mine.get((name, key))}, got {others.get((name, key))}"
-            for name, key in sorted(mine.keys() | others.keys())
-            if mine.get((name, key)) != others.get((name, key))
-        ]
+        return [f"{name}: expected {key}={mine}, got {got}" for name, key, mine, got in self._differing_numbers(other)]
 
     def new_numbers(self, other: OptimizerSpec) -> list[tuple[str, Any, Any]] | None:
         """Return (key, own value, value in `other`) of every number that differs, each distinct triple once.
@@ -136,15 +137,13 @@ class OptimizerSpec:
         """
         if self._structure() != other._structure():
             return None
-        mine, theirs = self._numbers(), other._numbers()
-        found = []
-        for name, key in sorted(mine.keys() | theirs.keys()):
-            then, now = mine.get((name, key)), theirs.get((name, key))
-            if then != now:
-                if _kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)):
-                    return None
+        found: list[tuple[str, Any, Any]] = []
+        for _, key, then, now in self._differing_numbers(other):
+            if _kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)):
+                return None
+            if (key, then, now) not in found:
                 found.append((key, then, now))
-        return [item for index, item in enumerate(found) if item not in found[:index]]
+        return found
 
 
 def without_compiler() -> None:
@@ -234,7 +233,7 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim
         if key not in accepted:
             raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
     try:
-        cls([torch.zeros(1)], **_as_torch(arguments))
+        cls([torch.zeros(1)], **as_arguments(arguments))
     except (TypeError, ValueError, IndexError) as error:
         raise UsageError(f"optimizer '{name}': {error}") from None
     return cls
@@ -268,7 +267,7 @@ def check_hyperparameters(name: str, hyperparameters: Hyperparameters, known: Hy
         if key in accepted and key in arguments
     }
     try:
-        cls([torch.zeros(1)], **_as_torch(values))
+        cls([torch.zeros(1)], **as_arguments(values))
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise refusal(Reason.BAD_REQUEST, f"optimizer {name}: {error}") from None
 
@@ -288,8 +287,8 @@ def build_optimizer(
     # Some classes, such as Adagrad, read their arguments and not the groups while they build their state.
     accepted = inspect.signature(cls).parameters
     common = {k: v for k, v in groups[0].items() if k in accepted and k != "params"} if groups else {}
-    arguments = _as_torch({**common, **(arguments or {})})
-    groups = [{**group, **_as_torch({k: v for k, v in group.items() if k != "params"})} for group in groups]
+    arguments = as_arguments({**common, **(arguments or {})})
+    groups = [{**group, **as_arguments({k: v for k, v in group.items() if k != "params"})} for group in groups]
     parameters = [param for group in groups for param in group["params"]]
     if has_fused(name) and all(
         _is_fused_right(name, parameter.dtype) for parameter in parameters if parameter.device.type == "cpu"
@@ -394,7 +393,7 @@ def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
 
 def apply_hyperparameters(group: dict[str, Any], values: Hyperparameters) -> None:
     """Set the hyperparameters of a torch parameter group. Keys that the group does not have are ignored."""
-    for key, value in _as_torch(values).items():
+    for key, value in as_arguments(values).items():
         if key in group and key not in NOT_HYPERPARAMETERS:
             group[key] = value
 
@@ -409,5 +408,6 @@ def _plain(value: Any) -> Any:
     return float(value)  # the only number type of protobuf's Struct
 
 
-def _as_torch(values: Mapping[str, Any]) -> dict[str, Any]:
+def as_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters as torch's classes take them, with tuples instead of lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

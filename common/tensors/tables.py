@@ -18,7 +18,15 @@ import torch
 
 from ..errors import UsageError, did_you_mean
 from .layout import DTYPES
-from .optimizers import MAX_NUMBER, Hyperparameters, TableSpec, current_hyperparameters, known_optimizers, plain_step
+from .optimizers import (
+    MAX_NUMBER,
+    Hyperparameters,
+    TableSpec,
+    as_arguments,
+    current_hyperparameters,
+    known_optimizers,
+    plain_step,
+)
 
 WEIGHT = "weight"  # beside the keys of optimizer state
 _DTYPES = ("float32", "float64")
@@ -104,10 +112,6 @@ def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch
     ):
         raise UsageError(f"optimizer '{name}' with {dict(hyperparameters)} is not one for rows", fix=f"{usable} are")
     return cls
-
-
-def as_arguments(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in hyperparameters.items()}
 
 
 def _sparse(ids: torch.Tensor, values: torch.Tensor, num_rows: int) -> torch.Tensor:

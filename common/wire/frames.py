@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -152,16 +153,21 @@ def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]
         yield from payload_frames(pieces)
 
 
-def _parse_whole(message_class: Callable[[], Any], raw: bytes) -> Frame:
-    """Parse a message that is small enough to copy its data."""
-    message = message_class()
-    try:
-        message.ParseFromString(raw)
-    except DecodeError:
-        raise refusal(Reason.BAD_REQUEST, f"a message of {len(raw)} bytes is not valid protobuf") from None
-    kind = message.WhichOneof("kind")
-    header = getattr(message, kind) if kind else None
-    return Frame(kind, header, message.offset, memoryview(message.data), message.out_of_band, message.left_out)
+def _split(raw: bytes) -> tuple[bytes | memoryview, memoryview | None]:
+    """Return the fields before `data`, and `data` as a view, if it is the last field; else all bytes, and None."""
+    view, at = memoryview(raw), 0
+    with suppress(ValueError, IndexError):  # the last field was another one, or protobuf refuses these bytes
+        for _ in range(_MAX_FIELDS):
+            start = at
+            tag, at = read_varint(raw, at, 5)
+            size, at = read_varint(raw, at)
+            if tag & 7 == 2:
+                at += size
+            elif tag & 7:  # a field that our own messages do not have
+                break
+            if tag == _DATA_TAG[0] and at == len(raw):
+                return view[:start], view[at - size :]
+    return raw, None
 
 
 def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
@@ -170,61 +176,21 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
     Accepts every message that protobuf accepts (any field order, repeated and unknown fields).
     Raises a BAD_REQUEST refusal for other bytes.
     """
-    if len(raw) <= _WHOLE_BYTES:
-        return _parse_whole(message_class, raw)
-    view = memoryview(raw)
-    data = view[:0]
-    rest: list[memoryview] = []
-    offset = out_of_band = left_out = at = 0
-    end = len(raw)
-    num_fields = 0
+    message = message_class()
+    header, data = _split(raw) if len(raw) > _WHOLE_BYTES else (raw, None)
     try:
-        while at < end:
-            start = at
-            tag, at = read_varint(raw, at, 5)
-            number, wire_type = tag >> 3, tag & 7
-            if wire_type not in (0, 2) or num_fields == _MAX_FIELDS:
-                # Our own messages do not look like this: let protobuf parse or refuse it.
-                rest, offset, out_of_band, left_out, data = [view], 0, 0, 0, view[:0]
-                break
-            num_fields += 1
-            if wire_type == 0:
-                value, at = read_varint(raw, at)
-                if number == 14:
-                    offset = value & 0xFFFFFFFFFFFFFFFF
-                    continue
-                if number == 13:
-                    out_of_band = value & 0xFFFFFFFFFFFFFFFF
-                    continue
-                if number == 16:
-                    left_out = value & 0xFFFFFFFFFFFFFFFF
-                    continue
-            else:
-                length, at = read_varint(raw, at, 5)
-                at += length
-                if at > end:
-                    raise ValueError("truncated")
-                if number == 15:
-                    data = view[at - length : at]
-                    continue
-            rest.append(view[start:at])
-        if not rest:
-            return Frame(None, None, offset, data, out_of_band, left_out)
-        message = message_class()
-        header = rest[0] if len(rest) == 1 else b"".join(rest)
         if len(header) > UNCOUNTED_BYTES:
             check_items(header, message.DESCRIPTOR)
         message.ParseFromString(header)
     except TooMuchError:
-        raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes with more than {MAX_ITEMS} fields") from None
+        message = f"a message of {len(raw)} bytes with more than {MAX_ITEMS} fields"
+        raise refusal(Reason.BAD_REQUEST, message) from None
     except (ValueError, IndexError, DecodeError):
-        raise refusal(Reason.BAD_REQUEST, f"a message of {end} bytes is not valid protobuf") from None
-    # Protobuf has read these fields too if the loop stopped early.
-    if message.offset or message.data or message.out_of_band or message.left_out:
-        offset, data, out_of_band = message.offset, memoryview(message.data), message.out_of_band
-        left_out = message.left_out
+        raise refusal(Reason.BAD_REQUEST, f"a message of {len(raw)} bytes is not valid protobuf") from None
     kind = message.WhichOneof("kind")
-    return Frame(kind, getattr(message, kind) if kind else None, offset, data, out_of_band, left_out)
+    topic = getattr(message, kind) if kind else None
+    data = memoryview(message.data) if data is None else data
+    return Frame(kind, topic, message.offset, data, message.out_of_band, message.left_out)
 
 
 class PayloadReader:

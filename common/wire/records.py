@@ -2,7 +2,7 @@
 
 One function builds a record, and each reader takes only its topic from it. The messages of the same names in
 proto/parameter_server.proto have the same fields, and `messages.py` converts each topic. To add a field, write it here
-and in the proto, and add a line to the topic's reader and writer in `messages.py`.
+and in the proto, and add a line to the topic's reader and writer in `messages.py` where it has its own.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..plan.process import Child
@@ -43,16 +42,11 @@ class Blame:
 
     def __init__(self) -> None:
         self._pending: dict[Child, list[str]] = {}  # lines of an incomplete traceback
-        self._last: dict[Child, Raised] = {}
+        self.last: dict[Child, Raised] = {}  # the newest of each process that is running, or has just ended
         self._shown: set[tuple[str, str]] = set()
 
-    @property
-    def last(self) -> Mapping[Child, Raised]:
-        """The newest exception of each process that is running, or has just ended."""
-        return self._last
-
     def started(self, child: Child) -> None:
-        self._last.pop(child, None)
+        self.last.pop(child, None)
 
     def read(self, child: Child, line: str) -> list[str]:
         """Returns the lines to show now: a traceback once it is complete, or one line if it was shown before."""
@@ -68,7 +62,7 @@ class Blame:
         if not frames:
             return lines
         file, number = next((found for found in reversed(frames) if not _LIBRARY.search(found[1])), frames[-1]).groups()
-        raised = self._last[child] = Raised(line, f"{file}, line {number}")
+        raised = self.last[child] = Raised(line, f"{file}, line {number}")
         if raised.kind in self._shown:
             return [f"{raised}: the same as above"]
         self._shown.add(raised.kind)
