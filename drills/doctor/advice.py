@@ -82,12 +82,8 @@ def _differing(machines: dict[int, dict[str, Any]]) -> Iterable[Finding]:
 
 
 def _of_machine(who: str, item: dict[str, Any], megabytes: float, behind_s: float) -> Iterable[Finding]:
-    memory, disk, fsync_s, folder = (
-        int(_COPIES * megabytes * 1e6),
-        int(10 * megabytes * 1e6),
-        item["fsync_s"],
-        item["folder"],
-    )
+    memory, disk = int(_COPIES * megabytes * 1e6), int(10 * megabytes * 1e6)
+    fsync_s, folder = item["fsync_s"], item["folder"]
     problems = (
         (item["free_memory"] < memory, "fail",
          f"{item['free_memory'] / 1e9:.1f} GB of memory are free, but {memory / 1e9:.1f} GB are needed",

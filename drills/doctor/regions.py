@@ -85,8 +85,8 @@ async def measure_trips(
 
         async def ping(number: int, other: int, turn: asyncio.Semaphore) -> None:
             async with turn:
-                trip_s = await connections[number].ping(addresses[other], _NUM_CONNECTS, _LIMIT_S)
-            found[hosts[number].host, hosts[other].host] = trip_s
+                trip = await connections[number].ping(addresses[other], _NUM_CONNECTS, _LIMIT_S)
+            found[hosts[number].host, hosts[other].host] = trip if isinstance(trip, float) else math.inf
             show(len(found) / (num * (num - 1)))
 
         num = len(hosts)

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ...common.errors import ParamServerError, UsageError
 from ...common.version import PROGRAM_VERSION
 from ..hosts.agent import Guardian
 from ..hosts.connection import BOOTSTRAP, Connection, Unreachable
-from ..hosts.host_check import INSTALLED, REACHES, check_installed, check_reaches, joined, last_json, ssh_problem
+from ..hosts.host_check import INSTALLED, check_installed, check_reaches, joined, last_json, ssh_problem
 from ..plan.hosts import THIS_MACHINE, Host
 from ..plan.process import Child, ProcessSpec
 from ..plan.settings import code_file
@@ -79,9 +80,9 @@ class SshBackend(Backend):
     async def check_reach(self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]) -> None:
         async def check(host: Host) -> None:
             connection = await self._connected(host)
-            problems = last_json(await connection.run(["-c", REACHES, str(_REACH_S), *addresses.values()], {}))
-            if isinstance(problems, list):  # otherwise the host was lost, and its processes report it
-                check_reaches(host, addresses, problems)
+            with suppress(Unreachable):  # the host was lost, and its processes report it
+                pings = (connection.ping(address, 1, _REACH_S) for address in addresses.values())
+                check_reaches(host, addresses, await asyncio.gather(*pings))
 
         await _all(check(self._hosts[name]) for name in dict.fromkeys(self._host(spec).host for spec in specs))
 

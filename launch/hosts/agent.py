@@ -13,7 +13,7 @@ Standard input and output are one conversation in JSON lines. The launcher sends
     {"do": "end" | "kill", "id": 1}
     {"do": "write", "id": 2, "path": "task.py", "folder": "~/x", "size": 100}, then 100 bytes
     {"do": "listen", "id": 3, "port": 0}                  a socket to measure by; the output is its port
-    {"do": "ping", "id": 4, "address": "10.0.0.1:4711", "num": 7, "limit_s": 2.5}    the output: seconds, or Infinity
+    {"do": "ping", "id": 4, "address": "10.0.0.1:4711", "num": 7, "limit_s": 2.5}    the output: seconds, or a reason
     {"do": "sweep", "pid": 4711, "since": "..."}          the agent of an earlier connection
     {"do": "took", "size": 65536}                         output that the launcher has handled, in bytes
     {"heartbeat": 1}
@@ -125,7 +125,7 @@ class Agent:
         with self._handled:
             self._num_ahead += len(data)
 
-    def _result(self, number: int, work: Callable[..., float], *args: Any) -> None:
+    def _result(self, number: int, work: Callable[..., Any], *args: Any) -> None:
         """Send what `work` returns as output, or the problem."""
         why = ""
         try:
@@ -293,19 +293,24 @@ def listen(port: int) -> int:
     return int(server.getsockname()[1])
 
 
-def ping(address: str, num: int, limit_s: float) -> float:
-    """Returns the least seconds of `num` connects, each a round trip; infinity if the address cannot be reached."""
-    least_s = float("inf")
+def ping(address: str, num: int, limit_s: float) -> float | str:
+    """Returns the least seconds of `num` connects, each a round trip; the reason if the address cannot be reached."""
+    least_s, why = float("inf"), ""
     host, _, port = address.rpartition(":")
-    with suppress(OSError):
-        family, kind, _, _, there = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), limit_s) as first:  # it tries all of a name
+            family, there = first.family, first.getpeername()
         for _ in range(num):
-            with socket.socket(family, kind) as client:
+            with socket.socket(family, socket.SOCK_STREAM) as client:
                 client.settimeout(limit_s)
                 began = time.perf_counter()
                 client.connect(there)
                 least_s = min(least_s, time.perf_counter() - began)
-    return least_s
+    except socket.timeout:  # noqa: UP041  (Python 3.8)
+        why = f"no answer within {limit_s} s"
+    except OSError as error:
+        why = error.strerror or str(error)
+    return least_s if least_s < float("inf") else why
 
 
 def num_cores() -> int:

@@ -175,16 +175,19 @@ class Connection:
         """Open a port there to measure round trips by (0: a free one), and return it. Raises Unreachable."""
         return int(await self._measured({"do": "listen", "port": port}))
 
-    async def ping(self, address: str, num: int, limit_s: float) -> float:
-        """Returns the least seconds of `num` connects from there; infinity for an address that it does not reach.
-        Raises Unreachable."""
-        return await self._measured({"do": "ping", "address": address, "num": num, "limit_s": limit_s})
+    async def ping(self, address: str, num: int, limit_s: float) -> float | str:
+        """Returns the least seconds of `num` connects from there, or why the host does not reach the address.
 
-    async def _measured(self, message: dict[str, Any]) -> float:
+        Raises Unreachable where the host itself is lost.
+        """
+        found: float | str = await self._measured({"do": "ping", "address": address, "num": num, "limit_s": limit_s})
+        return found
+
+    async def _measured(self, message: dict[str, Any]) -> Any:
         output, why = await self._done(message)
         if why:
             raise Unreachable(None, [why])
-        return float(output)
+        return read_json(output)
 
     async def _done(self, message: dict[str, Any], content: bytes = b"") -> tuple[str, str]:
         """Returns the output of a process, and the reason if it did not start."""

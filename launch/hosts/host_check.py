@@ -1,6 +1,6 @@
-"""Checks a host before anything starts there: two small programs, and the meaning of their replies.
+"""Checks a host before anything starts there: a small program, and the meaning of replies.
 
-The host's own interpreter runs the programs, in the environment of its workers, through the agent.
+The host's own interpreter runs the program, in the environment of its workers, through the agent.
 """
 
 from __future__ import annotations
@@ -28,21 +28,6 @@ if found["folder"]:
     found["missing"] = [path for path in wanted["needs"] if not os.path.exists(path)]
     found["closed"] = [path for path in wanted["leaves"] if not os.access(os.path.dirname(path) or ".", os.W_OK)]
 print(json.dumps(found))
-"""
-
-REACHES = """
-import json, socket, sys
-from concurrent.futures import ThreadPoolExecutor
-def reach(address):
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), float(sys.argv[1])).close()
-    except TimeoutError:
-        return "no answer within %s s" % sys.argv[1]
-    except OSError as error:
-        return str(error.strerror or error)
-with ThreadPoolExecutor(16) as pool:
-    print(json.dumps(list(pool.map(reach, sys.argv[2:]))))
 """
 
 
@@ -77,12 +62,12 @@ def check_installed(host: Host, found: Mapping[str, Any], version: str, folder: 
             raise error(f"{host.host}: {text}", fix=fix)
 
 
-def check_reaches(host: Host, addresses: Mapping[Child, str], problems: Sequence[str | None]) -> None:
-    """Raise UnreachableError where the host could not connect to a server."""
-    for (server, address), problem in zip(addresses.items(), problems, strict=True):
-        if problem is not None:
+def check_reaches(host: Host, addresses: Mapping[Child, str], trips: Sequence[float | str]) -> None:
+    """Raise UnreachableError where the host could not connect to a server. `trips`: as `Connection.ping` returns."""
+    for (server, address), trip in zip(addresses.items(), trips, strict=True):
+        if isinstance(trip, str):
             raise UnreachableError(
-                f"{host.host}: cannot reach the {server} at {address}: {problem}",
+                f"{host.host}: cannot reach the {server} at {address}: {trip}",
                 fix="give the server's host an address: that others can reach, and let the port through "
                 "its firewall (a fixed one with --port)",
             )
