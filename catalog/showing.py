@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import sqlite3
 import sys
 import time
@@ -17,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..common.errors import OutputError, UsageError
+from ..common.reporting.curve import csv_text
 from ..common.reporting.metrics import Display, shown_of_run
 from ..common.reporting.report import duration, report_console, short_number, summary_table
 from ..common.runstore.changing import remove, rename
@@ -99,11 +98,7 @@ def export(path: Path, name: str, out: Path | None, *, as_json: bool) -> None:
             write((to_json(_everything(store, run), indent=2) + "\n").encode(), out)
             return
         rows = [point.model_dump() for point in store.series(run)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write(text.getvalue().encode(), out)
+    write(csv_text(rows).encode(), out)
 
 
 def _everything(store: RunStore, run: StoredRun) -> dict[str, Any]:

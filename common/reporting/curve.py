@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -127,6 +128,11 @@ def text_of(points: list[Point], path: str) -> str:
     rows = [{**point.model_dump(exclude={"metrics", "num_bytes", "samples"}), **point.metrics} for point in points]
     if path.endswith(".jsonl"):
         return "".join(to_json(row) + "\n" for row in rows)
+    return csv_text(rows)
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the rows as CSV, with a column for each name."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
