@@ -105,21 +105,16 @@ def _above(
     up_bytes, down_bytes, start_bytes = sizes = payload_sizes(above, flags.megabytes)
     down, up = bandwidth("--border-bandwidth", flags.border_bandwidth)
     label = f"{mode_label(config.run.mode)}, {num} regions, {mode_label(mode)}" + (f" {every}" if every else "")
-    return above, World(
+    return above, replace(
+        world,
         num_workers=num,
-        seed=world.seed,
         down=down,
         up=up,
         latency_s=seconds("--border-latency", flags.border_latency),
-        server_down=world.server_down,
-        server_up=world.server_up,
-        fold_s=world.fold_s,
-        step_s=world.step_s,
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         start_bytes=start_bytes,
         framing=framing_of(above, sizes),
-        max_staged=world.max_staged,
         recorded=tuple(_contributions(versions, length) for versions, _ in regions),
         label=label,
         trains_on=bool(every),

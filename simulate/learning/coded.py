@@ -19,6 +19,7 @@ from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.wire.records import COUNTED, Outcome
 from ...ps.core import effects
 from ...ps.tensors.model import Model
+from ...ps.tensors.replies.reference import Reference
 from ...worker.tensors.transfer import Stretch
 from ...worker.transports.encoding import Encoding
 
@@ -67,31 +68,30 @@ class Down:
 
     def __init__(self, config: Config, model: Model) -> None:
         self._model, self._codec = model, CODECS.load(config.worker.reply_codec)()
-        self._newest: tuple[int, torch.Tensor | None] = -1, None
+        self._kept: tuple[object, torch.Tensor] = None, new_payload(0)  # the newest weights, and what they depend on
 
     def weights(self, version: int, is_start: bool) -> torch.Tensor:
         """Returns a copy, shared by all workers with the same weights; `version`: the newest."""
-        codec, model = self._codec, self._model
-        is_start &= not codec.is_identity
+        codec, model, reference = self._codec, self._model, None
+        is_encoded = not (is_start or codec.is_identity)  # a START is not encoded
         if isinstance(codec, ByTensor) and moves_reference(codec):
-            model.references.replies(version, is_start)
+            model.references.replies(version, not is_encoded)
             reference = model.references.of(codec, version)
-            (whole,) = reference.update_from(0).made
-            return self._kept(reference.number, whole.payload)
-        if self._newest[0] == 2 * version + is_start:
-            return self._kept(*self._newest)
-        layout = model.store.layout
-        exact = model.store.weights[: layout.exchange_bytes].clone()
-        if not is_start and not codec.is_identity:  # a START is not encoded
-            take_payload(
-                codec, codec.decoder(layout), layout, begin_payload(codec, codec.encoder(layout), layout, exact), exact
-            )
-        return self._kept(2 * version + is_start, exact)
+        key = (version, is_encoded) if reference is None else reference.number
+        if self._kept[0] != key:
+            self._kept = key, self._exact(is_encoded) if reference is None else _whole(reference)
+        return self._kept[1]
 
-    def _kept(self, number: int, payload: torch.Tensor | None) -> torch.Tensor:
-        assert payload is not None
-        if self._newest[0] != number:
-            self._newest = number, payload
-        kept = self._newest[1]
-        assert kept is not None
-        return kept
+    def _exact(self, is_encoded: bool) -> torch.Tensor:
+        codec, layout = self._codec, self._model.store.layout
+        exact = self._model.store.weights[: layout.exchange_bytes].clone()
+        if is_encoded:
+            encoded = begin_payload(codec, codec.encoder(layout), layout, exact)
+            take_payload(codec, codec.decoder(layout), layout, encoded, exact)
+        return exact
+
+
+def _whole(reference: Reference) -> torch.Tensor:
+    (whole,) = reference.update_from(0).made
+    assert whole.payload is not None
+    return whole.payload

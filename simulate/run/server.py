@@ -8,10 +8,9 @@ from ...ps.core import effects
 from ...ps.policies.base import Policy
 from ..machines.links import Link
 from ..machines.world import World
+from ..traffic.framing import INLINE_BYTES
 from .agenda import Agenda, Handler, Transfers
 from .worker import Worker
-
-INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: smaller payloads are not staged
 
 
 class Server:
@@ -27,7 +26,7 @@ class Server:
         self._num_staged = self._num_folds = self._num_asked = 0
         self._waiting: list[tuple[int, int, Worker, int]] = []  # for staging memory
         self._has_order = type(policy).upload_position is not Policy.upload_position
-        self._is_inline = world.up_bytes <= INLINE_BYTES
+        self._is_inline = world.up_bytes <= INLINE_BYTES  # smaller payloads are not staged
         self._own_up_s, self._trip_s = world.up_bytes / world.up, world.latency_s / 2
         self._is_up_shared = bool(world.up_bytes) and not self._up.is_unlimited
         self._is_down_shared = not self._down.is_unlimited
