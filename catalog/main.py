@@ -24,10 +24,10 @@ from typing import Annotated
 
 import typer
 
-from ..common.config.cli import make_app, run_app
+from ..common.config.cli import discard_from_now_on, make_app, run_app
+from ..common.errors import EXIT_OUTPUT_LOST
 
 PROGRAM = "ps-runs"
-_EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
 app = make_app(__doc__)
 
@@ -153,5 +153,5 @@ def main() -> None:
     try:
         run_app(app, PROGRAM)
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_EXIT_OUTPUT_LOST)
+        discard_from_now_on(sys.stdout.fileno())
+        sys.exit(EXIT_OUTPUT_LOST)

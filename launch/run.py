@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.config.cli import Flags
+from ..common.config.cli import Flags, discard_from_now_on
 from ..common.config.conditions import condition
 from ..common.config.option import LAUNCHER
 from ..common.config.schema import Config
 from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
-from ..common.errors import OutputError, UsageError, raise_first
+from ..common.errors import EXIT_OUTPUT_LOST, OutputError, UsageError, raise_first
 from ..common.registry import BACKENDS, MODES, canonical_mode, check_mode, mode_label
 from ..common.security import WEB_LOGS_VARIABLE, WEB_TOKEN_VARIABLE
 from ..common.user_code import is_in_file
@@ -32,8 +32,6 @@ from .plan.settings import SINGLE
 if TYPE_CHECKING:
     from ..common.reporting.status import Status
     from .job import Outcome
-
-_EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
 
 def resolve(config_path: str | None, flags: Flags, sets: list[str]) -> tuple[tuple[str, ...], Resolved]:
@@ -146,8 +144,6 @@ def start(
 
 def run(plans: list[Plan], site: Site) -> int:
     """Run the plans, show and write their results, and return the exit code."""
-    from .view.screen import discard_from_now_on
-
     if (report := site.config.output.report) is not None:
         from ..web.report import prepare_report
 
@@ -166,7 +162,7 @@ def run(plans: list[Plan], site: Site) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         discard_from_now_on(1)
-        code = code or _EXIT_OUTPUT_LOST
+        code = code or EXIT_OUTPUT_LOST
     return code
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.config.cli import SetOption, make_app, run_app
-from ..common.errors import EXIT_INTERRUPTED, UsageError, raise_first
+from ..common.config.cli import SetOption, discard_from_now_on, make_app, run_app
+from ..common.errors import EXIT_INTERRUPTED, EXIT_OUTPUT_LOST, UsageError, raise_first
 from ..common.user_code import is_in_file
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     Runs = list[tuple[Config, World]]
 
 PROGRAM = "ps-sim"
-_EXIT_OUTPUT_LOST = 141  # 128 + SIGPIPE
 
 app = make_app()
 
@@ -118,10 +117,8 @@ def simulate(
             runs = _foresee(lines, runs, flags, workers)
         return _compare([alone(*runs[0]), *runs] if baseline else runs, learn, baseline, as_json, report)
     except BrokenPipeError:
-        from ..launch.view.screen import discard_from_now_on
-
         discard_from_now_on(1)
-        return _EXIT_OUTPUT_LOST
+        return EXIT_OUTPUT_LOST
 
 
 def _decides_the_same(lines: list[Line], config: Config) -> bool:

@@ -268,6 +268,13 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
     sys.exit(code or 0)
 
 
+def discard_from_now_on(descriptor: int) -> None:
+    """Redirect a standard stream that nobody reads to /dev/null, so that no later flush fails."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
 def report(program: str, error: ParamServerError) -> int:
     """Print an error for a person, and return its exit code."""
     for index, line in enumerate(error.message.splitlines()):

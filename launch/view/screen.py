@@ -7,7 +7,6 @@ and shows nothing more: the job must end.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +15,7 @@ from typing import Any
 
 from rich.text import Text
 
+from ...common.config.cli import discard_from_now_on
 from ...common.config.schema import Config
 from ...common.reporting.panel import live_panel
 from ...common.reporting.report import PipeConsole, status_line
@@ -86,25 +86,14 @@ class Screen(ABC):
 
 
 def make_screen(
-    config: Config, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series | None = None
+    config: Config, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series = Series()
 ) -> Screen:
     """Returns the screen for the output. `on_lost`: called once nobody reads it. `series`: the run's position."""
     if config.log.format == "json":
         return JsonScreen(hosts, on_lost)
-    series = series or Series()
     if sys.stderr.isatty():
         return LiveScreen(hosts, on_lost, series)
     return PlainScreen(hosts, on_lost, config.launch.status_interval_s, series)
-
-
-def discard_from_now_on(descriptor: int) -> None:
-    """Redirect a standard stream that nobody reads to /dev/null, so that no later flush fails."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, descriptor)
-    os.close(null)
-
-
-_ONE_RUN = Series()
 
 
 class PlainScreen(Screen):
@@ -112,7 +101,7 @@ class PlainScreen(Screen):
 
     def __init__(
         self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0,
-        series: Series = _ONE_RUN,
+        series: Series = Series(),
     ) -> None:  # fmt: skip
         super().__init__(hosts, on_lost)
         self._series = series
@@ -156,7 +145,7 @@ class PlainScreen(Screen):
 class LiveScreen(PlainScreen):
     """A terminal: lines scroll above a table that stays."""
 
-    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series = _ONE_RUN) -> None:
+    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series = Series()) -> None:
         super().__init__(hosts, on_lost, series=series)
         self._latest: Status | None = None
         self._is_drawn = True
