@@ -33,14 +33,10 @@ from ....common.tensors.layout import Kind, Layout
 from ....common.tensors.optimizers import is_elementwise, plain_step
 from ....common.tensors.sharding import divide
 from ....common.wire.records import Outcome, Reply
-from ...conversation.exchange import Exchange
 from ...conversation.messages import Final, Outgoing
-from ...tensors.transfer import ModelTensors
 from ..all_reduce import AllReduceStrategy
 from ..group import Group
-from ..group_lifecycle import GroupLifecycle
-from ..state_transfer import StateTransfer, version_is_lost
-from ..undoable_step import Mean, UndoableStep, has_memory
+from ..peer_state import Mean, PeerState, StepFn, version_is_lost
 from .rendezvous import Broken
 
 log = get_logger()
@@ -51,15 +47,17 @@ State = dict[Rows, dict[str, Any]]  # the optimizer's state of these rows
 _UPLOADS, _UPLOADS_OPTIMIZER = 1, 2  # flags of the lowest member among the metadata
 
 
-class ShardedStep(UndoableStep):
-    """A step of this member's rows, with the hyperparameters of the script's optimizer.
+class ShardedState(PeerState):
+    """Steps this member's rows, with the hyperparameters of the script's optimizer.
 
-    The optimizer state is in `state`, not in the script's optimizer. `is_whole`: the whole model is of the newest
-    version; otherwise only the rows in `state` are.
+    The optimizer state is in `state`, not in the script's optimizer. It is divided again when a group forms.
+    `is_whole`: the whole model is of the newest version; otherwise only the rows in `state` are.
     """
 
-    def __init__(self, model: ModelTensors, optimizer: torch.optim.Optimizer, step_fn: Callable[[], object]) -> None:
-        super().__init__(model, optimizer, step_fn)
+    def __init__(self, strategy: AllReduceStrategy, optimizer: torch.optim.Optimizer, step_fn: StepFn) -> None:
+        super().__init__(strategy, optimizer, step_fn)
+        model, self._copies = self.model, self._exchange.config.zero_copies
+        self.shares: list[list[Rows]] = []  # rows of the newest division, by member
         self._plain_step: Callable[[torch.optim.Optimizer], Any] = plain_step(type(optimizer))
         self._rows_optimizer = copy.copy(optimizer)  # has the same groups, with views of rows as parameters
         self.groups = {
@@ -67,9 +65,9 @@ class ShardedStep(UndoableStep):
         }
         self.indices = {entry.spec.name: index for index, entry in enumerate(model.layout.entries)}
         initial = {model.names[id(item)]: dict(state) for item, state in optimizer.state.items()}
-        self.initial: State = {rows: initial.get(rows[0], {}) for rows in self.all_rows()}
+        self._initial = {rows: initial.get(rows[0], {}) for rows in self.all_rows()}
         optimizer.state.clear()
-        self.state: State = copy.deepcopy(self.initial)
+        self.state: State = copy.deepcopy(self._initial)
         self.is_whole = True
 
     def all_rows(self) -> Iterator[Rows]:
@@ -117,47 +115,38 @@ class ShardedStep(UndoableStep):
 
         return restore
 
-
-class ShardedTransfer(StateTransfer):
-    """Divides the optimizer state again when a group forms."""
-
-    step: ShardedStep
-
-    def __init__(self, exchange: Exchange, lifecycle: GroupLifecycle, step: ShardedStep) -> None:
-        super().__init__(exchange, lifecycle, step)
-        self._copies = exchange.config.zero_copies
-        self.shares: list[list[Rows]] = []  # rows of the newest division, by member
+    # ---- other members ------------------------------------------------------------------------
 
     def initial_state(self) -> Any:
-        return {str(rows): state for rows, state in self.step.initial.items() if state}
+        return {str(rows): state for rows, state in self._initial.items() if state}
 
     def restore(self) -> None:
-        step, version = self.step, self._exchange.progress.version
-        step.has_state = step.is_whole = True
+        version = self._exchange.progress.version
+        self.has_state = self.is_whole = True
         found = self._exchange.pull_optimizer() if version else {}
-        step.state = {
-            rows: {key: value.to(step.device_of(rows, value)) for key, value in found[rows[0]].items()}
+        self.state = {
+            rows: {key: value.to(self.device_of(rows, value)) for key, value in found[rows[0]].items()}
             if rows[0] in found
             else copy.deepcopy(initial)
-            for rows, initial in step.initial.items()
+            for rows, initial in self._initial.items()
         }
-        if version and not found and has_memory(step.optimizer):
+        if version and not found and self.has_memory:
             self.warn_of_new_state()
 
     def level(self, group: Group) -> None:
         """Give all members the weights of the newest version, and each member the optimizer state of its share."""
-        step, newest, run = self.step, self._exchange.progress.version, self._lifecycle.run
-        versions = run(lambda: group.gather_numbers(step.version))
+        newest, run = self._exchange.progress.version, self._lifecycle.run
+        versions = run(lambda: group.gather_numbers(self.version))
         if max(versions) != newest:
             raise version_is_lost(newest)
-        is_new = step.version == newest
+        is_new = self.version == newest
         self.shares = [
-            [rows for rows in share if rows[0] in step.groups] for share in _divided(step.model.layout, len(versions))
+            [rows for rows in share if rows[0] in self.groups] for share in _divided(self.model.layout, len(versions))
         ]
         wanted = Collected(self._rows_of(group.index))
         if is_new:
-            wanted.fill(step.state)
-        words = run(lambda: group.gather_numbers(2 * (wanted.is_full and is_new) + (is_new and step.is_whole)))
+            wanted.fill(self.state)
+        words = run(lambda: group.gather_numbers(2 * (wanted.is_full and is_new) + (is_new and self.is_whole)))
         if any(word < 3 for word in words):
             have = [version == newest for version in versions]
             self._exchange_parts(group, have, [bool(word % 2) for word in words], wanted)
@@ -168,8 +157,8 @@ class ShardedTransfer(StateTransfer):
                 fix="keep snapshots (--checkpoint-dir), from which a run resumes; with worker.zero_copies 2 the run "
                 "survives the loss of any one worker",
             )
-        step.state, step.version = wanted.state, newest
-        step.has_state = step.is_whole = True
+        self.state, self.version = wanted.state, newest
+        self.has_state = self.is_whole = True
 
     def _rows_of(self, index: int) -> list[Rows]:
         """The rows that the member of this index keeps."""
@@ -179,18 +168,18 @@ class ShardedTransfer(StateTransfer):
 
     def _exchange_parts(self, group: Group, have: list[bool], are_whole: list[bool], wanted: Collected) -> None:
         """Send the parts of all members with the newest version, one after another. `have`, `are_whole`: by member."""
-        step, index, any_whole = self.step, group.index, any(are_whole)
+        index, any_whole = group.index, any(are_whole)
         sources = [member for member, has in enumerate(have) if has]
         first = are_whole.index(True) if any_whole else sources[0]
         local_part = self._dump_part(index == first, not any_whole) if have[index] else {}
-        fresh = Collected(step.all_rows())
+        fresh = Collected(self.all_rows())
         for source in sources:
             values = self._broadcast(group, source, local_part)
             if "tensors" in values and not (have[index] and are_whole[index]):
-                for tensor, other in zip(step.weights(), values["tensors"], strict=True):
+                for tensor, other in zip(self.weights(), values["tensors"], strict=True):
                     tensor.data.copy_(other)
             for name, start, end, rows in values.get("fresh", ()):
-                step.view((name, start, end)).copy_(rows)
+                self.view((name, start, end)).copy_(rows)
                 fresh.fill({(name, start, end): {}})
             wanted.fill_from(values)
             if not have[index]:
@@ -200,7 +189,7 @@ class ShardedTransfer(StateTransfer):
         for found, state in wanted.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    state[key] = value.to(step.device_of(found, value))
+                    state[key] = value.to(self.device_of(found, value))
 
     def _broadcast(self, group: Group, source: int, local_part: dict[str, Any]) -> dict[str, Any]:
         values = local_part if source == group.index else None
@@ -209,17 +198,17 @@ class ShardedTransfer(StateTransfer):
     def _dump_part(self, is_first: bool, has_fresh: bool) -> dict[str, Any]:
         values = self._dump_state()
         if is_first:
-            values["tensors"] = [tensor.detach().cpu() for tensor in self.step.weights()]
+            values["tensors"] = [tensor.detach().cpu() for tensor in self.weights()]
         if has_fresh:
-            values["fresh"] = [[*rows, self.step.view(rows).cpu().clone()] for rows in self.step.state]
+            values["fresh"] = [[*rows, self.view(rows).cpu().clone()] for rows in self.state]
         return values
 
     def _dump_state(self) -> dict[str, Any]:
-        return {"state": [[*rows, state] for rows, state in self.step.state.items()]}
+        return {"state": [[*rows, state] for rows, state in self.state.items()]}
 
     def gather_state(self, group: Group) -> dict[str, dict[str, torch.Tensor]] | None:
         """Gather the whole optimizer state on the lowest member; the others return None. Raises Broken."""
-        whole, local_part = Collected(self.step.all_rows()), self._dump_state()
+        whole, local_part = Collected(self.all_rows()), self._dump_state()
         for source in range(len(group.generation.members)):
             values = self._broadcast(group, source, local_part)
             if group.index == 0:
@@ -234,18 +223,17 @@ class ShardedTransfer(StateTransfer):
 
     def spread(self) -> None:
         """Send the rows that this member stepped to all members. Raises Broken."""
-        group, step = self._lifecycle.group, self.step
+        group = self._lifecycle.group
         assert group is not None
-        pieces = [[step.view(rows) for rows in share] for share in self.shares]
+        pieces = [[self.view(rows) for rows in share] for share in self.shares]
         self._lifecycle.run(lambda: group.broadcast_tensors(pieces))
-        step.is_whole = True
+        self.is_whole = True
 
 
 class Zero(AllReduceStrategy):
-    _step: ShardedStep
-    _transfer: ShardedTransfer
+    _state: ShardedState
 
-    def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+    def ready(self, optimizer: torch.optim.Optimizer, step: StepFn) -> None:
         kind = type(optimizer)
         if not is_elementwise(kind):  # type: ignore[arg-type]  # mypy takes no class for hashable
             raise UsageError(
@@ -254,15 +242,14 @@ class Zero(AllReduceStrategy):
             )
         super().ready(optimizer, step)
 
-    def _make_parts(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
-        self._step = ShardedStep(self._model, optimizer, step)
-        self._transfer = ShardedTransfer(self._exchange, self._lifecycle, self._step)
+    def _make_state(self, optimizer: torch.optim.Optimizer, step: StepFn) -> ShardedState:
+        return ShardedState(self, optimizer, step)
 
     def _until_taken(
         self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool = True
     ) -> Reply:
         reply = super()._until_taken(gradients, outgoing, is_right)
-        while not (self._step.is_whole or self._confirmed.is_done or reply.result.outcome is Outcome.START):
+        while not (self._state.is_whole or self._confirmed.is_done or reply.result.outcome is Outcome.START):
             reply = self._complete_failed()  # a member died while rows were exchanged: the next group repeats it
             if reply.result.outcome is not Outcome.START:
                 self._form_group()
@@ -278,19 +265,19 @@ class Zero(AllReduceStrategy):
         return bool(group.metadata[-1][0])
 
     def _take_step(self, mean: Mean) -> None:
-        self._step.step(mean)
+        self._state.step(mean)
         with suppress(Broken):
-            self._transfer.spread()
+            self._state.spread()
 
     def _upload(self, outgoing: Outgoing, mean: Mean) -> Reply:
         group = self._lifecycle.group
         assert group is not None
-        undo = self._step.copy()
+        undo = self._state.copy()
         try:
-            self._step.step(mean)
-            self._transfer.spread()
+            self._state.step(mean)
+            self._state.spread()
             if group.metadata[-1][0] & _UPLOADS_OPTIMIZER:
-                outgoing = outgoing._replace(optimizer=self._transfer.gather_state(group))
+                outgoing = outgoing._replace(optimizer=self._state.gather_state(group))
         except Broken as broken:
             undo()
             self._lifecycle.log_broken(broken)
@@ -299,7 +286,7 @@ class Zero(AllReduceStrategy):
         return self._complete_upload(kind, outgoing, undo)
 
     def _finish(self, can_evaluate: bool) -> Final | None:
-        state, num, copies = self._step.state, len(self._transfer.shares), self._exchange.config.zero_copies
+        state, num, copies = self._state.state, len(self._state.shares), self._exchange.config.zero_copies
         fields: dict[str, Any] = {"bytes": _num_bytes(state), "shares": num}
         if copies >= num:
             fields["meaning"] = f"nothing is divided: zero_copies {copies} covers all {num} shares"
