@@ -251,11 +251,6 @@ class StagedPipeline(Pipeline):
                 raise UsageError(message, fix=f"give {len(ranks)} numbers whose sum is {num}, or auto")
         ends = [sum(counts[: index + 1]) for index in range(len(counts))]
         ranges = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
-        self.plan = {
-            "counts": counts, "schedule": config.schedule, "microbatches": self._microbatches,
-            "stage_s": [sum(medians[first:end]) for first, end in ranges],
-            "bubble": bubble(group.size, self._microbatches, len(ranks) // group.size),
-        }  # fmt: skip
         if not group.rank:
             log.info(
                 "pipeline", stages=" + ".join(map(str, counts)), schedule=config.schedule,
@@ -303,10 +298,12 @@ class StagedPipeline(Pipeline):
         empty: dict[int, torch.Tensor] = {}
         for name in names.values():
             item = found[name]
-            is_own = self.owners[name] == self._group.rank
-            if is_own and name not in read:
+            if self.owners[name] != self._group.rank:
+                tensor = torch.empty((0, *item.shape[1:]))
+            elif name in read:
+                tensor = read.pop(name)
+            else:
                 continue
-            tensor = torch.empty((0, *item.shape[1:])) if not is_own else read.pop(name)
             tensor = tensor.to(self.device, item.dtype)
             is_parameter = isinstance(item, nn.Parameter)
             empty[id(item)] = nn.Parameter(tensor, item.requires_grad) if is_parameter else tensor

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING
 
 from ....common.errors import UsageError
 from ....common.tensors.optimizers import Hyperparameters
@@ -23,20 +21,8 @@ from .memory import Memory
 from .restarted import Restarted, rates_of
 from .taken import Taken
 
-
-class Part(Protocol):
-    """One of the optimizers."""
-
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def parameters(self) -> list[torch.Tensor]: ...
-
-    def hyperparameters(self) -> list[Hyperparameters]:
-        """The hyperparameters of each parameter group."""
-
-    def take_clip_norm(self) -> float:
-        """Return the largest 2-norm for this step's gradient, and reset it. 0: no limit."""
+if TYPE_CHECKING:
+    from ..optimizer import ExchangeOptimizer
 
 
 class Turns:
@@ -84,13 +70,13 @@ class Steps:
         self.tables, self._evaluation = tables, evaluation or Evaluation()
         self._restarted = restarted or Restarted()
         self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
-        self.parts: list[Part] = []
+        self.parts: list[ExchangeOptimizer] = []
         self.readings: Readings | None = None  # what the process measures
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
         self.num_steps = strategy.progress.training_steps
         self._turns = Turns(taken)
         self._begins = True  # whether the current step() begins a training step
-        self._newest: Part | None = None  # the optimizer that began the newest training step
+        self._newest: ExchangeOptimizer | None = None  # the optimizer that began the newest training step
         self._began: Begun | None = None  # where the newest training step's contribution began
         self._num_starts = -1
         self._num_known = 0  # contributions that count already, of the training step that is replayed
@@ -124,7 +110,7 @@ class Steps:
             self._losses.append(loss)
             self._fresh_losses.append(loss)
 
-    def may_step(self, part: Part) -> bool:
+    def may_step(self, part: ExchangeOptimizer) -> bool:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         progress = self.progress
         self._begins = self._turns.begins(part)
@@ -152,7 +138,7 @@ class Steps:
         self._fresh_samples = 0
         return True
 
-    def stepped(self, part: Part) -> None:
+    def stepped(self, part: ExchangeOptimizer) -> None:
         """Called after this worker's part of a step(). Contributes if a contribution is complete."""
         if self._begins:
             self._newest = part
@@ -185,7 +171,7 @@ class Steps:
         # localsgd sends other optimizers' steps with the next training step, which does not exist after the last one.
         return not self.strategy.kind.worker_steps or self.progress.is_last
 
-    def _contribute(self, part: Part) -> None:
+    def _contribute(self, part: ExchangeOptimizer) -> None:
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
         if self.taken.is_used:
@@ -251,7 +237,7 @@ class Steps:
         self._told_at = self.progress.num_starts
         return FirstInfo(self.taken.num_samples, self._digest, self.taken.run_steps, self._first_rates or ())
 
-    def _note_gradients(self, part: Part) -> None:
+    def _note_gradients(self, part: ExchangeOptimizer) -> None:
         """Compute the digest of the first gradients after a start. Batches of `session.shard()` need none."""
         if self._digested_at == self.progress.num_starts or self.progress.is_replaying:
             return

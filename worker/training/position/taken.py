@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -15,28 +15,11 @@ from ....common.reporting.log import get_logger
 from ....common.wire.records import Position
 from ...session import Length, Progress
 
+if TYPE_CHECKING:
+    from ..batches import Batches
+    from .memory import Memory
+
 log = get_logger()
-
-
-class Loop(Protocol):
-    """A loop over batches."""
-
-    hand: Hand
-
-    def end(self) -> None: ...
-
-
-class LoopMemory(Protocol):
-    """The part of `Memory` that a loop over batches uses."""
-
-    @property
-    def has_moved(self) -> bool: ...
-
-    def move(self) -> None: ...
-
-    def note(self) -> None: ...
-
-    def replayed(self) -> None: ...
 
 
 class Hand:
@@ -96,9 +79,9 @@ class Taken:
         self.epoch_batches = 0  # batches of this rank in an epoch
         self.run_steps = 0  # training steps of the run, if this worker has computed them
         self._has_compared = False
-        self._loops: WeakSet[Loop] = WeakSet()
+        self._loops: WeakSet[Batches] = WeakSet()
         self._unused: list[Hand] = []  # batches that loops over an epoch had fetched and not used at its end
-        self.memory: LoopMemory | None = None
+        self.memory: Memory | None = None
         self.is_used = False  # this rank's batches come from `session.shard()`
         self.num_samples = 0  # samples of the data set
         self._num_starts = -1
@@ -214,7 +197,7 @@ class Taken:
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def add(self, loop: Loop) -> None:
+    def add(self, loop: Batches) -> None:
         if not self.is_used:
             for optimizer in self._optimizers:
                 parameters = [
