@@ -14,10 +14,11 @@ from torch import nn
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import Kind, as_bytes, new_payload
-from paramserver.worker.tensors.staged import StagedTransfer, Transfer, make_transfer
+from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
-TRANSFERS: list[Callable[[ModelTensors], Transfer]] = [DirectTransfer, StagedTransfer]
+Make = Callable[[ModelTensors], DirectTransfer]
+TRANSFERS: list[Make] = [DirectTransfer, StagedTransfer]
 
 
 class Awkward(nn.Module):
@@ -56,7 +57,7 @@ def tensors_in(model: ModelTensors, payload: bytes) -> dict[str, torch.Tensor]:
     return {spec.name: view.clone() for spec, view in model.layout.views(memory)}
 
 
-def write(transfer: Transfer, payload: bytes, boundaries: list[int]) -> None:
+def write(transfer: DirectTransfer, payload: bytes, boundaries: list[int]) -> None:
     """Hand over `payload` in pieces that end at the boundaries."""
     for start, end in zip([0, *boundaries], [*boundaries, len(payload)], strict=True):
         transfer.write(start, memoryview(payload)[start:end])
@@ -118,7 +119,7 @@ def test_tensors_have_the_names_of_the_bare_model() -> None:
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_a_gradient_payload_holds_gradients_and_the_buffers_values(make: Callable[[ModelTensors], Transfer]) -> None:
+def test_a_gradient_payload_holds_gradients_and_the_buffers_values(make: Make) -> None:
     module = Awkward()
     module.set_gradients()
     model = ModelTensors(module)
@@ -136,7 +137,7 @@ def test_a_gradient_payload_holds_gradients_and_the_buffers_values(make: Callabl
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_a_weights_payload_holds_values_and_no_frozen_ones(make: Callable[[ModelTensors], Transfer]) -> None:
+def test_a_weights_payload_holds_values_and_no_frozen_ones(make: Make) -> None:
     module = Awkward()
     module.set_gradients()
     model = ModelTensors(module)
@@ -150,7 +151,7 @@ def test_a_weights_payload_holds_values_and_no_frozen_ones(make: Callable[[Model
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_initial_weights_hold_everything(make: Callable[[ModelTensors], Transfer]) -> None:
+def test_initial_weights_hold_everything(make: Make) -> None:
     module = Awkward()
     model = ModelTensors(module)
     payload = joined(make(model).gather_all())
@@ -161,7 +162,7 @@ def test_initial_weights_hold_everything(make: Callable[[ModelTensors], Transfer
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_no_gradient_is_zeros(make: Callable[[ModelTensors], Transfer]) -> None:
+def test_no_gradient_is_zeros(make: Make) -> None:
     """Also after a step in which there was one: nothing of it may be sent again."""
     module = Awkward()
     module.set_gradients()
@@ -181,7 +182,7 @@ def test_no_gradient_is_zeros(make: Callable[[ModelTensors], Transfer]) -> None:
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_tied_weights_send_the_sum_of_their_gradients(make: Callable[[ModelTensors], Transfer]) -> None:
+def test_tied_weights_send_the_sum_of_their_gradients(make: Make) -> None:
     module = Awkward()
     logits = module.head(module.embedding(torch.tensor([1, 2])))
     logits.sum().backward()
@@ -203,7 +204,7 @@ def test_tied_weights_send_the_sum_of_their_gradients(make: Callable[[ModelTenso
     ],
     ids=["transposed", "strided", "expanded", "sparse"],
 )
-def test_gradients_in_other_memory_formats(make: Callable[[ModelTensors], Transfer], gradient: torch.Tensor) -> None:
+def test_gradients_in_other_memory_formats(make: Make, gradient: torch.Tensor) -> None:
     module = nn.Module()
     module.w = nn.Parameter(torch.zeros(3, 4))
     module.w.grad = gradient
@@ -225,9 +226,7 @@ def test_direct_pieces_are_the_gradients_own_memory() -> None:
 
 @given(data=st.data(), make=st.sampled_from(TRANSFERS))
 @settings(max_examples=100, deadline=None)
-def test_any_boundaries_between_pieces_give_the_same_weights(
-    data: st.DataObject, make: Callable[[ModelTensors], Transfer]
-) -> None:
+def test_any_boundaries_between_pieces_give_the_same_weights(data: st.DataObject, make: Make) -> None:
     source, target = Awkward(seed=5), Awkward(seed=6)
     payload = joined(DirectTransfer(ModelTensors(source)).gather_all())
     boundaries = sorted(data.draw(st.sets(st.integers(1, len(payload) - 1), max_size=12)))
@@ -240,9 +239,7 @@ def test_any_boundaries_between_pieces_give_the_same_weights(
 
 @pytest.mark.parametrize("make", TRANSFERS)
 @pytest.mark.parametrize("piece_bytes", [1, 3, 64, 10_000])
-def test_a_payload_without_frozen_tensors_leaves_those(
-    make: Callable[[ModelTensors], Transfer], piece_bytes: int
-) -> None:
+def test_a_payload_without_frozen_tensors_leaves_those(make: Make, piece_bytes: int) -> None:
     """START brings everything, later replies parameters and buffers only; also when a longer payload came before."""
     source, target = Awkward(seed=5), Awkward(seed=6)
     model = ModelTensors(target)
@@ -259,7 +256,7 @@ def test_a_payload_without_frozen_tensors_leaves_those(
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_the_gaps_between_runs_hold_anything(make: Callable[[ModelTensors], Transfer]) -> None:
+def test_the_gaps_between_runs_hold_anything(make: Make) -> None:
     source, target = Awkward(seed=5), Awkward(seed=6)
     model = ModelTensors(target)
     payload = bytearray(joined(DirectTransfer(ModelTensors(source)).gather_all()))
@@ -273,7 +270,7 @@ def test_the_gaps_between_runs_hold_anything(make: Callable[[ModelTensors], Tran
 
 
 @pytest.mark.parametrize("make", TRANSFERS)
-def test_weights_arrive_in_the_tensors_the_optimizer_holds(make: Callable[[ModelTensors], Transfer]) -> None:
+def test_weights_arrive_in_the_tensors_the_optimizer_holds(make: Make) -> None:
     module = nn.Linear(3, 2)
     before = [(parameter, parameter.data_ptr()) for parameter in module.parameters()]
     model = ModelTensors(module)
@@ -343,7 +340,7 @@ def test_names_are_those_of_the_optimizers_parameters() -> None:
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
-def test_tensors_that_are_left_out_are_as_they_were(transfer: Callable[[ModelTensors], Transfer]) -> None:
+def test_tensors_that_are_left_out_are_as_they_were(transfer: Callable[[ModelTensors], DirectTransfer]) -> None:
     """Also where the transfer is new, and has no memory of what came before."""
     mine, other = ModelTensors(Awkward(0)), ModelTensors(Awkward(1))
     before = [tensor.detach().clone() for tensor in mine.tensors]

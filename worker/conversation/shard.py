@@ -28,8 +28,8 @@ from ...common.wire.records import COUNTED, Outcome, Reply, ResidualInfo, Weight
 from ...common.wire.segments import SegmentError, this_host
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
-from ..tensors.staged import Transfer, make_transfer
-from ..tensors.transfer import ModelTensors
+from ..tensors.staged import make_transfer
+from ..tensors.transfer import DirectTransfer, ModelTensors
 from ..transports.down import Down, Write
 from ..transports.transport import Transports
 from ..transports.up import Up
@@ -63,7 +63,7 @@ class Shard:
 
     model: ModelTensors  # this shard's part
     tables: tuple[TableSpec, ...]
-    transfer: Transfer
+    transfer: DirectTransfer
     up: Up
     down: Down | None = None
 

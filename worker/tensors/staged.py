@@ -83,10 +83,8 @@ class SideStream:
             self._stream.synchronize()
 
 
-class StagedTransfer:
-    """The same interface as DirectTransfer, with copies through two host buffers."""
-
-    lies_here = True
+class StagedTransfer(DirectTransfer):
+    """A transfer with copies through two host buffers."""
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
@@ -107,9 +105,6 @@ class StagedTransfer:
         self._copy_out(kind, groups, self._out_views)
         places = [self._place_of(group) for group in groups]
         return [Stretch(start, [payload[start:end]]) for start, end in places]
-
-    def stream(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
-        return self.gather(kind, indices)
 
     def _place_of(self, group: range) -> tuple[int, int]:
         """The bytes [start, end) of these tensors in a payload."""
@@ -161,10 +156,6 @@ class StagedTransfer:
                     else:
                         views[index].copy_(tensor.detach(), non_blocking=True)
 
-    def write(self, offset: int, data: memoryview) -> None:
-        for target in self.targets(offset, len(data)):
-            target[:] = data
-
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         if self._is_copying:
             self._stream.synchronize()  # wait for the last copy out of this buffer
@@ -189,10 +180,7 @@ class StagedTransfer:
         self._segment, self._places, self._pinned = None, [], None
 
 
-Transfer = DirectTransfer | StagedTransfer
-
-
-def make_transfer(model: ModelTensors) -> Transfer:
+def make_transfer(model: ModelTensors) -> DirectTransfer:
     """Return the model's own transfer, a direct one if all tensors are plain CPU memory, or a staged one."""
     if model.transfer_of is not None:
         return model.transfer_of(model)

@@ -12,8 +12,7 @@ from ...common.codecs.shared.reference import check_sum, follow, moves_reference
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import Layout, as_bytes, new_payload
 from ...common.wire.records import ReferenceInfo
-from ..tensors.staged import Transfer
-from ..tensors.transfer import ModelTensors, copy_bytes
+from ..tensors.transfer import DirectTransfer, ModelTensors, copy_bytes
 
 Write = Callable[[int, memoryview], None]
 # `receive(write)` passes each piece of the announced payload to `write`, and returns after the last one.
@@ -26,7 +25,7 @@ class Down:
     `num_taken` counts the replies since a START that were decoded with `codec`, whose memory is here.
     """
 
-    def __init__(self, codec: Codec, model: ModelTensors, transfer: Transfer) -> None:
+    def __init__(self, codec: Codec, model: ModelTensors, transfer: DirectTransfer) -> None:
         self.codec = codec
         self._layout = model.layout
         self.transfer = transfer

@@ -18,8 +18,7 @@ from ...common.wire.direct import OutOfBand, out_of_band_messages
 from ...common.wire.frames import INLINE_BYTES, left_out_frame, out_of_band_frame, payload_frames, without_zeros
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
-from ..tensors.staged import Transfer
-from ..tensors.transfer import Indices
+from ..tensors.transfer import DirectTransfer, Indices
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +60,7 @@ class Transport:
 
     # ---- payloads -----------------------------------------------------------------------------
 
-    def send(self, transfer: Transfer, kind: ContributionKind, indices: Indices) -> Iterator[Messages]:
+    def send(self, transfer: DirectTransfer, kind: ContributionKind, indices: Indices) -> Iterator[Messages]:
         """Gather these tensors of a contribution (None: all). Yields their messages as soon as they may be sent."""
         for stretch in transfer.stream(kind, indices):
             yield from self.raw(stretch.pieces, stretch.offset)
@@ -162,7 +161,7 @@ class SharedTransport(Transport):
         else:
             self.reason, self._offered = verdict.reason, None
 
-    def send(self, transfer: Transfer, kind: ContributionKind, indices: Indices) -> Iterator[Iterable[bytes]]:
+    def send(self, transfer: DirectTransfer, kind: ContributionKind, indices: Indices) -> Iterator[Iterable[bytes]]:
         assert self.segment is not None
         for start, end in transfer.gather_into(kind, self.segment, indices):
             yield [out_of_band_frame(start, end - start)]

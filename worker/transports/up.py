@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from ...common.codecs.base import Codec, payload_bytes
 from ...common.kinds import ContributionKind
-from ...common.wire.direct import OutOfBand
 from ...common.wire.frames import INLINE_BYTES, frame
 from ...common.wire.messages import contribution_message
 from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo, changed
 from ...proto import parameter_server_pb2 as pb
-from ..tensors.staged import Transfer
-from ..tensors.transfer import ModelTensors
+from ..tensors.transfer import DirectTransfer, ModelTensors
 from .encoding import Encoding
 from .partial_transfer import PartialTransfer
 from .transport import Messages, Transport
@@ -30,7 +28,7 @@ class Up:
     transport: Transport
 
     def __init__(
-        self, codec: Codec, model: ModelTensors, transfer: Transfer, send: Callable[[Iterable[bytes | OutOfBand]], None]
+        self, codec: Codec, model: ModelTensors, transfer: DirectTransfer, send: Callable[[Messages], None]
     ) -> None:
         self._layout, self._num_exchanged = model.layout, model.num_exchanged
         self.transfer, self._stretches = transfer, model.stretches
