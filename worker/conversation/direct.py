@@ -7,6 +7,7 @@ Payloads of replies are received directly into the model's tensors.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import queue
 import select
@@ -15,16 +16,14 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
 from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, OutOfBand, length_of, on_the_wire, prepare, shut_down
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
 from ..transports.limit import NO_LIMIT, Limit
-
-if TYPE_CHECKING:
-    from urllib.parse import SplitResult
 
 _CONNECT_S = 1.0
 _BUFFER_BYTES = 64 << 10
@@ -38,6 +37,19 @@ Message = bytes | OutOfBand
 
 class DirectError(Exception):
     """The direct connection cannot be made. The text is a phrase with the reason."""
+
+
+class _Incoming(io.RawIOBase):
+    """The bytes that `receive` writes into the memory that it is given."""
+
+    def __init__(self, receive: Callable[[memoryview], int]) -> None:
+        self._receive = receive
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        return self._receive(target)
 
 
 class Direct:
@@ -65,11 +77,7 @@ class Direct:
                 raise DirectError(f"port {port} (server.direct_port): {why}") from None
             on_failure.pop_all()
         self._socket.settimeout(0 if isinstance(self._socket, ssl.SSLSocket) else None)
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
-        self._start = self._end = 0
-        # SO_RCVLOWAT does not help: it counts new bytes, also when a read has already taken a part.
-        self._all_at_once = 0 if isinstance(self._socket, ssl.SSLSocket) else socket.MSG_WAITALL
+        self._reader = io.BufferedReader(_Incoming(self._receive), _BUFFER_BYTES)
         self._tls_alone = threading.Lock()
         self._waiting: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
         self._num_waiting = 0  # messages queued for the thread
@@ -128,45 +136,25 @@ class Direct:
 
     def receive(self) -> bytes:
         """Receive the next message."""
-        while self._end - self._start < LENGTH_BYTES:
-            self._fill()
-        num_bytes = length_of(self._buffer, self._start)
+        num_bytes = length_of(self._reader.read(LENGTH_BYTES))
         if num_bytes > MAX_MESSAGE_BYTES:
             raise OSError(f"a message of {num_bytes} bytes")
-        self._start += LENGTH_BYTES
-        if num_bytes > _BUFFER_BYTES - LENGTH_BYTES:
-            message = bytearray(num_bytes)
-            self.receive_into(iter([memoryview(message)]))
-            return bytes(message)
-        while self._end - self._start < num_bytes:
-            self._fill()
-        start, self._start = self._start, self._start + num_bytes
-        return bytes(self._view[start : self._start])
+        return self._reader.read(num_bytes)
 
     def receive_into(self, targets: Iterator[memoryview]) -> None:
         """Receive the bytes that follow a message."""
         for target in targets:
-            done = min(len(target), self._end - self._start)
-            target[:done] = self._view[self._start : self._start + done]
-            self._start += done
-            while done < len(target):
-                done += self._receive(target[done:], self._all_at_once)
+            self._reader.readinto(target)
 
-    def _fill(self) -> None:
-        if self._start == self._end:
-            self._start = self._end = 0
-        elif self._end == _BUFFER_BYTES:
-            unread = self._end - self._start
-            self._buffer[:unread] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, unread
-        self._end += self._receive(self._view[self._end :])
-
-    def _receive(self, target: memoryview, flags: int = 0) -> int:
+    def _receive(self, target: memoryview) -> int:
+        """Receive bytes, as many as the target has if it is larger than the buffer. Raises EOFError at the end."""
         if self._limit.at_once:
             target = target[: self._limit.at_once]
         if isinstance(self._socket, ssl.SSLSocket):
             num_bytes = self._in_turn(self._socket.recv_into, target)
         else:
+            # SO_RCVLOWAT does not help: it counts new bytes, also when a read has already taken a part.
+            flags = socket.MSG_WAITALL if len(target) > _BUFFER_BYTES else 0
             num_bytes = self._socket.recv_into(target, len(target), flags)
         if not num_bytes:
             raise EOFError
@@ -256,8 +244,6 @@ def _proxy_of(host: str) -> SplitResult | None:
     url = next((found for name in _PROXIES if (found := os.environ.get(name))), "")
     if not url:
         return None
-    from urllib.parse import urlsplit  # rarely
-
     around = next((found for name in _AROUND if (found := os.environ.get(name))), "")
     if any(host.endswith(part) for name in around.split(",") if (part := name.strip())):
         return None
