@@ -44,7 +44,7 @@ def test_where_nobody_has_set_a_length_the_script_s_loop_decides(accumulate: int
     session = alone()
     with capture_logs() as logs:
         assert epochs(session, accumulate=accumulate) == [4, 4, 4]
-    assert (logs, session.num_steps, session.is_done) == ([], 12 // accumulate, False)
+    assert (logs, session.step, session.is_done) == ([], 12 // accumulate, False)
 
 
 def test_one_loop_may_be_several_epochs() -> None:
@@ -71,7 +71,7 @@ def test_epochs_of_the_run_count_batches_and_its_length_training_steps(accumulat
     session = alone(epochs=2)
     with capture_logs() as logs:
         assert epochs(session, accumulate=accumulate) == [8, 0, 0]
-    assert session.is_done and session.total_steps == session.num_steps == 8 // accumulate
+    assert session.is_done and session.status().steps == session.step == 8 // accumulate
     assert [line["event"] for line in logs] == ["no_batches"]
 
 
@@ -124,7 +124,7 @@ def test_of_several_optimizers_a_training_step_is_a_batch() -> None:
         for optimizer in (d, d, g):
             model["d"](model["g"](x)).sum().backward()
             optimizer.step()
-    assert (session.num_steps, session.num_samples) == (3, 6)
+    assert (session.step, session.num_samples) == (3, 6)
 
 
 def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_single(tmp_path: Path) -> None:

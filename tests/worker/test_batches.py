@@ -64,7 +64,7 @@ def test_a_loop_that_fetches_a_whole_step_at_once() -> None:
         for batch in fetched:
             use(model, batch)
         optimizer.step()
-    assert (run.num_steps, run._taken.position, run.num_samples) == (4, 12, 40)
+    assert (run.step, run._taken.position, run.num_samples) == (4, 12, 40)
 
 
 def test_the_length_is_what_is_left_of_the_run() -> None:
@@ -86,7 +86,7 @@ def test_batches_without_a_step_belong_to_the_next_one() -> None:
         use(model, batch)
         if number != 1:
             optimizer.step()
-    assert (run.num_steps, run._taken.position) == (3, 4)
+    assert (run.step, run._taken.position) == (3, 4)
 
 
 def test_two_loops_side_by_side_are_at_one_place() -> None:
@@ -128,7 +128,7 @@ def drawn(run: AloneSession, *args: object, **options: object) -> list[list[floa
     for batch in run.shard(*args, **options):
         found.append((batch[0] if isinstance(batch, list) else batch).flatten().tolist())
         run._taken.step()
-        run._progress.training_steps = run.num_steps = run.num_steps + 1
+        run._progress.training_steps += 1
     return found
 
 

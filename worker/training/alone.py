@@ -65,7 +65,6 @@ class AloneSession(Session):
             ends_by_metrics=config.run.ends_by_metrics,
         )
         self._made: list[Table] = []  # the tables that a server would otherwise keep
-        self.num_steps = 0
         self.num_samples = 0
         self._fresh_samples = 0  # recorded since the last step
         self._lacks_sample_counts = False  # True once a step came without a number of samples
@@ -87,15 +86,7 @@ class AloneSession(Session):
     @property
     def is_done(self) -> bool:
         total = self._progress.total_steps
-        return bool(self.ended_by) or (total is not None and self.num_steps >= total)
-
-    @property
-    def total_steps(self) -> int | None:
-        return self._progress.total_steps
-
-    @property
-    def _position(self) -> int:
-        return self.num_steps
+        return bool(self.ended_by) or (total is not None and self.step >= total)
 
     @property
     def known_samples(self) -> int | None:
@@ -134,7 +125,7 @@ class AloneSession(Session):
     def _check_step(self) -> None:
         assert self._taken is not None
         total = self._progress.total_steps
-        if total is not None and self.num_steps >= total and not self._taken.drop():
+        if total is not None and self.step >= total and not self._taken.drop():
             raise after_the_end(self._progress)
 
     def _stepped(self) -> None:
@@ -148,13 +139,12 @@ class AloneSession(Session):
         self.num_samples += drawn
         self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._taken.is_used)
         self._fresh_samples = 0
-        self.num_steps += 1
+        self._progress.training_steps += 1
         if self._optimizer is not None:
             self.readings.note_step(self._optimizer.param_groups)
         now = time.perf_counter()
-        self.stepped_at = now if self.num_steps == 1 else self.stepped_at[0], now
-        self.first_samples = self.num_samples if self.num_steps == 1 else self.first_samples
-        self._progress.training_steps = self.num_steps
+        self.stepped_at = now if self.step == 1 else self.stepped_at[0], now
+        self.first_samples = self.num_samples if self.step == 1 else self.first_samples
         if self.evaluation.is_due(self._progress, self._taken) and not self.is_done:
             self.evaluation.run()
 
@@ -168,13 +158,13 @@ class AloneSession(Session):
         self.measured(self.evaluation.metrics(model), named_tensors(model))
         if (why := self.curve.why_enough) and not self.ended_by:
             self.ended_by = f"stopped: {why}"
-            log.info("run_stopped", reason=why, step=self.num_steps)
+            log.info("run_stopped", reason=why, step=self.step)
 
     def measured(self, metrics: dict[str, float], tensors: dict[str, torch.Tensor]) -> None:
         """Record an evaluation of the model after the newest step, and save the weights if it is the best so far."""
-        if self.curve.points and self.curve.points[-1].step == self.num_steps:
+        if self.curve.points and self.curve.points[-1].step == self.step:
             return
-        step, elapsed_s = self.num_steps, round(time.perf_counter() - self.started_at, 3)
+        step, elapsed_s = self.step, round(time.perf_counter() - self.started_at, 3)
         is_best = self.curve.add(Point(step=step, version=step, elapsed_s=elapsed_s, metrics=metrics))
         log.info("evaluated", step=step, best=is_best, **metrics)
         if self._output.curve is not None:
@@ -215,6 +205,33 @@ class AloneSession(Session):
             self.loss = loss
         super().record(loss=loss, num_samples=num_samples, **metrics)
 
+    def status(self) -> Status:
+        """The run as a server would show it."""
+        elapsed_s, samples = time.perf_counter() - self.started_at, self.known_samples
+        taken = self.readings.taken()
+        recorded = {name.removeprefix(RECORDED): value for name, value in taken.items() if name.startswith(RECORDED)}
+        worker = WorkerStatus(
+            rank=0,
+            state="computing",
+            step=self.step,
+            loss=self.loss if math.isfinite(self.loss) else None,
+            samples=samples,
+            samples_per_s=None if samples is None else round(samples / elapsed_s, 1) if elapsed_s else 0.0,
+            compute_s=elapsed_s,
+            recorded=recorded,
+            **{name: value for name, value in taken.items() if not name.startswith(RECORDED)},
+        )
+        return Status(
+            mode="single",
+            version=self.step,
+            elapsed_s=round(elapsed_s, 2),
+            step=self.step,
+            steps=self._progress.total_steps or 0,
+            num_workers=1,
+            workers=[worker],
+            recorded=recorded,
+        )
+
 
 @contextmanager
 def reporting(session: AloneSession, config: Config) -> Iterator[None]:
@@ -238,7 +255,7 @@ def _report_until(stop: threading.Event, session: AloneSession, config: Config) 
     num_points, is_last = 0, False
     while not is_last:
         is_last = stop.wait(config.server.status_interval_s)
-        status = _status(session)
+        status = session.status()
         if config.log.format == "json" and not is_last:
             log.info("status", **status.fields())
         if record is None:
@@ -255,41 +272,14 @@ def _report_until(stop: threading.Event, session: AloneSession, config: Config) 
             record.flush()
 
 
-def _status(session: AloneSession) -> Status:
-    elapsed_s, samples = time.perf_counter() - session.started_at, session.known_samples
-    taken = session.readings.taken()
-    recorded = {name.removeprefix(RECORDED): value for name, value in taken.items() if name.startswith(RECORDED)}
-    worker = WorkerStatus(
-        rank=0,
-        state="computing",
-        step=session.num_steps,
-        loss=session.loss if math.isfinite(session.loss) else None,
-        samples=samples,
-        samples_per_s=None if samples is None else round(samples / elapsed_s, 1) if elapsed_s else 0.0,
-        compute_s=elapsed_s,
-        recorded=recorded,
-        **{name: value for name, value in taken.items() if not name.startswith(RECORDED)},
-    )
-    return Status(
-        mode="single",
-        version=session.num_steps,
-        elapsed_s=round(elapsed_s, 2),
-        step=session.num_steps,
-        steps=session.total_steps or 0,
-        num_workers=1,
-        workers=[worker],
-        recorded=recorded,
-    )
-
-
 @contextmanager
 def kept_if_it_fails(session: AloneSession, config: Config) -> Iterator[None]:
     """Save weights and summary, with the reason, if training fails inside. A server does the same."""
     try:
         yield
     except (UserCodeError, ParamServerError) as error:
-        if session.num_steps:
-            session.ended_by = f"failed at step {session.num_steps}: {ending_of(error).failure}"
+        if session.step:
+            session.ended_by = f"failed at step {session.step}: {ending_of(error).failure}"
             try:
                 write_alone(session, config)
             except OutputError as unsaved:
@@ -306,7 +296,7 @@ def write_alone(session: AloneSession, config: Config) -> None:
         model_tensors = session.tensors()
         if session.metrics and session.curve.points:
             session.measured(session.metrics, model_tensors)
-        steps, samples = session.num_steps, session.known_samples
+        steps, samples = session.step, session.known_samples
         first, last = session.stepped_at
         # from the first weights to the last training step, as a server measures it
         wall_s = max(0.0, last - session.started_at)
@@ -314,7 +304,7 @@ def write_alone(session: AloneSession, config: Config) -> None:
             rank=0, training_steps=steps, contributions=steps, samples=samples, compute_s=round(wall_s, 3)
         )
         summary = Summary(
-            mode="single", version=session.num_steps, wall_s=round(wall_s, 3),
+            mode="single", version=session.step, wall_s=round(wall_s, 3),
             ended_by=session.ended_by, final=session.metrics, workers=[worker], curve=session.curve.points,
             best=session.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
             steady_samples=session.num_samples - session.first_samples, steady_steps=max(0, steps - 1),
@@ -325,4 +315,4 @@ def write_alone(session: AloneSession, config: Config) -> None:
         tensors = {}
         if config.output.save is not None:
             tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
-        write_results(config, summary, tensors, {"mode": "single", "version": str(session.num_steps)})
+        write_results(config, summary, tensors, {"mode": "single", "version": str(session.step)})

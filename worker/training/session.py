@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from ...common.config.sections.processes import WorkerConfig
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
-from ...common.reporting.pictures.notebook import Losses, Shown
+from ...common.reporting.pictures.notebook import Card, Losses, Shown
 from ...common.tensors.optimizers import Reduction, TableSpec
 from ...common.tensors.tables import make_spec
 from ..conversation.messages import Settings
@@ -29,9 +29,6 @@ from .position.taken import Taken
 from .readings import Readings
 from .rows import Pull, Rows
 from .tasks.init import load_weights
-
-if TYPE_CHECKING:
-    from ...common.reporting.pictures.notebook import Card
 
 log = get_logger()
 
@@ -94,7 +91,7 @@ class Session:
 
     @property
     def _position(self) -> int:
-        raise NotImplementedError
+        return self._progress.position
 
     @property
     def _progress(self) -> Progress:
