@@ -8,7 +8,6 @@ No process has the whole payload. Each has its part, and group rank 0 has two wi
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -49,17 +48,13 @@ class Redistribution:
     find: Find
 
     def __init__(self, channel: Channel, borders: Sequence[Sequence[int] | None]) -> None:
-        self._channel, self._borders = channel, borders
+        self._channel, self._borders, self.rank = channel, borders, channel.rank
         self._lock = threading.Lock()
         self._is_open = False
         self._num_requests = 0
         # Works by request. torch aborts a work without a reference, and the peer would wait forever.
         self._under_way: dict[int, list[Any]] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)  # of the others
-
-    @property
-    def rank(self) -> int:
-        return self._channel.rank
 
     # ---- group rank 0 -------------------------------------------------------------------------
 
@@ -203,8 +198,6 @@ class RedistributedTransfer(DirectTransfer):
 
     def __init__(self, model: ModelTensors, redistribution: Redistribution) -> None:
         self._model, self._redistribution = model, redistribution
-        self._entries = model.layout.entries
-        self._offsets = [entry.offset for entry in self._entries]
         self._spare: list[torch.Tensor] = []  # free windows
         self._going: list[tuple[Finish, torch.Tensor]] = []  # windows that are being written to the other processes
 
@@ -290,16 +283,11 @@ class RedistributedTransfer(DirectTransfer):
     def _ranges(self, start: int, end: int, window: torch.Tensor | None = None) -> list[Range]:
         """The tensors' bytes among bytes [start, end) of the payload. Gaps between tensors are zeros in the window."""
         found, at = [], start
-        begin = max(0, bisect.bisect_right(self._offsets, start) - 1)
-        for index in range(begin, bisect.bisect_left(self._offsets, end)):
-            entry = self._entries[index]
-            first, last = max(at, entry.offset), min(end, entry.end)
-            if first >= last:
-                continue
+        for index, first, last in self._model.overlaps(start, end):
             if window is not None:
                 window[at - start : first - start].zero_()
             whole, before = self._model.place_of(index)
-            before -= entry.offset
+            before -= self._model.layout.entries[index].offset
             found.append(Range(whole, first + before, last + before, first - start))
             at = last
         if window is not None:

@@ -23,7 +23,6 @@ from ...common.errors import DivergedError, UsageError
 from ...common.kinds import ContributionKind
 from ...common.registry import CODECS
 from ...common.tensors.clipping import clip
-from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import COUNTED, CompletionInfo, Contribution, Outcome, Reply
 from ..conversation.exchange import Exchange
@@ -31,7 +30,6 @@ from ..conversation.messages import Final, Goodbye, Outgoing
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
 from .base import Strategy, check_takes_dense
-from .buckets import leaving_order
 from .collectives.backends import computed, without_watchdog
 from .collectives.rendezvous import Broken
 from .consistency import ConsistencyCheck
@@ -61,10 +59,11 @@ class AllReduceStrategy(Strategy):
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         self._exchange.start(model, optimizer)
-        entries = list(enumerate(model.layout.entries))
-        self._order = leaving_order(model)
+        self._trained = range(model.num_trained)
+        # parameters as backward fills them, then buffers
+        self._order = [*reversed(self._trained), *range(model.num_trained, model.num_exchanged)]
+        entries = enumerate(model.layout.entries)
         self._of_lowest = frozenset(index for index, entry in entries if not entry.spec.averaged)
-        self._trained = [index for index, entry in entries if entry.spec.kind is Kind.PARAMETER]
         self._of_sum = frozenset(self._trained) if optimizer.reduction == "sum" else frozenset()
         devices = {tensor.device for tensor in model.tensors}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")

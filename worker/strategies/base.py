@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ...common.errors import UsageError
-from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import Position, Reply
 from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings
@@ -149,9 +148,7 @@ class Strategy:
 
     def _changing(self) -> dict[int, torch.Tensor]:
         """Copies of the tensors that a training loop changes, by index."""
-        kinds = {Kind.BUFFER, Kind.PARAMETER} if self.kind.worker_steps else {Kind.BUFFER}
-        entries = enumerate(self._model.layout.entries)
-        changing = [index for index, entry in entries if entry.spec.kind in kinds]
+        changing = range(0 if self.kind.worker_steps else self._model.num_trained, self._model.num_exchanged)
         return {index: self._model.tensors[index].detach().clone() for index in changing}
 
     def replayed(self) -> int:

@@ -15,9 +15,6 @@ from itertools import chain
 
 import torch
 
-from ...common.tensors.layout import Kind
-from ..tensors.transfer import ModelTensors
-
 _BUCKET_BYTES = 25 << 20  # reduced at once, as in DDP
 _FIRST_BYTES = 1 << 20  # the first bucket starts early
 _WHOLE_BYTES = 256 << 10  # smaller tensors are broadcast together
@@ -137,11 +134,3 @@ def unpack(packs: Packs) -> None:
         pieces = flat.split([item.numel() for item in several]) if several else ()
         for tensor, piece in zip(several, pieces, strict=True):
             tensor.copy_(piece.view(tensor.shape))
-
-
-def leaving_order(model: ModelTensors) -> list[int]:
-    """The order in which exchanged tensors are sent: parameters as backward fills them, then buffers by dtype."""
-    entries = list(enumerate(model.layout.entries[: model.num_exchanged]))
-    parameters = [index for index, entry in reversed(entries) if entry.spec.kind is Kind.PARAMETER]
-    buffers = [index for index, entry in entries if entry.spec.kind is Kind.BUFFER]
-    return parameters + sorted(buffers, key=lambda index: model.layout.entries[index].spec.dtype)

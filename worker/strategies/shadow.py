@@ -11,7 +11,6 @@ from itertools import islice
 import torch
 
 from ...common.kinds import ContributionKind
-from ...common.tensors.layout import Kind
 from ..tensors.staged import SideStream
 from ..tensors.transfer import ModelTensors
 
@@ -24,7 +23,6 @@ class Shadow(ModelTensors):
         self.layout = layout = model.layout
         self.names = model.names
         self._stream = SideStream(model.tensors)
-        self._num_trained = sum(entry.spec.kind is Kind.PARAMETER for entry in layout.entries)
         sent = layout.views(self._stream.new_payload(layout.exchange_bytes))
         self._sent = [view for _, view in islice(sent, self.num_exchanged)]
         self.tensors = [view for _, view in layout.views(self._stream.new_payload(layout.total_bytes))]
@@ -58,7 +56,7 @@ class Shadow(ModelTensors):
 
     def take_buffers(self) -> None:
         """Write received buffers into the model."""
-        self._take(self.num_exchanged, self._num_trained)
+        self._take(self.num_exchanged, self.num_trained)
 
     def _take(self, end: int, start: int = 0) -> None:
         with torch.no_grad(), self._stream.copies():
@@ -70,7 +68,7 @@ class Shadow(ModelTensors):
         """Set each parameter to the received one plus its own change since the snapshot."""
         trained = zip(self._model.tensors, self._sent, self.tensors, strict=False)
         with torch.no_grad(), self._stream.copies():
-            for tensor, sent, received in islice(trained, self._num_trained):
+            for tensor, sent, received in islice(trained, self.num_trained):
                 tensor.sub_(sent.to(tensor.device, non_blocking=True))
                 tensor.add_(received.to(tensor.device, non_blocking=True))
         self._stream.precede()

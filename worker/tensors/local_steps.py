@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ...common.errors import UsageError
-from ...common.tensors.layout import Entry, Kind
+from ...common.tensors.layout import Entry
 from .transfer import ModelTensors
 
 # Changes L in place; the arguments are L, S, N and alpha.
@@ -60,15 +60,13 @@ class Anchor:
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
-        entries = enumerate(model.layout.entries)
-        self._indices = [index for index, entry in entries if entry.spec.kind is Kind.PARAMETER]
-        self._anchors = [model.tensors[index].detach().clone() for index in self._indices]
-        model.deltas = dict(zip(self._indices, self._anchors, strict=True))
+        self._anchors = [tensor.detach().clone() for tensor in model.tensors[: model.num_trained]]
+        model.deltas = dict(enumerate(self._anchors))
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each anchor with its parameter, which may have moved to another device."""
-        for index, anchor in zip(self._indices, self._anchors, strict=True):
-            now = self._model.tensors[index].detach()
+        for anchor, tensor in zip(self._anchors, self._model.tensors, strict=False):
+            now = tensor.detach()
             if anchor.device != now.device:
                 anchor.data = anchor.to(now.device)
             yield anchor, now
@@ -93,7 +91,7 @@ class Overlap(Anchor):
     def __init__(self, model: ModelTensors, num_fragments: int, merge: Merge) -> None:
         super().__init__(model)
         self._rule, self._alpha = RULES[merge.rule], merge.alpha
-        entries = [model.layout.entries[index] for index in self._indices]
+        entries = model.layout.entries[: model.num_trained]
         self._fragments = fragments_of(entries, num_fragments)
         positions = {spec.name: position for position, spec in enumerate(model.layout.specs)}
         self._positions = [positions[entry.spec.name] for entry in entries]
@@ -111,7 +109,7 @@ class Overlap(Anchor):
     def measure(self) -> None:
         for anchor, now in compress(list(self._pairs()), self._chosen):
             anchor.sub_(now)
-        self._model.deltas = dict(compress(zip(self._indices, self._anchors, strict=True), self._chosen))
+        self._model.deltas = dict(compress(enumerate(self._anchors), self._chosen))
 
     def depart(self) -> None:
         """The deltas have been copied: overwrite them with the weights of that moment."""
@@ -120,8 +118,8 @@ class Overlap(Anchor):
 
     def merge(self, received: Sequence[torch.Tensor]) -> None:
         """Merge the server's tensors `received`, in the order of the model's, into the model's parameters."""
-        for index, is_chosen, (anchor, now) in zip(self._indices, self._chosen, self._pairs(), strict=True):
-            new = received[index].to(now.device)
+        for tensor, is_chosen, (anchor, now) in zip(received, self._chosen, self._pairs(), strict=False):
+            new = tensor.to(now.device)
             if is_chosen:
                 self._rule(now, anchor, new, self._alpha)
             elif not torch.equal(anchor, new):

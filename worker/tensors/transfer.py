@@ -135,6 +135,11 @@ class ModelTensors:
         return self._stepped is None
 
     @cached_property
+    def num_trained(self) -> int:
+        """Number of parameters in a contribution. They come before the buffers."""
+        return sum(entry.spec.kind is Kind.PARAMETER for entry in self.layout.entries)
+
+    @cached_property
     def num_exchanged(self) -> int:
         """Number of tensors in a contribution. Frozen tensors come after them."""
         return sum(entry.spec.kind is not Kind.FROZEN for entry in self.layout.entries)
@@ -143,8 +148,7 @@ class ModelTensors:
     def _trained(self) -> list[tuple[int, int]]:
         """The position of each parameter in the layout's specs, and its index in `tensors`."""
         places = {spec.name: position for position, spec in enumerate(self.layout.specs)}
-        entries = enumerate(self.layout.entries)
-        return [(places[item.spec.name], index) for index, item in entries if item.spec.kind is Kind.PARAMETER]
+        return [(places[item.spec.name], index) for index, item in enumerate(self.layout.entries[: self.num_trained])]
 
     def names_at(self, positions: Iterable[int]) -> frozenset[str]:
         """Names of this model's tensors at these positions in the specs of the whole model."""
@@ -163,6 +167,19 @@ class ModelTensors:
     def without_gradient(self) -> tuple[int, ...]:
         """Positions in the layout's specs of parameters without a gradient. torch's optimizers skip these."""
         return tuple(position for position, index in self._trained if self.gradient(index) is None)
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [entry.offset for entry in self.layout.entries]
+
+    def overlaps(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (index, first, last) of each tensor that has bytes [first, last) of [start, end) of a payload."""
+        begin = max(0, bisect.bisect_right(self._offsets, start) - 1)
+        for index in range(begin, bisect.bisect_left(self._offsets, end)):
+            entry = self.layout.entries[index]
+            first, last = max(start, entry.offset), min(end, entry.end)
+            if first < last:
+                yield index, first, last
 
     def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Views of the exchanged tensors in `payload`, uint8 [exchange_bytes].
@@ -202,7 +219,7 @@ class ModelTensors:
         """The tensors to send for these entries (None: all exchanged entries). A None in the result means zeros."""
         found: list[torch.Tensor | None] = []
         for index in indices if indices is not None else range(self.num_exchanged):
-            is_parameter = self.layout.entries[index].spec.kind is Kind.PARAMETER
+            is_parameter = index < self.num_trained
             if kind.holds_gradients and is_parameter:
                 gradient = self.gradient(index)
                 found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
@@ -284,7 +301,6 @@ class DirectTransfer:
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
         self._entries = model.layout.entries
-        self._offsets = [entry.offset for entry in self._entries]
         self._targets = [as_bytes(tensor) for tensor in model.tensors]
         self._zeros = memoryview(bytes(64))
         self._segment: torch.Tensor | None = None
@@ -384,18 +400,13 @@ class DirectTransfer:
 
         Bytes in gaps between tensors get dummy memory.
         """
-        index = max(0, bisect.bisect_right(self._offsets, offset) - 1)
         at, end = offset, offset + num_bytes
-        while at < end and index < len(self._entries):
-            entry = self._entries[index]
-            if at < min(entry.offset, end):
-                yield memoryview(bytearray(min(entry.offset, end) - at))
-                at = min(entry.offset, end)
-            first, last = max(at, entry.offset), min(end, entry.end)
-            if first < last:
-                yield self._targets[index][first - entry.offset : last - entry.offset]
-                at = last
-            index += 1
+        for index, first, last in self._model.overlaps(at, end):
+            if at < first:
+                yield memoryview(bytearray(first - at))
+            begin = self._entries[index].offset
+            yield self._targets[index][first - begin : last - begin]
+            at = last
         if at < end:
             yield memoryview(bytearray(end - at))
 

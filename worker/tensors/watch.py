@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import compress
-
 import torch
 
-from ...common.tensors.layout import Kind, as_bytes
+from ...common.tensors.layout import as_bytes
 from .transfer import ModelTensors
 
 _SAMPLED = 16  # elements of each tensor
@@ -23,8 +21,7 @@ class Watch:
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
-        self._is_trained = [entry.spec.kind is Kind.PARAMETER for entry in model.layout.entries]
-        self._names = [entry.spec.name for entry in model.layout.entries if entry.spec.kind is Kind.PARAMETER]
+        self._names = [entry.spec.name for entry in model.layout.entries[: model.num_trained]]
         self._places: list[int] | None = None
         self._corners: list[torch.Tensor] = []
         self._bytes: list[memoryview] = []  # the same elements as bytes; only on the CPU
@@ -68,7 +65,7 @@ class Watch:
         return float(torch.stack([corner.double().norm() for corner in self._corners]).norm())
 
     def _count(self) -> list[int]:
-        trained = compress(self._model.tensors, self._is_trained)
+        trained = self._model.tensors[: self._model.num_trained]
         return [tensor._version for tensor in trained] if self._sample.is_cuda else []
 
     def _look_up(self) -> None:
@@ -76,7 +73,7 @@ class Watch:
         if self._places is not self._model.places:
             noted = self._kept() if self._places is not None else []
             self._places = self._model.places
-            trained = list(compress(self._model.tensors, self._is_trained))
+            trained = self._model.tensors[: self._model.num_trained]
             self._corners = [_corner(tensor.detach()).to(trained[0].device) for tensor in trained]
             is_plain = all(corner.device.type == "cpu" and corner.is_contiguous() for corner in self._corners)
             self._bytes = list(map(as_bytes, self._corners)) if is_plain else []
