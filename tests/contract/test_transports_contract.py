@@ -25,6 +25,7 @@ from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import as_bytes, new_payload
 from paramserver.common.wire.direct import OutOfBand
 from paramserver.common.wire.frames import PayloadReader, parse
+from paramserver.common.wire.records import WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors.codec_memory import CodecMemory
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
@@ -138,7 +139,7 @@ class Pair:
                 raise ConnectionError
             write(middle, as_bytes(reply)[middle:])
 
-        self.down.take(len(reply), "" if self.codec.is_identity else self.codec.name, receive)
+        self.down.take(WeightsInfo(len(reply), "" if self.codec.is_identity else self.codec.name), receive)
 
     def restart(self) -> None:
         """The worker is told to start: both sides begin with nothing."""
@@ -216,10 +217,10 @@ def as_tensor(model: ModelTensors, start: int) -> torch.Tensor:
 def test_a_payload_of_another_size_or_codec_is_refused_by_the_worker(codec: str) -> None:
     pair = Pair(codec)
     with pytest.raises(ParamServerError) as error:
-        pair.down.take(payload_bytes(pair.codec, pair.layout) + 1, "", lambda write: None)
+        pair.down.take(WeightsInfo(payload_bytes(pair.codec, pair.layout) + 1), lambda write: None)
     assert error.value.reason is Reason.BAD_REQUEST
     with pytest.raises(ParamServerError):
-        pair.down.take(payload_bytes(pair.codec, pair.layout), "another", lambda write: None)
+        pair.down.take(WeightsInfo(payload_bytes(pair.codec, pair.layout), "another"), lambda write: None)
 
 
 # ---- memories agree, whatever happens ------------------------------------------------------------------

@@ -15,6 +15,7 @@ from paramserver.common.codecs.fp16 import Fp16Codec
 from paramserver.common.errors import ParamServerError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import new_payload
+from paramserver.common.wire.records import WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors.codec_memory import CodecMemory
 from paramserver.worker.tensors.staged import make_transfer
@@ -59,7 +60,7 @@ def test_exchanges_use_the_same_memory(kind: Callable[[], Any], monkeypatch: pyt
             write(0, data[:100])
             write(100, data[100:])
 
-        down.take(len(data), codec.name, receive)
+        down.take(WeightsInfo(len(data), codec.name), receive)
         server.free_buffers.give_back(encoded)
         for parameter in net.parameters():
             assert parameter.grad is not None

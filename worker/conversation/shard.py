@@ -130,21 +130,19 @@ class Shard:
     def begin(self) -> Reply:
         """Receive the weights to start from. Uploads weights if the server requests them."""
         state = bytearray()
-        while True:
-            received = self._expect("reply", "send_weights", "state")
-            if received.kind == "reply":
-                reply = self.take(received)
-                position = reply.start.position if reply.start is not None else None
-                self.begun = None if position is None else Begun(position, bytes(state))
-                return reply
-            if received.kind == "state":
-                piece = received.of(pb.State)
-                if piece.offset != len(state):
-                    description = f"a piece of a State at {piece.offset} that does not follow {len(state)}"
-                    raise refusal(Reason.BAD_REQUEST, f"the server sent {description}")
-                state += piece.piece
+        while (received := self._expect("reply", "send_weights", "state")).kind != "reply":
+            if received.kind == "send_weights":
+                self._upload()
                 continue
-            self._upload()
+            piece = received.of(pb.State)
+            if piece.offset != len(state):
+                description = f"a piece of a State at {piece.offset} that does not follow {len(state)}"
+                raise refusal(Reason.BAD_REQUEST, f"the server sent {description}")
+            state += piece.piece
+        reply = self.take(received)
+        position = reply.start.position if reply.start is not None else None
+        self.begun = None if position is None else Begun(position, bytes(state))
+        return reply
 
     def _upload(self) -> None:
         """Send the model's weights, as the server has asked for them."""
@@ -204,11 +202,10 @@ class Shard:
         return reply
 
     def _receive_weights(self, received: Frame, weights: WeightsInfo) -> None:
-        memory, down = None, self._down
-        num_bytes, codec, reference = weights.num_bytes, weights.codec, weights.reference
+        memory, down, num_bytes = None, self._down, weights.num_bytes
         # a small payload came with the reply
         if received.data and len(received.data) == num_bytes and not received.offset:
-            down.take(num_bytes, codec, lambda write: write(0, received.data), reference=reference)
+            down.take(weights, lambda write: write(0, received.data))
             return
         if weights.segment is not None:
             try:
@@ -218,7 +215,7 @@ class Shard:
         if memory is not None and len(memory) < num_bytes:
             description = f"{num_bytes} bytes of weights, in shared memory of {len(memory)}"
             raise refusal(Reason.BAD_REQUEST, f"the server sends {description}")
-        is_in_place = memory is None and codec in ("", "raw") and reference is None
+        is_in_place = memory is None and weights.codec in ("", "raw") and weights.reference is None
         targets = self.transfer.targets if is_in_place else None
         kept: list[tuple[int, int]] = []  # bytes [start, end) that are not sent, because the model has them
 
@@ -229,7 +226,7 @@ class Shard:
         def receive(write: Write) -> None:
             self.stream.receive_payload(received, num_bytes, write, memory, targets, leave)
 
-        down.take(num_bytes, codec, receive, kept, reference)
+        down.take(weights, receive, kept)
         if memory is not None:
             self.stream.say(taken={})
 

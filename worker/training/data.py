@@ -180,8 +180,7 @@ def sharded_batches(
     being loaded, so that a worker that rejoins goes on at its rank's position.
     """
     if shares.is_stream:
-        sizes = (shares.dataset, shares.batch_size, shares.seed, shares.drop_last)
-        yield from streamed_batches(*sizes, division, first, loader_options)
+        yield from streamed_batches(shares, division, first, loader_options)
     loader = Loader(shares.dataset, loader_options)
     for epoch in itertools.count():
         num_workers, index = division()

@@ -11,7 +11,7 @@ from ...common.codecs.shared.by_tensor import ByTensor, only_rest
 from ...common.codecs.shared.reference import check_sum, follow, moves_reference
 from ...common.errors import Reason, refusal
 from ...common.tensors.layout import Layout, as_bytes, new_payload
-from ...common.wire.records import ReferenceInfo
+from ...common.wire.records import ReferenceInfo, WeightsInfo
 from ..tensors.transfer import DirectTransfer, ModelTensors, copy_bytes
 
 Write = Callable[[int, memoryview], None]
@@ -47,21 +47,15 @@ class Down:
         """The number of the complete reference on this worker; 0: none."""
         return self._reference.number if self._reference is not None else 0
 
-    def take(
-        self,
-        num_bytes: int,
-        codec: str,
-        receive: Receive,
-        kept: Sequence[tuple[int, int]] = (),
-        reference: ReferenceInfo | None = None,
-    ) -> None:
+    def take(self, weights: WeightsInfo, receive: Receive, kept: Sequence[tuple[int, int]] = ()) -> None:
         """Receive weights. On return the model has them, and the server may rely on that.
 
         After an error the weights count as not received, and may be sent again. Bytes in `kept`, which `receive` fills,
-        are not sent because the model has them. With `reference` the payload is a reference or leads to one.
+        are not sent because the model has them. With a reference the payload is a reference or leads to one.
         """
-        if reference is not None and self._reference is not None:
-            self._reference.take(num_bytes, codec, reference, receive, self.transfer.write)
+        num_bytes, codec = weights.num_bytes, weights.codec
+        if weights.reference is not None and self._reference is not None:
+            self._reference.take(num_bytes, codec, weights.reference, receive, self.transfer.write)
             num_bytes = num_bytes if codec in ("", "raw") else self._layout.exchange_bytes
         elif codec in ("", "raw"):
             if num_bytes not in (0, self._layout.exchange_bytes, self._layout.total_bytes):
@@ -98,9 +92,7 @@ class Reference:
     complete reference.
     """
 
-    def __init__(
-        self, codec: ByTensor, layout: Layout, names_at: Callable[[Iterable[int]], frozenset[str]] | None = None
-    ) -> None:
+    def __init__(self, codec: ByTensor, layout: Layout, names_at: Callable[[Iterable[int]], frozenset[str]]) -> None:
         """`names_at`: returns names of this worker's tensors, by position in the specs of the whole model."""
         self.number = 0
         self._names_at = names_at
@@ -161,7 +153,7 @@ class Reference:
         """The codec of each difference, for its tensors. Refuses a wrong count and unknown tensors."""
         if not info.left_out:
             return [self._codec] * count
-        if len(info.left_out) != count or self._names_at is None:
+        if len(info.left_out) != count:
             message = f"{count} differences, but missing tensors are listed for {len(info.left_out)}"
             raise refusal(Reason.BAD_REQUEST, message)
         try:

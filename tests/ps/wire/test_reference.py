@@ -24,7 +24,7 @@ from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.frames import frame, message_frames
 from paramserver.common.wire.messages import read_weights
 from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
-from paramserver.common.wire.records import ReferenceInfo
+from paramserver.common.wire.records import ReferenceInfo, WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.observe.metrics import MetricsSink
 from paramserver.worker.tensors.staged import make_transfer
@@ -138,7 +138,7 @@ class Follower(Worker):
             for piece in pieces:
                 write(piece.offset, memoryview(bytes(piece.data)))
 
-        self.down.take(weights.num_bytes, codec, receive, reference=weights.reference)
+        self.down.take(WeightsInfo(weights.num_bytes, codec, reference=weights.reference), receive)
         payload = bytearray(weights.num_bytes)
         for piece in pieces:
             payload[piece.offset : piece.offset + len(piece.data)] = piece.data
@@ -340,7 +340,7 @@ def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
         reference.number, reference._payload = base, new_payload(layout.exchange_bytes)
         name = settings.pop("codec", "topk")
         info = ReferenceInfo(**{"number": 4, **settings}) if settings.get("number", 4) else None
-        down.take(len(data), name, lambda write: write(0, memoryview(data)), reference=info)
+        down.take(WeightsInfo(len(data), name, reference=info), lambda write: write(0, memoryview(data)))
         return down.reference
 
     assert take(nothing, {"checked": 4, "crc": crc}) == 4

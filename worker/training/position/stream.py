@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ....common.errors import UsageError
+
+if TYPE_CHECKING:
+    from ..data import Shares
 
 
 def is_stream(dataset: Any) -> bool:
@@ -79,22 +82,18 @@ class _Pass(IterableDataset[Any]):
 
 
 def streamed_batches(
-    stream: Any,
-    batch_size: int,
-    seed: int,
-    drop_last: bool,
-    division: Callable[[], tuple[int, int]],
-    first: int,
-    options: dict[str, Any],
+    shares: Shares, division: Callable[[], tuple[int, int]], first: int, options: dict[str, Any]
 ) -> Iterator[tuple[Any, int]]:
     """Yield batches as `sharded_batches` does. The first `first` batches are read and discarded."""
+    stream: Any = shares.dataset
     collate = options.pop("collate_fn", None) or default_collate
     for epoch in itertools.count():
         if hasattr(stream, "set_epoch"):
             stream.set_epoch(epoch)
-        once = _Pass(stream, seed + epoch, batch_size, *division(), first, drop_last, collate)
+        seed = shares.seed + epoch
+        once = _Pass(stream, seed, shares.batch_size, *division(), first, shares.drop_last, collate)
         num_batches = 0
-        generator = torch.Generator().manual_seed(seed + epoch)
+        generator = torch.Generator().manual_seed(seed)
         for batch, num_samples in DataLoader(
             once, **{"generator": generator, **options, "batch_size": None, "collate_fn": _as_it_is}
         ):
@@ -103,7 +102,7 @@ def streamed_batches(
             else:
                 num_batches = -num_samples
         if not num_batches:
-            amount = "less than a batch for all workers" if drop_last else "no sample"
+            amount = "less than a batch for all workers" if shares.drop_last else "no sample"
             raise UsageError(
                 f"{type(stream).__name__} gave {amount} in epoch {epoch} (from 0)",
                 fix="make each iter() of it start again, with enough samples for all workers",
