@@ -16,13 +16,12 @@ from types import TracebackType
 
 import structlog
 
-from ..common.config.cli import report
 from ..common.config.schema import Config
 from ..common.config.sources import load_config
 from ..common.errors import ParamServerError, UsageError
 from ..common.reporting.log import setup_logging
 from .training.alone import AloneSession
-from .training.ending import watch_exit
+from .training.ending import exit_at_once, watch_exit
 from .training.remote import RemoteSession
 from .training.session import Session
 from .training.tasks.evaluator import EvaluatorSession
@@ -58,10 +57,7 @@ def _explain(kind: type[BaseException], error: BaseException, traceback: Traceba
     if not isinstance(error, ParamServerError):
         sys.__excepthook__(kind, error, traceback)
         return
-    code = report("paramserver", error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    exit_at_once(error)
 
 
 def open_session(config: Config, overlap: bool = False) -> Session:

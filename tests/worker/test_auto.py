@@ -83,9 +83,9 @@ LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (512, 512))])
 
 def auto_on(candidates: tuple[str, ...] = ("raw", "int8", "q4"), max_mbit: float | None = None) -> Auto:
     auto = Auto("raw", max_mbit)
-    auto._costs = {name: COSTS[name] for name in ("raw", "bf16", "int8", "q4")}
     auto.candidates = candidates
     auto.meet(LAYOUT, 0.01, False)
+    auto._cost = {name: COSTS[name] for name in ("raw", "bf16", "int8", "q4")}.__getitem__
     auto.joined(True, is_here=False)
     return auto
 

@@ -212,7 +212,7 @@ def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_wi
     if not is_there:
         other.close()
     generation = Generation(1, (0, 1), rendezvous.address)
-    rendezvous.admit(generation)
+    rendezvous.admit(generation.full_name, generation.secret)
     here = store_of(generation, 1, 5)
     here.set("here/1", f"h/cpu {address} {address}")  # and no more
     here.set("lost/1", lost)

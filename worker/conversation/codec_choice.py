@@ -22,7 +22,6 @@ class CodecChoice:
 
     def __init__(self, config: WorkerConfig, shards: ShardSet) -> None:
         self._config, self._shards = config, shards
-        self.configured = config.codec
         self.encoding: Encoding | None = None  # of gradients between peers
         self.auto = Auto(config.reply_codec, config.max_mbit) if config.codec == AUTO else None
         self._passed: list[Passed] = []  # exchanges of the newest contribution

@@ -13,7 +13,6 @@ from typing import Any
 from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ..session import Retry
-from ..tensors.transfer import ModelTensors
 from .channel import Lost, wait_for_server
 from .messages import Settings, evaluator_heartbeat
 from .reader import Reader
@@ -24,7 +23,7 @@ _REPLY_S = 10.0  # time in which the server accepts a failure
 Result = tuple[dict[str, Any] | None, threading.Event]  # EvaluationMetrics fields; set when received
 
 
-class Evaluator:
+class Evaluator(Reader):
     """An evaluator's connection to its server. Raises UnreachableError.
 
     An evaluator is not a member of the run. While its heartbeats arrive, the workers need not evaluate.
@@ -35,7 +34,7 @@ class Evaluator:
         if worker.server == "none":
             message = "--evaluate (worker.evaluate) without a server: there is no run to evaluate"
             raise UsageError(message, fix="--server HOST:PORT")
-        self._reader = Reader(config)
+        super().__init__(config)
         self._retry = Retry(worker.server, worker.give_up_s)
         self._process = secrets.token_hex(8)
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
@@ -51,7 +50,7 @@ class Evaluator:
         """
         while True:
             try:
-                standing = self._reader.standing()
+                standing = self.standing()
             except Lost as lost:
                 if self._was_there and (self.is_over or self._retry.num_failures > 4):
                     self.is_over = True
@@ -61,13 +60,6 @@ class Evaluator:
             self._retry.reached()
             self._was_there = True
             return standing.settings, standing.step, standing.version
-
-    def pull(self, model: ModelTensors) -> int | None:
-        """Write the newest version's weights into the model and return the version; None: no weights are available now.
-
-        Raises UsageError if the run has another model.
-        """
-        return self._reader.pull(model)
 
     def report(self, version: int, step: int, **result: Any) -> None:
         """Send the metrics of a version, or a failure. A failure has reached the server on return."""
@@ -80,7 +72,7 @@ class Evaluator:
         while not self.is_over:
             pending: deque[threading.Event] = deque()  # of heartbeats without a reply
             try:
-                for reply in self._reader.client.heartbeat(self._heartbeats(pending)):
+                for reply in self.client.heartbeat(self._heartbeats(pending)):
                     self.is_over |= reply.is_gone
                     pending.popleft().set()
             except Lost:
@@ -99,4 +91,4 @@ class Evaluator:
 
     def close(self) -> None:
         self.is_over = True
-        self._reader.close()
+        super().close()

@@ -78,7 +78,7 @@ class Exchange:
 
     def measures(self, measure: Callable[[], Mapping[str, float]]) -> None:
         """Send what it returns with each heartbeat."""
-        self._membership.measures(measure)
+        self._membership.heartbeat.measure = measure
 
     def trace(self, url: str | None) -> None:
         """Send a span of every exchange to `url` from now on. Raises UsageError without the extra package."""
@@ -256,18 +256,10 @@ class Exchange:
             log.warning("rejected", rank=progress.rank, seq=progress.next_number, reason=shown(result.reason, 2_000))
         return reply
 
-    def prepare(self, indices: list[int]) -> bool:
-        """Start copying these gradients off their device. Returns False if they are on the host."""
-        return self.shards.prepare(indices)
-
     def depart(self, indices: list[int]) -> None:
         """Send the gradients of these tensors before their contribution, unless the contribution is measured."""
         if not self.codec_choice.holds_back:
             self.shards.depart(indices)
-
-    def recall(self) -> None:
-        """Discard the gradients that were sent early."""
-        self.shards.recall()
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a table, [n, dim], for distinct and ascending ids.
@@ -318,7 +310,7 @@ class Exchange:
         self.drop()
 
     def drop(self) -> None:
-        self._membership.end()
+        self._membership.heartbeat.stop()
         self.shards.close()
         if self._traces is not None:
             self._traces.close()

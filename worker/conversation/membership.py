@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
@@ -72,8 +72,8 @@ class Membership:
         self._device, self._shards, self._group = config.device, shards, group
         self.retry = Retry(config.server, config.give_up_s, rank)
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
-        self._heartbeat = Heartbeat(lambda: shards.first.channel.address, credentials, group.heartbeat_replied)
-        group.follow(self._heartbeat)
+        self.heartbeat = Heartbeat(lambda: shards.first.channel.address, credentials, group.heartbeat_replied)
+        group.follow(self.heartbeat)
 
     @property
     def ids(self) -> dict[str, int | None]:
@@ -104,7 +104,7 @@ class Membership:
         progress.pull_every = max(1, welcome.settings.pull_every)
         self.retry.rank = welcome.rank
         self._group.server_incarnation = welcome.server_incarnation
-        self._heartbeat.start(heartbeat_bytes(progress), welcome.lease_s)
+        self.heartbeat.start(heartbeat_bytes(progress), welcome.lease_s)
         self._shards.connect(list(welcome.shards))
 
     def offer(self, codecs: Sequence[str]) -> None:
@@ -141,11 +141,3 @@ class Membership:
                 continue
             log.info("resumed" if reply is None else "rejoined", **self.ids, seq=self.welcome.seq)
             return reply
-
-    def measures(self, measure: Callable[[], Mapping[str, float]]) -> None:
-        """Send what it returns with each heartbeat."""
-        self._heartbeat.measure = measure
-
-    def end(self) -> None:
-        """Stop the heartbeats."""
-        self._heartbeat.stop()

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ...common.errors import UsageError
-
-if TYPE_CHECKING:
-    from .group import Channel
+from .group import Channel
 
 NAMES = ("1f1b", "gpipe")
 _WINDOW = 4  # messages of a stage on their way; each keeps its tensor
@@ -151,22 +149,19 @@ class Chain:
         parts = inputs.split(len(inputs) // self._num)
         if self._rank and self._incoming is None:
             self._incoming = Border.receive(self._channel, self._rank - 1)
-        activations = self._inbox(self._rank - 1, self._incoming) if self._incoming is not None else None
-        gradients: _Inbox | None = None
+        channel, num, gradients = self._channel, self._num, None
+        activations = _Inbox(channel, self._rank - 1, self._incoming, num) if self._incoming is not None else None
         kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # inputs and outputs
         for is_forward, number in actions(self._ahead, self._num):
             if is_forward:
                 taken = parts[number] if activations is None else self._leaf(activations.take())
                 kept[number] = taken, self._forward(taken, number)
                 if gradients is None and self._outgoing is not None and self._outgoing.requires_grad:
-                    gradients = self._inbox(self._rank + 1, self._outgoing)
+                    gradients = _Inbox(channel, self._rank + 1, self._outgoing, num)
             else:
                 self._backward(*kept.pop(number), gradients, number)
         while self._sent:
             self._arrived()
-
-    def _inbox(self, source: int, border: Border) -> _Inbox:
-        return _Inbox(self._channel, source, border, self._num)
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.requires_grad_(self._incoming is not None and self._incoming.requires_grad)

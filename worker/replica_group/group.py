@@ -142,7 +142,7 @@ class Group(Channel):
         rendezvous = Rendezvous(member, token)
         self._host = host = rendezvous.host
         check_plaintext(host, "the processes of this worker", trusts_network, "or keep them on one host")
-        self._server = server = StoreServer(host) if member.is_leader else None
+        self._server = server = StoreServer(host) if member.rank == 0 else None
         try:
             self._store = self._store_of(member, rendezvous, server, wait_s)
             info = {"device": backends.device_name(torch.device(device)), "settings": settings}

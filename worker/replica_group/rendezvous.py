@@ -48,10 +48,6 @@ class Member(NamedTuple):
     is_on_one_host: bool = False  # whether all processes are
 
     @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
-
-    @property
     def name(self) -> str:
         """A name for this group that is unique on this host."""
         of_host = f"{os.uname().nodename}/{self.store[1]}/" if self.is_on_one_host else ""
@@ -126,7 +122,7 @@ class Rendezvous:
     def leave(self) -> None:
         """All processes have arrived: remove what was published."""
         self._store = None
-        if self._member.is_leader and self._member.is_on_one_host:
+        if self._member.rank == 0 and self._member.is_on_one_host:
             self._file.unlink(missing_ok=True)
 
     def _secret(self) -> bytes:

@@ -106,10 +106,6 @@ class Sharded:
         assert tensor.to_local().nbytes == num_bytes, (name, tensor.to_local().shape)
         return borders
 
-    def whole_in_each(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters that every process has as a whole."""
-        return [parameter for parameter in parameters if not is_divided(parameter)]
-
     def reshard(self) -> None:
         """Reshard layers that an evaluation has gathered, because they would keep their old weights."""
         for module in self._modules:

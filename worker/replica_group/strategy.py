@@ -34,7 +34,7 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings, settings_from
 from ..session import Progress
 from ..strategies.all_reduce import AllReduceStrategy
-from ..strategies.base import Strategy, check_takes_dense, divided_tensor
+from ..strategies.base import Strategy, check_takes_dense, divided_tensor, is_divided
 from ..tensors.transfer import ModelTensors
 from ..training.pipeline import Example, LossFn, Pipeline
 from .batch_norm import synchronize
@@ -374,7 +374,7 @@ class Grouped(Strategy):
         if any(words[4] != found[0][4] for words in found):
             self._fill(parameters)
         if self._sharded is not None:  # fully_shard averages the other parameters
-            parameters = self._sharded.whole_in_each(parameters)
+            parameters = [parameter for parameter in parameters if not is_divided(parameter)]
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()

@@ -7,19 +7,17 @@ exchange. So the worker ends as a whole, and starts again as a whole. A process 
 
 from __future__ import annotations
 
-import os
 import queue
 import selectors
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
 
-from ...common.config.cli import report
 from ...common.errors import UnreachableError
 from ...common.standstill import Standstill
+from ..training.ending import exit_at_once
 
 _MESSAGE = struct.Struct("!hd")  # the rank of a lost process and the seconds of its silence, or a code below
 _BYE = -1
@@ -37,7 +35,7 @@ class Watch:
 
     def __init__(self, rank: int, size: int, give_up: Callable[[UnreachableError], None] | None = None) -> None:
         self._rank, self._size = rank, size
-        self._give_up = give_up or _exit
+        self._give_up = give_up or exit_at_once  # so that no other process waits for this one
         self._sockets: dict[int, socket.socket] = {}  # by group rank
         self._parts: dict[int, bytes] = {}  # incomplete messages, by group rank
         self._lease_s = 0.0  # 0: there is no lease yet, so silence is allowed
@@ -136,11 +134,3 @@ class Watch:
         if not self._is_over:
             self._is_over = True
             self._send(_BYE)
-
-
-def _exit(error: UnreachableError) -> None:
-    """End the process at once, so that no other process waits for it."""
-    code = report("paramserver", error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 
 from ...common.reporting.log import get_logger
-from ...common.tensors.layout import Kind
 from ..conversation.exchange import Exchange
 from ..tensors.transfer import ModelTensors
 
@@ -40,8 +39,8 @@ class ReadyGradients:
         self.is_paused = False  # while True, gradients are not sent
         self._hooks = [
             tensor.register_post_accumulate_grad_hook(partial(self._accumulated, index))
-            for index, (entry, tensor) in enumerate(zip(model.layout.entries, model.tensors, strict=True))
-            if entry.spec.kind is Kind.PARAMETER and tensor.requires_grad
+            for index, tensor in enumerate(model.tensors[: model.num_trained])
+            if tensor.requires_grad
         ]
 
     def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
@@ -96,7 +95,7 @@ class EarlySender:
 
     def _send_bucket(self) -> None:
         bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
-        if self._exchange.prepare(bucket):
+        if self._exchange.shards.prepare(bucket):
             # This bucket's copy has begun, so send the previous bucket, whose copy has had time to finish.
             bucket, self._waiting = self._waiting, bucket
         if bucket:
@@ -107,5 +106,5 @@ class EarlySender:
     def settle(self) -> None:
         """Called by `step()`: keep the gradients that were sent, or discard them so that all are sent again."""
         if not self.gradients.settle():
-            self._exchange.recall()
+            self._exchange.shards.recall()
         self._bucket, self._bucket_bytes, self._waiting = [], 0, []

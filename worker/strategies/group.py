@@ -90,7 +90,7 @@ class Group:
         self._reason = ""  # why the group ended
         self._timeout_s = timeout_s
         self._ends: set[Address] = set()  # addresses at which members' devices listen
-        rendezvous.admit(generation)
+        rendezvous.admit(generation.full_name, generation.secret)
         store = self._store = store_of(generation, rank, meet_s)  # kept here, because torch's groups keep no reference
         host = rendezvous.address[0]
         try:

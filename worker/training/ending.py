@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from ...common.config.cli import report
 from ...common.errors import ParamServerError
 
 
@@ -36,6 +38,14 @@ def one_line(text: str) -> str:
     """The text in one line for logs and summaries: at most 500 printable characters."""
     line = " ".join(text.split())[:500]
     return "".join(letter if letter.isprintable() else "?" for letter in line) or "no reason given"
+
+
+def exit_at_once(error: ParamServerError) -> NoReturn:
+    """Report the error and end the process with its exit code, whatever other threads do."""
+    code = report("paramserver", error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _LastExit:

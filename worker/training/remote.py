@@ -65,7 +65,7 @@ class RemoteSession(Session):
             message = "worker.pipeline, and this worker is one process: the stages are its processes"
             raise UsageError(message, fix="ps-launch --group G --pipeline, or torchrun --nproc-per-node G and --group")
         else:
-            self._strategy = self._open(may_overlap)
+            _, self._strategy = self._open(may_overlap)
         self._final: Final | None = None
         self._is_closed = self._was_before = False
         self.settings = self._strategy.settings
@@ -73,17 +73,17 @@ class RemoteSession(Session):
         self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_metrics)
         atexit.register(lambda: self._close(ending_of_process()))  # for scripts that end without `close`
 
-    def _open(self, may_overlap: bool) -> Strategy:
+    def _open(self, may_overlap: bool) -> tuple[Exchange, Strategy]:
         config, size = self._config, self._inner[1]
         worker = config.worker
         if worker.group:  # The replica group itself handles stage 3, so the server must not see it.
             changes = {"device": f"{worker.device} x {size}"} if size > 1 else {}
             worker = worker.model_copy(update={**changes, "zero": worker.zero % WITHIN_WORKER})
-        self._exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
-        self._exchange.trace(config.output.traces)
-        self._exchange.measures(self.readings.taken)
+        self._exchange = exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
+        exchange.trace(config.output.traces)
+        exchange.measures(self.readings.taken)
         may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
-        return make_strategy(self._exchange, may_send_early)
+        return exchange, make_strategy(exchange, may_send_early)
 
     def _join_group(self) -> Strategy:
         """Join the replica group as one of its processes.
@@ -100,12 +100,7 @@ class RemoteSession(Session):
             load(self._worker.schedule, torch.device(chosen_device(self._worker)))
         group = join(self._config)
         self._inner = self._data_share = group.rank, group.size
-        return Grouped(group, self._open_for_group, self._config)
-
-    def _open_for_group(self) -> tuple[Exchange, Strategy]:
-        strategy = self._open(may_overlap=False)
-        assert self._exchange is not None
-        return self._exchange, strategy
+        return Grouped(group, partial(self._open, may_overlap=False), self._config)
 
     @property
     def rank(self) -> int:
@@ -119,10 +114,6 @@ class RemoteSession(Session):
     def step(self) -> int:
         self._restarted.knows_step = True
         return self._position
-
-    @property
-    def _position(self) -> int:
-        return self._progress.position
 
     @property
     def resumed(self) -> bool:

@@ -8,7 +8,9 @@ transport of its preference that both sides can open.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import torch
 
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
@@ -19,9 +21,6 @@ from ...common.wire.frames import INLINE_BYTES, left_out_frame, out_of_band_fram
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.transfer import DirectTransfer, Indices
-
-if TYPE_CHECKING:
-    import torch
 
 Messages = Iterable[bytes | OutOfBand]
 

@@ -46,7 +46,7 @@ class Generation(NamedTuple):
         return f"generation/{self.name or self.number}"
 
 
-class Rendezvous:
+class Rendezvous(StoreServer):
     """A store where members of a generation find each other. Every worker has one; the lowest rank's is used."""
 
     def __init__(self, host: str) -> None:
@@ -54,15 +54,7 @@ class Rendezvous:
         if not (dist.is_available() and dist.is_gloo_available()):
             message = f"this worker cannot average with the others: its torch {torch.__version__} is without Gloo"
             raise UsageError(message, fix="install a torch with distributed support, or --mode sync")
-        self._server = StoreServer(host)
-        self.address = self._server.address
-
-    def admit(self, generation: Generation) -> None:
-        """Let the members of this generation connect."""
-        self._server.admit(generation.full_name, generation.secret)
-
-    def close(self) -> None:
-        self._server.close()
+        super().__init__(host)
 
 
 class MemberInfo(NamedTuple):

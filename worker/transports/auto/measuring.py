@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from statistics import median
 from typing import NamedTuple
 
@@ -66,13 +67,13 @@ class Auto:
         self._may_encode = False
         self._reply_codec = reply_codec
         self._most = max_mbit * 1e6 / 8 if max_mbit else math.inf  # bytes per second
-        self._costs: dict[str, Cost] = {}
         self._seen: list[Seen] = []
         self._num_to_skip, self._num_until_next = _NUM_SKIPPED, 0
 
     def meet(self, layout: Layout, round_trip_s: float, is_delayed: bool) -> None:
         """Set the model and other facts that stay the same during the run."""
         self._layout, self._round_trip_s, self._is_delayed = layout, round_trip_s, is_delayed
+        self._cost = cache(partial(cost_of, layout=layout))
 
     def joined(self, carries_codecs: bool, is_here: bool) -> None:
         """Called for new streams. Decides whether a codec can help at all.
@@ -132,11 +133,6 @@ class Auto:
     @property
     def costs(self) -> dict[str, Cost]:
         return {name: self._cost(name) for name in ORDER if name in self.candidates}
-
-    def _cost(self, name: str) -> Cost:
-        if name not in self._costs:
-            self._costs[name] = cost_of(name, self._layout)
-        return self._costs[name]
 
     def _measured(self, local_steps: int) -> Measured:
         up, down = self._cost(self.codec), self._cost(self._reply_codec)
