@@ -59,14 +59,13 @@ class Member:
         self.view = GroupView()
         self.view.server_incarnation = INCARNATION
         self.heartbeat = Heartbeat(lambda: server.address, PLAINTEXT, self._take)
-        self.view.follow(self.heartbeat)
 
     def _take(self, membership: int, reply: pb.HeartbeatReply) -> None:
         self.view.heartbeat_replied(membership, reply)
         self.received.put(reply)
 
     def join(self) -> None:
-        self.heartbeat.start(b"", 0.04)
+        self.view.membership = self.heartbeat.start(b"", 0.04)
 
 
 @pytest.mark.parametrize(

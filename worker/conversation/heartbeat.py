@@ -34,8 +34,7 @@ class Heartbeat:
         self, address: Callable[[], str], credentials: Credentials, on_reply: Callable[[int, pb.HeartbeatReply], object]
     ) -> None:
         self._address, self._credentials, self._on_reply = address, credentials, on_reply
-        self.membership = 0  # number of calls of `start`
-        self._heartbeat = self.membership, b""
+        self._heartbeat = 0, b""  # number of calls of `start`, and the message
         self._interval_s = 1.0
         self.measure: Callable[[], Mapping[str, float]] = dict  # what this process measures, for displays
         self._stop = threading.Event()
@@ -43,13 +42,14 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         atexit.register(self.stop)  # at exit, gRPC would wait for a thread that no longer exists
 
-    def start(self, heartbeat: bytes, lease_s: float) -> None:
-        """Send `heartbeat` from now on, several times per lease."""
-        self.membership += 1
-        self._heartbeat, self._interval_s = (self.membership, heartbeat), lease_s / _HEARTBEATS
+    def start(self, heartbeat: bytes, lease_s: float) -> int:
+        """Send `heartbeat` from now on, several times per lease. Returns the number of this membership."""
+        membership = self._heartbeat[0] + 1
+        self._heartbeat, self._interval_s = (membership, heartbeat), lease_s / _HEARTBEATS
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
             self._thread.start()
+        return membership
 
     def stop(self) -> None:
         atexit.unregister(self.stop)

@@ -40,11 +40,7 @@ class GroupView:
         self.server_incarnation = 0
         # from the newest heartbeat reply: membership, server incarnation, newest generation that is over
         self._over = 0, 0, 0.0
-        self._heartbeat: Heartbeat | None = None
-
-    def follow(self, heartbeat: Heartbeat) -> None:
-        """Use only replies to the heartbeats of the current membership."""
-        self._heartbeat = heartbeat
+        self.membership = 0  # the current one; only replies to its heartbeats are used
 
     def replied(self, reply: Reply) -> None:
         self.info = reply.group or GroupInfo()
@@ -56,8 +52,7 @@ class GroupView:
     def is_over(self, generation: int) -> bool:
         """Whether the server has released a member of this generation, or this worker."""
         membership, incarnation, over = self._over
-        current = self._heartbeat.membership if self._heartbeat is not None else 0
-        return (membership, incarnation) == (current, self.server_incarnation) and generation <= over
+        return (membership, incarnation) == (self.membership, self.server_incarnation) and generation <= over
 
 
 class Membership:
@@ -73,7 +68,6 @@ class Membership:
         self.retry = Retry(config.server, config.give_up_s, rank)
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
         self.heartbeat = Heartbeat(lambda: shards.first.channel.address, credentials, group.heartbeat_replied)
-        group.follow(self.heartbeat)
 
     @property
     def ids(self) -> dict[str, int | None]:
@@ -104,7 +98,7 @@ class Membership:
         progress.pull_every = max(1, welcome.settings.pull_every)
         self.retry.rank = welcome.rank
         self._group.server_incarnation = welcome.server_incarnation
-        self.heartbeat.start(heartbeat_bytes(progress), welcome.lease_s)
+        self._group.membership = self.heartbeat.start(heartbeat_bytes(progress), welcome.lease_s)
         self._shards.connect(list(welcome.shards))
 
     def offer(self, codecs: Sequence[str]) -> None:

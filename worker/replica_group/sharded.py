@@ -6,6 +6,7 @@ sharded too. The server sees the whole model, which no process has (`redistribut
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -185,10 +186,7 @@ def divide(model: nn.Module, group: Group) -> nn.Module:
     group.init_torch()
     device = next(model.parameters()).device
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for item in module.parameters(recurse=False):
-            users[id(item)] = users.get(id(item), 0) + 1
+    users = Counter(id(item) for module in model.modules() for item in module.parameters(recurse=False))
     for module in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]):
         for layer in module.children():
             parameters = list(layer.parameters())

@@ -16,7 +16,7 @@ import torch
 
 from ...common.codecs.base import Codec, take_payload
 from ...common.kinds import ContributionKind
-from ...common.tensors.layout import Kind, new_payload
+from ...common.tensors.layout import new_payload
 from ..tensors.staged import make_transfer
 from ..tensors.transfer import ModelTensors
 from ..transports.encoding import Encoding
@@ -60,9 +60,8 @@ class EncodedMean:
         """Add a member's decoded tensors to the mean. Buffers that are not averaged come from the lowest member."""
         sums, decoded = self._model.views(self._sum), self._model.views(self._decoded)
         for index, (entry, total, item) in enumerate(zip(self._model.layout.entries, sums, decoded, strict=False)):
-            is_mean = entry.spec.kind is Kind.PARAMETER or entry.spec.averaged
             factor = 1.0 if index in self._of_sum else share
             if member == 0:
-                torch.mul(item, factor, out=total) if is_mean else total.copy_(item)
-            elif is_mean:
+                torch.mul(item, factor, out=total) if entry.spec.averaged else total.copy_(item)
+            elif entry.spec.averaged:
                 total.add_(item, alpha=factor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import timeit
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from statistics import median
@@ -206,13 +207,7 @@ def _mbit(bandwidth: float) -> str:
 
 def round_trip_s(ask: Callable[[], object]) -> float:
     """The shortest of a few round trips, in seconds."""
-
-    def once() -> float:
-        began = time.perf_counter()
-        ask()
-        return time.perf_counter() - began
-
-    return min(once() for _ in range(_TIMES))
+    return min(timeit.repeat(ask, number=1, repeat=_TIMES))
 
 
 def cost_of(name: str, layout: Layout) -> Cost:
