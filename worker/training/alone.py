@@ -35,7 +35,7 @@ from ..session import Length
 from ..tensors.transfer import ModelTensors, named_tensors
 from .ending import ending_of, one_line
 from .evaluation import Evaluation
-from .position.steps import Turns, after_the_end
+from .position.steps import after_the_end
 from .position.taken import Taken
 from .rows import Pull
 from .session import Offer, Session
@@ -104,11 +104,10 @@ class AloneSession(Session):
         self._averaged_buffers = averaged_buffers
         load_compiler(optimizers)
         self.started_at = time.perf_counter()
-        self._taken = Taken(lambda: self._progress, optimizers, self.length)
-        turns = Turns(self._taken)
+        self._taken = taken = Taken(lambda: self._progress, optimizers, self.length)
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda part, *_: self._check_step() if turns.begins(part) else None)
-            optimizer.register_step_post_hook(lambda part, *_: self._stepped() if turns.begins(part) else None)
+            optimizer.register_step_pre_hook(lambda part, *_: self._check_step() if taken.begins(part) else None)
+            optimizer.register_step_post_hook(lambda part, *_: self._stepped() if taken.begins(part) else None)
             optimizer.clip_grad_norm = partial(self._clip_grad_norm, optimizer)  # type: ignore[attr-defined]
             if self._tables:
                 optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]

@@ -25,26 +25,6 @@ if TYPE_CHECKING:
     from ..optimizer import ExchangeOptimizer
 
 
-class Turns:
-    """Tells which step() of several optimizers begins a training step.
-
-    A training step is one batch. In a loop over `session.shard()` the first step() after a batch was requested begins a
-    training step. If batches come from elsewhere, or are fetched ahead, each step() of the first optimizer begins one.
-    """
-
-    def __init__(self, taken: Taken) -> None:
-        self._taken = taken
-        self._first: object = None
-
-    def begins(self, part: object) -> bool:
-        if not self._taken.is_parted:
-            return True
-        self._first = self._first or part
-        if self._taken.tells_steps:
-            return self._taken.has_drawn
-        return part is self._first
-
-
 def after_the_end(progress: Progress) -> UsageError:
     return UsageError(
         f"step() after the end of the run, which has {progress.total_steps} training steps (run.steps)",
@@ -74,7 +54,6 @@ class Steps:
         self.readings: Readings | None = None  # what the process measures
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
         self.num_steps = strategy.progress.training_steps
-        self._turns = Turns(taken)
         self._begins = True  # whether the current step() begins a training step
         self._newest: ExchangeOptimizer | None = None  # the optimizer that began the newest training step
         self._began: Begun | None = None  # where the newest training step's contribution began
@@ -113,7 +92,7 @@ class Steps:
     def may_step(self, part: ExchangeOptimizer) -> bool:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         progress = self.progress
-        self._begins = self._turns.begins(part)
+        self._begins = self.taken.begins(part)
         if self._num_starts != progress.num_starts:
             self._num_starts, self._num_known = progress.num_starts, max(1, progress.in_step)
             self._is_stale = progress.in_step > 0

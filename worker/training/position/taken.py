@@ -82,6 +82,7 @@ class Taken:
         self._loops: WeakSet[Batches] = WeakSet()
         self._unused: list[Hand] = []  # batches that loops over an epoch had fetched and not used at its end
         self.memory: Memory | None = None
+        self._first: object = None  # the optimizer that has stepped first, of several
         self.is_used = False  # this rank's batches come from `session.shard()`
         self.num_samples = 0  # samples of the data set
         self._num_starts = -1
@@ -217,15 +218,19 @@ class Taken:
         """Whether several optimizers step by turns."""
         return len(self._optimizers) > 1
 
-    @property
-    def tells_steps(self) -> bool:
-        """Whether the first step() after a fetched batch begins a training step. It does if no loop fetches ahead."""
-        return self.is_used and not any(hand.is_ahead for hand in self._hands)
+    def begins(self, part: object) -> bool:
+        """Whether this step() of one of several optimizers begins a training step.
 
-    @property
-    def has_drawn(self) -> bool:
-        """Whether a batch was fetched since the last training step."""
-        return any(map(len, self._hands))
+        A training step is one batch. If no loop over `session.shard()` fetches ahead, the first step() after a batch
+        was requested begins a training step. In other loops each step() of the first optimizer begins one.
+        """
+        if not self.is_parted:
+            return True
+        self._first = self._first or part
+        hands = list(self._hands)
+        if self.is_used and not any(hand.is_ahead for hand in hands):
+            return any(map(len, hands))
+        return part is self._first
 
     @property
     def num_used(self) -> int:
