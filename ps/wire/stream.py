@@ -189,6 +189,7 @@ class Stream:
                 self._lent_since = None
             case pb.Finish() | pb.Leave():  # the worker will not complete an upload that it began
                 self._owed = self._num_begins = 0
+                self._reading_since = None
 
     def owe(self, num_bytes: int) -> None:
         """Expect `num_bytes` from the peer."""

@@ -15,6 +15,7 @@ import pytest
 
 from paramserver.common.wire.direct import HELLO
 from paramserver.common.wire.frames import out_of_band_frame
+from paramserver.proto import parameter_server_pb2 as pb
 
 both_transports = pytest.mark.parametrize(
     "server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True
@@ -211,3 +212,15 @@ def test_an_upload_that_nobody_waits_for_may_pause_while_it_is_computed(server, 
     time.sleep(2.5)  # what is tested is that time passes and nothing happens
     peer.contribute()
     assert peer.reply() == "APPLIED"
+
+
+@both_transports
+def test_who_has_finished_owes_nothing_of_an_upload_that_it_began(server, wire, pair):
+    """It waits for the others, however long they take."""
+    peer = server.peer(46)
+    peer.join()
+    peer.send(wire.begin_bytes(), pb.WorkerMessage(finish=pb.Finish()).SerializeToString())
+    server.until_event("finished", rank=46)
+    time.sleep(2.5)  # what is tested is that time passes and nothing happens
+    assert not [event for event in server.events("refused") if event["rank"] == 46]
+    peer.close()
