@@ -64,6 +64,7 @@ class Region(Keeper):
         self._publication: Publication | None = None  # of the version that waits for a reply
         self._asked_at: float | None = None  # when the server above was asked; None: nothing is pending
         self._finish: Callable[[], None] | None = None  # called after the pending replies
+        self._takes_reply = False  # a reply came, and the tensor thread merges it
         self._done: Callable[[], object] = lambda: None  # ends the `take` that is under way
         self._ranks: tuple[int, ...] = ()  # whose gradients are in the newest contribution
         self._is_over = False  # the run above takes no more contributions
@@ -214,7 +215,7 @@ class Region(Keeper):
         if outcome is Outcome.START:
             self._goes_back()
             return
-        self._is_over = self._link.progress.is_done
+        self._is_over, self._takes_reply = self._link.progress.is_done, True
         has_queue = self.pace.replied(self._link.progress.local_steps) and not self._is_over
         if self._is_over:
             self.pace.unanswered.clear()
@@ -246,6 +247,7 @@ class Region(Keeper):
             publication.made(self._model.store.layout.exchange_bytes)
 
     def _after_replies(self, payload: torch.Tensor | None) -> None:
+        self._takes_reply = False
         if payload is not None:
             self._send(self._queue.popleft()._replace(payload=payload))
         elif self._finish is not None:
@@ -291,7 +293,7 @@ class Region(Keeper):
             done(version)  # a stop, or a snapshot that a user asked for
         else:
             self._finish = partial(self._end, self._done)
-            if not self.pace.unanswered:
+            if not (self.pace.unanswered or self._takes_reply):
                 self._finish()
 
     def _start(self, done: Callable[[], object]) -> None:

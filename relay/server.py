@@ -11,6 +11,7 @@ from ..common.errors import UnreachableError, raise_first
 from ..common.registry import MODES
 from ..common.reporting.log import get_logger
 from ..ps.core.effects import Evaluated, Fact
+from ..ps.core.events import Stopped
 from ..ps.engine.clock import Clock
 from ..ps.server import Server
 from .link import Link
@@ -51,6 +52,7 @@ class RelayServer(Server):
     def _go_back(self) -> None:
         log.warning("region_goes_back", meaning="the run above has an earlier or a new position of this region")
         self.goes_back = True
+        self.engine.offer(Stopped())  # a worker that joins now would train, and the link is the next server's
         self.engine.notify()
 
     async def _wind_down(self) -> None:

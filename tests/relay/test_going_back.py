@@ -1,0 +1,42 @@
+"""A relay whose region goes back to another position: the run that it leaves takes no more workers."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from paramserver.common.config.schema import Config
+from paramserver.common.errors import Reason, UnreachableError
+from paramserver.common.kinds import ContributionKind
+from paramserver.ps.core.events import Joined
+from paramserver.relay.link import Link
+from paramserver.relay.server import RelayServer
+
+
+def a_link() -> Any:
+    """What a region uses of the link before its first worker has come."""
+    settings = SimpleNamespace(kind=ContributionKind.WEIGHTS)
+    return SimpleNamespace(
+        run_name="run/0", incarnation=2, table=None, model=None, settings=settings,
+        progress=SimpleNamespace(local_steps=4),
+    )  # fmt: skip
+
+
+def test_no_worker_enters_the_run_that_a_region_leaves() -> None:
+    """It would train there while the old server waits for its streams, and contribute over the new server's link."""
+
+    async def joins() -> None:
+        config = Config(run={"mode": "sync"}, upstream={"server": "127.0.0.1:9"})
+        server = RelayServer(config, cast(Link, a_link()))
+        server._begin()
+        assert server.engine.join(Joined(1, 0, process="a")).rank == 0
+        server._go_back()
+        assert server.goes_back
+        with pytest.raises(UnreachableError) as refused:  # with this reason it joins again
+            server.engine.join(Joined(2, 1, process="b"))
+        assert refused.value.reason is Reason.DRAINING
+
+    asyncio.run(joins())
