@@ -752,7 +752,7 @@ class LeftOut(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GroupInfo(_message.Message):
-    __slots__ = ("generation", "members", "rendezvous", "has_weights", "secret", "uploads_weights", "uploads_optimizer")
+    __slots__ = ("generation", "members", "rendezvous", "has_weights", "secret", "uploads_weights", "uploads_optimizer", "returns_weights")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
@@ -760,6 +760,7 @@ class GroupInfo(_message.Message):
     SECRET_FIELD_NUMBER: _ClassVar[int]
     UPLOADS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     UPLOADS_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     members: _containers.RepeatedScalarFieldContainer[int]
     rendezvous: str
@@ -767,7 +768,8 @@ class GroupInfo(_message.Message):
     secret: bytes
     uploads_weights: bool
     uploads_optimizer: bool
-    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., rendezvous: _Optional[str] = ..., has_weights: _Optional[bool] = ..., secret: _Optional[bytes] = ..., uploads_weights: _Optional[bool] = ..., uploads_optimizer: _Optional[bool] = ...) -> None: ...
+    returns_weights: bool
+    def __init__(self, generation: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., rendezvous: _Optional[str] = ..., has_weights: _Optional[bool] = ..., secret: _Optional[bytes] = ..., uploads_weights: _Optional[bool] = ..., uploads_optimizer: _Optional[bool] = ..., returns_weights: _Optional[bool] = ...) -> None: ...
 
 class StartInfo(_message.Message):
     __slots__ = ("num_batches", "in_step", "rates", "position")

@@ -16,6 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,7 @@ class Region(Keeper):
         self._done: Callable[[], object] = lambda: None  # ends the `take` that is under way
         self._ranks: tuple[int, ...] = ()  # whose gradients are in the newest contribution
         self._is_over = False  # the run above takes no more contributions
+        self._has_news = False  # a reply came whose weights no version has yet
 
     def restore(self) -> None:
         """Continue the region's run from the weights and the state in the newest START."""
@@ -118,24 +120,40 @@ class Region(Keeper):
                 self._model.store.mean, lambda mean: self._send(cut._replace(payload=mean)), pauses=True
             )
         else:
-            due = self._cut(steps) if self.pace.is_due(steps) else None
+            has_weights = self._run.policy.has_newest_weights  # always, but with all-reduce peers
+            due = self._cut(steps) if has_weights and self.pace.is_due(steps) else None
             is_sent = due is not None and not self.pace.has_queue
             if due is not None and not is_sent:
                 self._queue.append(due)
             # A contribution of a worker that did not wait comes behind the version that waits, and waits with it.
-            waits = self.pace.must_wait(steps) and self._publication is None
-            if waits:
+            waits = self.pace.must_wait(steps) and not self._tensors.is_paused
+            if waits and has_weights:
                 self._publication = publication
-            work = partial(self._step, step, None if waits else publication, due is not None, is_sent)
+            self._has_news &= not has_weights
+            now = None if waits and has_weights else publication
+            work = partial(self._step, step, now, has_weights, due is not None, is_sent)
             self._tensors.submit(work, partial(self._stepped, due), pauses=waits)
 
+    def prepare(self, reply: effects.SendReply) -> None:
+        """Request an upload of the lowest member for the next exchange. All members get the weights of an uploaded
+        version, with what came from the server above. See `Above`."""
+        policy, group = self._run.policy, reply.reply.group
+        assert group is not None
+        steps = policy.min_steps_done + 1
+        uploads = group.uploads_weights or self._has_news or self.pace.is_due(steps) or self.pace.must_wait(steps)
+        uploads &= group.members[:1] == (reply.rank,)
+        reply.reply = replace(reply.reply, group=replace(group, uploads_weights=uploads, returns_weights=True))
+        reply.has_weights |= reply.reply.result.outcome in COUNTED and policy.has_newest_weights
+
     def _step(
-        self, step: Callable[..., list[torch.Tensor]], publication: Publication | None, is_due: bool, is_sent: bool
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        self, step: Callable[..., list[torch.Tensor]], publication: Publication | None, has_weights: bool,
+        is_due: bool, is_sent: bool,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:  # fmt: skip
         """On the tensor thread: step, merge replies, publish, and copy weights that are due."""
         store = self._model.store
         reusable = step(progress=lambda _: None)
-        self._merge(store)
+        if has_weights:
+            self._merge(store)
         if publication is not None:
             publication.made(store.layout.exchange_bytes)
         weights = store.weights.clone() if is_due else None
@@ -228,7 +246,8 @@ class Region(Keeper):
             return
         assert self._sent is not None
         work = partial(self._take_reply, self._sent, publication)
-        if publication is not None:
+        self._has_news = publication is None
+        if self._tensors.is_paused:
             self._tensors.go_on(work, lambda _: None)
         else:
             self._tensors.submit(work)
@@ -329,7 +348,7 @@ class Region(Keeper):
         has_rest = steps > self.pace.steps or self._num_samples
         if has_rest and not self._link.progress.is_done and not self._passes_gradients:
             cut = self._cut(steps)
-            work = partial(self._step, lambda progress: [], None, True, True)
+            work = partial(self._step, lambda progress: [], None, True, True, True)
             self._tensors.submit(work, partial(self._stepped, cut))
             return  # its reply calls this again
 

@@ -114,9 +114,9 @@ def check(config: Config) -> None:
         ((upstream.cert is None) != (upstream.key is None), "upstream.cert and upstream.key go together",
          "give both: a certificate and its private key"),
         (config.store.polyak is not None, "--upstream with store.polyak", "set store.polyak for the server above"),
-        (MODES.load(mode).kind.has_peers,
-         f"a region in mode {mode}: its workers have the weights, and would not get those of the run above",
-         "--mode sync for the region"),
+        (MODES.load(mode).kind.has_peers and config.policy.options(mode).staleness,
+         f"a region in mode {mode} with policy.staleness: new weights would come between means that are outstanding",
+         "--set policy.staleness=0 for the region"),
         (config.policy.option("fragments", 1) > 1, f"a region in mode {mode} with policy.fragments",
          "--set policy.fragments=1 for the region"),
     )  # fmt: skip

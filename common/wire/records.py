@@ -248,6 +248,7 @@ class GroupInfo:
     uploads_weights: bool = False  # this worker uploads weights with its next completion
     uploads_optimizer: bool = False  # an upload of weights also has the optimizer's state
     secret: bytes = b""  # the server's wire adds it; the run does not know it
+    returns_weights: bool = False  # weights follow an upload to all members, and replace those of their step
 
 
 @record(frozen=True)

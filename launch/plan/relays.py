@@ -79,8 +79,11 @@ def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str
     for mode in modes if regions else ():
         kind, above = MODES.load(mode).kind, MODES.load(mode_above(config, mode))
         raise_first(
-            (kind.has_peers, f"mode {mode} {also}: its workers have the weights, and would not get those of the run "
-             "above", "--mode sync"),
+            (kind.has_peers and not every, f"mode {mode} {also}: the run above would be in this mode too, in which "
+             "workers average among themselves", "--upstream-every 8, or --mode sync"),
+            (kind.has_peers and config.policy.options(mode).staleness,
+             f"mode {mode} with policy.staleness {also}: new weights would come between means that are outstanding",
+             "leave it out"),
             (every and (above.kind.has_peers or above.kind.holds_gradients),
              f"upstream.mode is {config.upstream.mode}, and the run above exchanges weights every {every} steps",
              "localsgd, diloco or async_diloco"),

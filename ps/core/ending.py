@@ -45,7 +45,7 @@ class Ending(Saving):
                 if (group := effect.reply.group) is not None and group.members[:1] == (effect.rank,):
                     uploads = group.uploads_weights or self.rhythm.is_due(lambda: self.policy.min_steps_done + 1, at)
                     # The last snapshot has the optimizer's state too, and any step may be the last.
-                    uploads |= self.rhythm.is_kept and self.policy.training_steps is None
+                    uploads |= self._keeps_optimizer and self.policy.training_steps is None
                     group = replace(group, uploads_weights=uploads, uploads_optimizer=self.rhythm.is_kept)
                     effect.reply = replace(effect.reply, group=group)
             elif isinstance(effect, effects.End):  # the last effect
@@ -182,22 +182,27 @@ class Ending(Saving):
         recipients = tuple((worker.rank, worker.incarnation) for worker in live)
         yield effects.TellDone(recipients, self.evaluator, self.policy.version)
 
+    @property
+    def _keeps_optimizer(self) -> bool:
+        """Whether snapshots need the optimizer's state. The server above keeps no state of a region's optimizer."""
+        return self.rhythm.is_kept and not self.options.is_region
+
     def _ask_for_newest(self, why_nobody: str) -> Iterator[Effect]:
         """Ask one of the finished workers for the newest weights. A snapshot would lack the optimizer's state."""
         if self.initializer is not None:
             return
         workers, holders = self.roster.workers, sorted(self.policy.newest_holders)
         having = [workers[rank] for rank in holders if rank in workers and not workers[rank].is_away]
-        if having and not self.rhythm.is_kept:
+        if having and not self._keeps_optimizer:
             yield self._ask_for_weights(having[0])
-        elif not any(rank in workers for rank in holders) or self.rhythm.is_kept:
+        elif not any(rank in workers for rank in holders) or self._keeps_optimizer:
             yield from self._fail(self._without_weights(why_nobody))
 
     def _without_weights(self, reason: str) -> ParamServerError:
-        return ParamServerError(
-            f"the weights of version {self.policy.version} are not here, and {reason}",
-            fix="keep snapshots (--checkpoint-dir) to continue from; set --steps to the length of the loops",
-        )
+        fix = "keep snapshots (--checkpoint-dir) to continue from; set --steps to the length of the loops"
+        if self.options.is_region:
+            fix = "start the relay again: its region goes on from its newest contribution to the run above"
+        return ParamServerError(f"the weights of version {self.policy.version} are not here, and {reason}", fix=fix)
 
     def _close(self, error: ParamServerError, at: float) -> Iterator[Effect]:
         """Close the run, so that nothing more is decided: the last workers to leave must not close a round alone."""

@@ -293,6 +293,8 @@ class Engine:
     def _reply(self, reply: effects.SendReply) -> None:
         if reply.is_evaluated and self.run.options.keeps_best:
             self.best.keep(reply.reply.result.version)
+        if self.folding.above is not None and reply.reply.group is not None:
+            self.folding.above.prepare(reply)
         if self.folding.above is not None and self.tensors.is_paused:  # the worker waits for the server above
             self.tensors.then(partial(self.streams.reply, reply))
         else:

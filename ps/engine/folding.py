@@ -41,6 +41,9 @@ class Above(Protocol):
 
         `without` names parameters that have no gradient in any contribution."""
 
+    def prepare(self, reply: effects.SendReply) -> None:
+        """Add to the reply of an all-reduce peer that weights are exchanged with the server above."""
+
     def reason(self) -> str:
         """Why workers wait for the server above, as a phrase; empty: they do not."""
 

@@ -168,7 +168,11 @@ def test_options_of_one_mode_stay_out_of_the_other() -> None:
         ({"server__shards": 2}, (), "shards together with 2 regions"),
         ({"launch__colocate": True}, (), "shards together with 2 regions"),
         ({"run__workers": 5}, (), "5 workers cannot be divided equally among 2 regions"),
-        ({"run__mode": "allreduce"}, (), "mode allreduce together with 2 regions: its workers have the weights"),
+        ({"run__mode": "allreduce"}, (), "mode allreduce together with 2 regions: the run above would be in this mode"),
+        (
+            {"run__mode": "allreduce", "upstream__every": 8, "policy__staleness": 1}, (),
+            "mode allreduce with policy.staleness together with 2 regions",
+        ),
         ({"run__mode": "async"}, (), "mode async together with 2 regions: the run above would take"),
         ({"upstream__every": 8}, ("upstream.mode=sync",), "upstream.mode is sync, and the run above exchanges weights"),
         ({}, ("upstream.mode=localsgd",), "without --upstream-every K the run above has the mode of the regions"),

@@ -34,6 +34,7 @@ def main() -> None:
             if step + 1 == stop_at:
                 session.stop("enough")
             optimizer.step()
+        print("has", int(model.seen.count_nonzero()), "steps", flush=True)  # before the final weights
         session.finish()
 
 

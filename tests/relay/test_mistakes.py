@@ -16,7 +16,7 @@ ABOVE = "127.0.0.1:9"  # nobody listens at the port of `discard`
         (("--checkpoint-dir", "snapshots"), "the run above keeps the state of a region"),
         (("--listen", ABOVE), "is this server's own address"),
         (("--set", "store.polyak=0.9"), "--upstream with store.polyak"),
-        (("--mode", "allreduce"), "a region in mode allreduce: its workers have the weights"),
+        (("--mode", "allreduce", "--staleness", "1"), "a region in mode allreduce with policy.staleness"),
         (("--mode", "diloco", "--set", "policy.fragments=5"), "a region in mode diloco with policy.fragments"),
     ],
 )
@@ -45,6 +45,7 @@ def test_a_server_above_that_is_not_there(cluster: Cluster) -> None:
             "upstream.merge is blend, and the run above has policy.fragments",
         ),
         (("sync",), ("localsgd",), "a region in mode localsgd below mode sync, which takes the mean gradient"),
+        (("sync",), ("allreduce",), "a region in mode allreduce below mode sync, which takes the mean gradient"),
         (("sync",), ("async",), "a region in mode async below mode sync, which takes the mean gradient"),
         (("sync",), ("sync", "--upstream-every", "8"), "mode sync above takes the gradients of every version"),
     ],

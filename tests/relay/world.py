@@ -49,13 +49,15 @@ class World:
 
     def workers(self, scale: float, delay_s: float = 0.0, stop_at: int = 0) -> list[Process]:
         found = []
-        for rank, address in enumerate(self.addresses):
-            self.cluster.address = address
-            for worker in range(2):
-                stops = (str(stop_at),) if not rank + worker else ()
-                argv = (str(2 * rank + worker), str(STEPS), str(scale), str(delay_s), *stops)
-                found.append(self.cluster.script(worker, COUNTING, *argv))
+        for rank in range(len(self.addresses)):
+            found += [self.worker(rank, worker, scale, delay_s, 0 if rank + worker else stop_at) for worker in range(2)]
         return found
+
+    def worker(self, rank: int, worker: int, scale: float, delay_s: float = 0.0, stop_at: int = 0) -> Process:
+        """Start this worker of a region."""
+        self.cluster.address = self.addresses[rank]
+        argv = (str(2 * rank + worker), str(STEPS), str(scale), str(delay_s), str(stop_at))
+        return self.cluster.script(worker, COUNTING, *argv)
 
     def weights(self) -> torch.Tensor:
         """[4, STEPS]: the weight with which each contribution was applied."""

@@ -7,7 +7,8 @@ step. So a member that dies before its completion leaves no other member a step 
 gradients, and average them again in the group that the reply names. A new worker copies weights and optimizer state
 from an existing member when the group forms.
 
-When the server requests the weights, the worker steps before the reply. It keeps a copy to undo the step.
+When the server requests the weights, the lowest member steps before the reply. It keeps a copy to undo the step. In a
+region the weights of the reply replace those of that step, so all members step before it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from .group_lifecycle import GroupLifecycle
 from .peer_state import NO_VERSION, Mean, PeerState, StepFn
 
 _NOTHING = Outgoing(Contribution())  # for a failed round, which has no gradients
+_UPLOADS, UPLOADS_OPTIMIZER, _RETURNS = 1, 2, 4  # flags of the lowest member, the last of the metadata
 
 
 class AllReduceStrategy(Strategy):
@@ -172,7 +174,7 @@ class AllReduceStrategy(Strategy):
         if clip_norm := outgoing.contribution.training.clip_norm:  # the clipped mean has the same bits on all members
             self._clip([mean[index] for index in self._trained], clip_norm)
         outgoing = outgoing.changed(completion=CompletionInfo(group.generation.number))
-        if self._uploads(group, outgoing):
+        if self._steps_first(group):
             return self._upload(outgoing, mean)
         reply = self._complete(ContributionKind.COMPLETION, outgoing)
         if reply.result.outcome in COUNTED:
@@ -205,7 +207,13 @@ class AllReduceStrategy(Strategy):
         return group.average(gradients, num_samples, metadata, is_right)
 
     def _metadata(self, outgoing: Outgoing) -> tuple[int, ...]:
-        return self._check.metadata(outgoing, self._state.version)
+        return *self._check.metadata(outgoing, self._state.version), self._flags(outgoing)
+
+    def _flags(self, outgoing: Outgoing) -> int:
+        """Whether this member, if it is the lowest, uploads weights, and what follows."""
+        info = self._exchange.group_view.info
+        uploads = info.uploads_weights or outgoing.contribution.training.evaluates
+        return uploads * (_UPLOADS + UPLOADS_OPTIMIZER * info.uploads_optimizer + _RETURNS * info.returns_weights)
 
     def _norm(self) -> float:
         return self._check.norm()
@@ -213,20 +221,23 @@ class AllReduceStrategy(Strategy):
     def _take_step(self, mean: Mean) -> None:
         self._state.step(mean)
 
-    def _uploads(self, group: Group, outgoing: Outgoing) -> bool:
-        """Whether this member's completion carries the weights."""
-        evaluates = outgoing.contribution.training.evaluates and group.index == 0
-        return self._exchange.group_view.info.uploads_weights or evaluates
+    def _steps_first(self, group: Group) -> bool:
+        """Whether this member steps before the reply."""
+        flags = group.metadata[-1][0]
+        return bool(flags if group.index == 0 else flags & _RETURNS)
 
     def _upload(self, outgoing: Outgoing, mean: Mean) -> Reply:
-        """Complete the round with the weights after the step."""
+        """Complete the round after the step. The lowest member uploads the weights."""
+        group = self._lifecycle.group
+        assert group is not None
         undo = self._state.copy()
         self._state.step(mean)
-        if self._exchange.group_view.info.uploads_optimizer:
+        if group.index == 0 and group.metadata[-1][0] & UPLOADS_OPTIMIZER:
             outgoing = outgoing._replace(optimizer=self._state.state_for_server())
-        return self._complete_upload(ContributionKind.WEIGHTS, outgoing, undo)
+        return self._complete_upload(group, outgoing, undo)
 
-    def _complete_upload(self, kind: ContributionKind, outgoing: Outgoing, undo: Callable[[], None]) -> Reply:
+    def _complete_upload(self, group: Group, outgoing: Outgoing, undo: Callable[[], None]) -> Reply:
+        kind = ContributionKind.COMPLETION.received(has_payload=group.index == 0)
         reply = self._complete(kind, outgoing)
         if reply.result.outcome is Outcome.REJECTED:
             raise self._diverged(None)

@@ -242,7 +242,7 @@ class Delayed(AllReduceStrategy):
 
     def _metadata(self, outgoing: Outgoing) -> tuple[int, ...]:
         assert self._flying is not None
-        return self._flying.metadata
+        return *self._flying.metadata, self._flags(outgoing)
 
     def _norm(self) -> float:
         assert self._flying is not None

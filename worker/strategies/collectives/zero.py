@@ -27,14 +27,13 @@ from typing import Any
 import torch
 
 from ....common.errors import ParamServerError, UnreachableError, UsageError
-from ....common.kinds import ContributionKind
 from ....common.reporting.log import get_logger
 from ....common.tensors.layout import Kind, Layout
 from ....common.tensors.optimizers import is_elementwise, plain_step
 from ....common.tensors.sharding import divide
 from ....common.wire.records import Outcome, Reply
 from ...conversation.messages import Final, Outgoing
-from ..all_reduce import AllReduceStrategy
+from ..all_reduce import UPLOADS_OPTIMIZER, AllReduceStrategy
 from ..group import Group
 from ..peer_state import Mean, PeerState, StepFn, version_is_lost
 from .rendezvous import Broken
@@ -43,8 +42,6 @@ log = get_logger()
 
 Rows = tuple[str, int, int]  # rows [first, end) of a tensor, by its name
 State = dict[Rows, dict[str, Any]]  # the optimizer's state of these rows
-
-_UPLOADS, _UPLOADS_OPTIMIZER = 1, 2  # flags of the lowest member among the metadata
 
 
 class ShardedState(PeerState):
@@ -255,14 +252,8 @@ class Zero(AllReduceStrategy):
                 self._form_group()
         return reply
 
-    def _metadata(self, outgoing: Outgoing) -> tuple[int, ...]:
-        info = self._exchange.group_view.info
-        uploads = info.uploads_weights or outgoing.contribution.training.evaluates
-        return *super()._metadata(outgoing), uploads * (_UPLOADS + _UPLOADS_OPTIMIZER * info.uploads_optimizer)
-
-    def _uploads(self, group: Group, outgoing: Outgoing) -> bool:
-        """Whether the lowest member uploads. All members take part."""
-        return bool(group.metadata[-1][0])
+    def _steps_first(self, group: Group) -> bool:
+        return bool(group.metadata[-1][0])  # an upload needs the shares of all members
 
     def _take_step(self, mean: Mean) -> None:
         self._state.step(mean)
@@ -276,14 +267,13 @@ class Zero(AllReduceStrategy):
         try:
             self._state.step(mean)
             self._state.spread()
-            if group.metadata[-1][0] & _UPLOADS_OPTIMIZER:
+            if group.metadata[-1][0] & UPLOADS_OPTIMIZER:
                 outgoing = outgoing._replace(optimizer=self._state.gather_state(group))
         except Broken as broken:
             undo()
             self._lifecycle.log_broken(broken)
             return self._complete_failed(outgoing)
-        kind = ContributionKind.COMPLETION.received(has_payload=group.index == 0)
-        return self._complete_upload(kind, outgoing, undo)
+        return self._complete_upload(group, outgoing, undo)
 
     def _finish(self, can_evaluate: bool) -> Final | None:
         state, num, copies = self._state.state, len(self._state.shares), self._exchange.config.zero_copies
