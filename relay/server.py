@@ -44,12 +44,13 @@ class RelayServer(Server):
         return RelayServer(with_settings(config, self._link), self._link, before=self, clock=self._clock)
 
     def _restored(self) -> None:
-        self._region = Region(self._config, self.engine, self._link, self._go_back)
+        self._region = Region(self._config, self.engine, self._link, self.go_back)
         if self._link.table is not None:
             self._region.restore()
         self.engine.snapshots = self.engine.folding.above = self._region
 
-    def _go_back(self) -> None:
+    def go_back(self) -> None:
+        """Leave this run for that of the newest START: `after` makes its server."""
         log.warning("region_goes_back", meaning="the run above has an earlier or a new position of this region")
         self.goes_back = True
         self.engine.offer(Stopped())  # a worker that joins now would train, and the link is the next server's

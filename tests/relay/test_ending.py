@@ -12,13 +12,16 @@ import torch
 from paramserver.common.config.schema import Config
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import Outcome
+from paramserver.ps.core.effects import Commit
 from paramserver.ps.engine.engine import Engine
+from paramserver.ps.tensors.replies.publication import Publication
 from paramserver.relay.link import Link
 from paramserver.relay.region import Region
+from paramserver.worker.training.readings import Readings
 
 
 class LaterTensors:
-    """A tensor thread that has done nothing yet. `done` has what the loop is to call after the work."""
+    """A tensor thread that has done nothing yet. `done` has what the loop calls after the work."""
 
     is_paused = False
 
@@ -30,39 +33,49 @@ class LaterTensors:
 
 
 class JobsOfLink:
-    """The link, with the jobs that were asked of it."""
+    """The link, with the results of the jobs that were asked of it."""
 
     settings = SimpleNamespace(kind=ContributionKind.WEIGHTS)
     progress = SimpleNamespace(local_steps=4, is_done=False, num_workers=2, worker_index=0)
-    num_workers, table, model = 1, None, "a model"
+    num_workers, table, model, readings = 1, None, "a model", Readings()
+    send = finish = staticmethod(print)
 
     def __init__(self) -> None:
-        self.jobs: list[Callable[[], Any]] = []
+        self.jobs: list[Future[Any]] = []
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        self.jobs.append(job)
-        return Future()
-
-    def finish(self, can_evaluate: bool) -> None:
-        raise AssertionError("it is a job of the link's thread")
+        self.jobs.append(Future())
+        return self.jobs[-1]
 
 
-def test_a_region_finishes_once_when_its_last_reply_is_being_merged() -> None:
-    """The run above would refuse a second Finish."""
-    worker = SimpleNamespace(can_evaluate=False)
-    roster = SimpleNamespace(num_finished=1, workers={0: worker})
+def region_of(link: JobsOfLink, tensors: LaterTensors) -> Region:
+    """A region whose only worker has taken all 4 steps."""
+    policy = SimpleNamespace(version=4, min_steps_done=4, in_step={}, has_newest_weights=True, members=())
+    roster = SimpleNamespace(num_finished=1, workers={0: SimpleNamespace(can_evaluate=False)}, stats={})
+    options = SimpleNamespace(num_workers=1)
     run = SimpleNamespace(
-        policy=SimpleNamespace(version=4, min_steps_done=4), roster=roster, is_closed=False, ended_by=""
+        policy=policy, roster=roster, options=options, is_closed=False, ended_by="", saved=lambda at: {}
     )
+    loop = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
+    engine = SimpleNamespace(
+        run=run, model=SimpleNamespace(staging=SimpleNamespace(reclaim=len)), tensors=tensors, traffic={},
+        finished=SimpleNamespace(get_loop=lambda: loop), now=lambda: 0.0, complete=lambda saved: (saved, {}),
+        offer=lambda event: None, end_with=print, broke=print,
+    )  # fmt: skip
+    return Region(Config(upstream={"server": "h:1"}), cast(Engine, engine), cast(Link, link), lambda: None)
+
+
+def test_a_region_finishes_once_while_its_last_reply_is_being_merged() -> None:
+    """The run above would refuse a second Finish."""
     link, tensors = JobsOfLink(), LaterTensors()
-    loop = SimpleNamespace(get_loop=lambda: None)
-    engine = SimpleNamespace(run=run, model=None, tensors=tensors, offer=lambda event: None, finished=loop)
-    region = Region(Config(upstream={"server": "h:1"}), cast(Engine, engine), cast(Link, link), lambda: None)
-    region.pace.contribute(4)
-    region._sent = torch.zeros(0)
-    region._replied(Outcome.APPLIED)
+    region = region_of(link, tensors)
+    commit = Commit(4, (), (), None, 1.0, "", 1, 0.0, 4)
+    region.commit(commit, list, cast(Publication, None), frozenset())
+    tensors.done.pop()(([], torch.zeros(0)))  # the version's weights, which are sent
+    (sent,) = link.jobs
+    sent.set_result(Outcome.APPLIED)
     region.take({}, lambda version: None, {})
-    assert not link.jobs, "the reply is not in the region's weights yet"
+    assert link.jobs == [sent], "the reply is not in the region's weights yet"
     for done in tensors.done:
         done(None)
-    assert len(link.jobs) == 1
+    assert len(link.jobs) == 2
