@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import load_file
@@ -47,17 +49,24 @@ class World:
         self.relays[rank : rank + 1] = [relay]
         return relay
 
-    def workers(self, scale: float, delay_s: float = 0.0, stop_at: int = 0) -> list[Process]:
+    def workers(
+        self, scale: float, delay_s: float = 0.0, stop_at: int = 0, large: Mapping[int, str] = MappingProxyType({})
+    ) -> list[Process]:
+        """Start all workers. `large`: COUNTING_LARGE of some, by their number in all regions."""
         found = []
         for rank in range(len(self.addresses)):
-            found += [self.worker(rank, worker, scale, delay_s, 0 if rank + worker else stop_at) for worker in range(2)]
+            for worker in range(2):
+                environ = {"COUNTING_LARGE": text} if (text := large.get(2 * rank + worker)) else {}
+                found.append(self.worker(rank, worker, scale, delay_s, 0 if rank + worker else stop_at, **environ))
         return found
 
-    def worker(self, rank: int, worker: int, scale: float, delay_s: float = 0.0, stop_at: int = 0) -> Process:
+    def worker(
+        self, rank: int, worker: int, scale: float, delay_s: float = 0.0, stop_at: int = 0, **environ: str
+    ) -> Process:
         """Start this worker of a region."""
         self.cluster.address = self.addresses[rank]
         argv = (str(2 * rank + worker), str(STEPS), str(scale), str(delay_s), str(stop_at))
-        return self.cluster.script(worker, COUNTING, *argv)
+        return self.cluster.script(worker, COUNTING, *argv, **environ)
 
     def weights(self) -> torch.Tensor:
         """[4, STEPS]: the weight with which each contribution was applied."""
