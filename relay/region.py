@@ -72,10 +72,12 @@ class Region(Keeper):
         self._has_news = False  # a reply came whose weights no version has yet
 
     def restore(self) -> None:
-        """Continue the region's run from the weights and the state in the newest START."""
+        """Continue the region's run from the weights and the state in the newest START.
+
+        Without a state no contribution of the region has counted yet: its run begins anew from these weights."""
         link, model, run = self._link, self._model, self._run
-        assert link.table is not None and link.model is not None and link.optimizer is not None
-        table, weights = unpack(link.table), link.model.payload
+        assert link.model is not None and link.optimizer is not None
+        table, weights = unpack(self._table() if link.table is None else link.table), link.model.payload
         saved: dict[str, Any] = table["run"]
 
         def fill(store: Store) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from paramserver.tests.ports import free_port
 from paramserver.tests.relay.world import World
 
 CUT_S = 12.0  # longer than the lease of 5 s
+LONG_CUT_S = 60.0  # longer than worker.give_up_s and limits.progress_s too
 AHEAD = 8
 
 
@@ -49,9 +51,11 @@ def test_one_worker_of_all_regions_evaluates_on_the_way(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "every", [("--set", f"upstream.ahead={AHEAD}"), ("--upstream-every", "0")], ids=("ahead", "waits")
+    ("every", "version"),
+    [(("--set", f"upstream.ahead={AHEAD}"), 5), (("--upstream-every", "0"), 5), (("--upstream-every", "4"), 2)],
+    ids=("ahead", "waits", "before its first contribution"),
 )
-def test_a_border_that_is_cut_for_long(cluster: Cluster, every: tuple[str, ...]) -> None:
+def test_a_border_that_is_cut_for_long(cluster: Cluster, every: tuple[str, ...], version: int) -> None:
     """The region goes on for so many steps, then its workers wait with a sentence; later every step counts once."""
     world = World(cluster, "localsgd", "--local-steps", "4")
     world.relay(0, *every)
@@ -60,7 +64,7 @@ def test_a_border_that_is_cut_for_long(cluster: Cluster, every: tuple[str, ...])
         relay = world.relay(1, *every, "--set", "worker.transports=grpc", "--set", "server.status_interval_s=0.1")
         world.address = above
         workers = world.workers(4.0, delay_s=0.05)
-        relay.until(lambda: any(event["version"] >= 5 for event in relay.events("status")), "version 5")
+        relay.until(lambda: any(event["version"] >= version for event in relay.events("status")), "a version")
         proxy.stall()
         end = time.monotonic() + CUT_S
         worker = workers[2]
@@ -68,7 +72,49 @@ def test_a_border_that_is_cut_for_long(cluster: Cluster, every: tuple[str, ...])
                                  for line in worker.events("waiting")), "a sentence")  # fmt: skip
         worker.until(lambda: time.monotonic() > end, "the end of the cut")
         versions = [event["version"] for event in relay.events("status")]
-        assert versions[-1] - 4 <= AHEAD + 4, versions  # beyond the contribution without a reply
+        assert versions[-1] - 4 <= (AHEAD if version > 4 else 16) + 4, (
+            versions
+        )  # beyond the contribution without a reply
+        proxy.go_on()
+        assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
+    assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
+    weights = world.weights()
+    torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("above", "below", "relay_flags"),
+    [
+        (("sync",), "sync", ()),
+        (("localsgd", "--local-steps", "4"), "async", ("--set", f"upstream.ahead={AHEAD}")),
+        (("localsgd", "--local-steps", "4"), "allreduce", ("--set", f"upstream.ahead={AHEAD}")),
+    ],
+    ids=("sync", "async below localsgd", "allreduce below localsgd"),
+)
+def test_a_border_that_is_cut_for_a_minute(
+    cluster: Cluster, above: tuple[str, ...], below: str, relay_flags: tuple[str, ...]
+) -> None:
+    """Nothing times out: the relay keeps trying, without a thread or descriptor more, and no worker leaves."""
+    world = World(cluster, *above)
+    often = ("--set", "server.status_interval_s=0.1", "--set", "worker.transports=grpc")
+    world.relay(0, *relay_flags, mode=below)
+    with Proxy(world.address) as proxy:
+        target, world.address = world.address, proxy.address
+        relay = world.relay(1, *relay_flags, *often, mode=below)
+        world.address = target
+        workers = world.workers(2.0 if below == "async" else 4.0, delay_s=0.05)
+        relay.until(lambda: any(event["version"] >= 5 for event in relay.events("status")), "version 5")
+        proxy.stall()
+        start = time.monotonic()
+        worker, process = workers[2], psutil.Process(relay.popen.pid)
+        worker.until(lambda: time.monotonic() > start + LONG_CUT_S / 3, "a part of the cut")
+        ahead, used = relay.events("status")[-1]["version"], (process.num_fds(), process.num_threads())
+        worker.until(lambda: time.monotonic() > start + LONG_CUT_S, "the end of the cut")
+        assert any("has not replied for 3" in line["reason"] for line in worker.events("waiting"))
+        assert relay.events("status")[-1]["version"] == ahead
+        assert max(process.num_fds() - used[0], process.num_threads() - used[1]) <= 4, used
         proxy.go_on()
         assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
     assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
