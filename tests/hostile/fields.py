@@ -187,7 +187,7 @@ LeftOut           tensors : whole Reference._codecs
 GroupInfo         generation members : whole header
 GroupInfo         rendezvous : address header
 GroupInfo         secret : bytes header
-GroupInfo         has_weights uploads_weights uploads_optimizer : flag any
+GroupInfo         has_weights uploads_weights uploads_optimizer returns_weights : flag any
 StartInfo         num_batches : whole header
 StartInfo         in_step : whole any
 StartInfo         rates position : part header
