@@ -23,12 +23,12 @@ def start(cluster, num_workers, steps, *arguments, zero=1, copies=2):
 
 DYING = """
     if session.rank == 2:
-        state = optimizer._steps.strategy._state
-        def dying(spread=state.spread):
+        transfer = optimizer._steps.strategy._transfer
+        def dying(spread=transfer.spread):
             if optimizer.progress.num_counted == 8:  # the eighth counts, and others wait for what has been stepped here
                 os.kill(os.getpid(), 9)
             spread()
-        state.spread = dying
+        transfer.spread = dying
     while not session.is_done:
 """
 

@@ -29,7 +29,7 @@ from paramserver.worker.strategies.collectives.rendezvous import (
     who_leaves,
 )
 from paramserver.worker.strategies.group import Group
-from paramserver.worker.strategies.peer_state import PeerState
+from paramserver.worker.strategies.undoable_step import UndoableStep
 
 from .queued import tell_of_gpus
 
@@ -252,10 +252,8 @@ def test_a_step_leaves_a_member_the_gradient_that_it_had(local):
     weights, stepped = torch.nn.Parameter(torch.zeros(3)), []
     weights.grad = local
     model = SimpleNamespace(tensors=[weights], layout=layout)
-    optimizer = torch.optim.SGD([weights])
-    strategy = SimpleNamespace(_exchange=None, _lifecycle=None, _model=model)
-    state = PeerState(strategy, optimizer, lambda: stepped.append(weights.grad.clone()))
-    state.apply([torch.ones(3)])
+    step: UndoableStep = UndoableStep(model, None, lambda: stepped.append(weights.grad.clone()))
+    step.apply([torch.ones(3)])
     assert torch.equal(stepped[0], torch.ones(3))
     assert weights.grad is local
 

@@ -38,7 +38,8 @@ from .early import MIN_MODEL_BYTES, ReadyGradients
 from .encoded_mean import EncodedMean
 from .group import Group, Unsound
 from .group_lifecycle import GroupLifecycle
-from .peer_state import NO_VERSION, Mean, PeerState, StepFn
+from .state_transfer import StateTransfer
+from .undoable_step import NO_VERSION, Mean, UndoableStep
 
 _NOTHING = Outgoing(Contribution())  # for a failed round, which has no gradients
 _UPLOADS, UPLOADS_OPTIMIZER, _RETURNS = 1, 2, 4  # flags of the lowest member, the last of the metadata
@@ -48,7 +49,8 @@ class AllReduceStrategy(Strategy):
     """The rounds of one peer: average, complete, step."""
 
     _exchange: Exchange
-    _state: PeerState
+    _step: UndoableStep
+    _transfer: StateTransfer
     _check: ConsistencyCheck
 
     def __init__(self, exchange: Exchange, may_leave_early: bool, stage: int = 0) -> None:
@@ -85,7 +87,7 @@ class AllReduceStrategy(Strategy):
         self._exchange.codec_choice.encoding = found.encoding
         return found
 
-    def ready(self, optimizer: torch.optim.Optimizer, step: StepFn) -> None:
+    def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Join the first group. On return this worker has the weights of the newest version, and the optimizer state.
 
         Raises UsageError for an optimizer that cannot step along a mean.
@@ -99,13 +101,14 @@ class AllReduceStrategy(Strategy):
         check_takes_dense(
             optimizer, f"workers of mode {self.settings.mode}", "or --mode localsgd, where each worker steps by itself"
         )
-        self._state = self._make_state(optimizer, step)
+        self._make_parts(optimizer, step)
         config = self._exchange.config
-        self._check = ConsistencyCheck(self._lifecycle, self._state, (config.zero, config.zero_copies), self._codec)
+        self._check = ConsistencyCheck(self._lifecycle, self._step, (config.zero, config.zero_copies), self._codec)
         self._enter()
 
-    def _make_state(self, optimizer: torch.optim.Optimizer, step: StepFn) -> PeerState:
-        return PeerState(self, optimizer, step)
+    def _make_parts(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        self._step = UndoableStep(self._model, optimizer, step)
+        self._transfer = StateTransfer(self._exchange, self._lifecycle, self._step)
 
     def _leave_early(self, index: int, gradient: torch.Tensor) -> None:
         if self._lifecycle.group is not None:
@@ -122,9 +125,9 @@ class AllReduceStrategy(Strategy):
         """Join the newest group after a START."""
         while True:
             has_weights = self._exchange.group_view.info.has_weights
-            self._state.version = self._confirmed.version if has_weights else NO_VERSION
+            self._step.version = self._confirmed.version if has_weights else NO_VERSION
             if has_weights:
-                self._state.restore()
+                self._transfer.restore()
             if self._confirmed.is_done or self._form_group():  # if the run is done, no step follows
                 return
             self._complete_failed()
@@ -133,10 +136,10 @@ class AllReduceStrategy(Strategy):
         return self._lifecycle.form(self._device, self._joined)
 
     def _joined(self, group: Group) -> None:
-        group.like = self._state.weights()
+        group.like = self._step.weights()
         group.order, group.of_lowest, group.of_sum = self._order, self._of_lowest, self._of_sum
-        self._check.check_setup(group, self._state.initial_state())
-        self._state.level(group)
+        self._check.check_setup(group, self._transfer.initial_state())
+        self._transfer.level(group)
 
     # ---- a round ------------------------------------------------------------------------------
 
@@ -207,7 +210,7 @@ class AllReduceStrategy(Strategy):
         return group.average(gradients, num_samples, metadata, is_right)
 
     def _metadata(self, outgoing: Outgoing) -> tuple[int, ...]:
-        return *self._check.metadata(outgoing, self._state.version), self._flags(outgoing)
+        return *self._check.metadata(outgoing, self._step.version), self._flags(outgoing)
 
     def _flags(self, outgoing: Outgoing) -> int:
         """Whether this member, if it is the lowest, uploads weights, and what follows."""
@@ -219,7 +222,7 @@ class AllReduceStrategy(Strategy):
         return self._check.norm()
 
     def _take_step(self, mean: Mean) -> None:
-        self._state.step(mean)
+        self._step.step(mean)
 
     def _steps_first(self, group: Group) -> bool:
         """Whether this member steps before the reply."""
@@ -230,10 +233,10 @@ class AllReduceStrategy(Strategy):
         """Complete the round after the step. The lowest member uploads the weights."""
         group = self._lifecycle.group
         assert group is not None
-        undo = self._state.copy()
-        self._state.step(mean)
+        undo = self._step.copy()
+        self._step.step(mean)
         if group.index == 0 and group.metadata[-1][0] & UPLOADS_OPTIMIZER:
-            outgoing = outgoing._replace(optimizer=self._state.state_for_server())
+            outgoing = outgoing._replace(optimizer=self._step.state_for_server())
         return self._complete_upload(group, outgoing, undo)
 
     def _complete_upload(self, group: Group, outgoing: Outgoing, undo: Callable[[], None]) -> Reply:
@@ -264,8 +267,8 @@ class AllReduceStrategy(Strategy):
         if names or index is None:
             where = f" in '{names[0]}'" if names else ""
             return DivergedError(
-                f"the weights overflowed: those of rank {rank} hold NaN or Inf{where} at version "
-                f"{self._state.version}, after steps along finite means",
+                f"the weights overflowed: those of rank {rank} hold NaN or Inf{where} at version {self._step.version}, "
+                "after steps along finite means",
                 fix="lower --lr, or clip gradients; give Adam an eps above 0; the newest "
                 "snapshot (--checkpoint-dir) is unchanged",
             )

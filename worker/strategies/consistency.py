@@ -14,7 +14,7 @@ from ..conversation.messages import Outgoing
 from ..tensors.watch import Watch
 from .group import Group
 from .group_lifecycle import GroupLifecycle
-from .peer_state import PeerState
+from .undoable_step import UndoableStep
 
 _NUM_SAMPLED = 16  # elements of each tensor that a checksum covers
 _ZERO_BITS = 8  # bits of the combined settings value for worker.zero
@@ -24,9 +24,9 @@ _MAY_DIFFER = 1e-3  # allowed relative difference between members' weights
 class ConsistencyCheck:
     """The checks of one peer. `zero` is (worker.zero, worker.zero_copies), `codec` is worker.codec."""
 
-    def __init__(self, lifecycle: GroupLifecycle, state: PeerState, zero: tuple[int, int], codec: str) -> None:
-        self._lifecycle, self._state, self._zero, self._codec = lifecycle, state, zero, codec
-        self._weights = Watch(state.model)
+    def __init__(self, lifecycle: GroupLifecycle, step: UndoableStep, zero: tuple[int, int], codec: str) -> None:
+        self._lifecycle, self._step, self._zero, self._codec = lifecycle, step, zero, codec
+        self._weights = Watch(step.model)
 
     def check_setup(self, group: Group, initial_state: Any) -> None:
         """Compare settings and the initial optimizer state with the other members.
@@ -51,7 +51,7 @@ class ConsistencyCheck:
                 f"rank {ranks[0]}, which averages with it",
                 fix="start all workers with the same worker.zero and worker.zero_copies",
             )
-        has_begun = self._state.version or self._state.has_stepped
+        has_begun = self._step.version or self._step.has_stepped
         states = self._lifecycle.run(lambda: group.gather_numbers(0 if has_begun else 1 + _crc(initial_state)))
         initial = [state for state in states if state]
         if (local := states[group.index]) and local != (most := _most_common(initial)):

@@ -41,8 +41,9 @@ from ...session import Progress
 from ...tensors.transfer import ModelTensors
 from ..all_reduce import AllReduceStrategy
 from ..group import Group
-from ..peer_state import Mean, PeerState, StepFn
 from ..shadow import Shadow
+from ..state_transfer import StateTransfer
+from ..undoable_step import Mean, UndoableStep
 from .backends import computed
 
 _LOOK_UP_S = 0.2
@@ -65,13 +66,8 @@ class Flight:
     reply: Future[Reply | None] | None = None
 
 
-class DelayedState(PeerState):
-    """Steps with the hyperparameters of an earlier moment. The training thread dumps and loads the state.
-
-    The state of a member includes the outstanding means.
-    """
-
-    _strategy: Delayed
+class DelayedStep(UndoableStep):
+    """A step with the hyperparameters of an earlier moment."""
 
     def numbers(self) -> Numbers:
         """A copy of the current hyperparameters."""
@@ -95,6 +91,16 @@ class DelayedState(PeerState):
             for group, current in zip(groups, now, strict=True):
                 group.update(current)
 
+
+class DelayedTransfer(StateTransfer):
+    """Moves weights, optimizer state and the outstanding means. The training thread dumps and loads them."""
+
+    step: DelayedStep
+
+    def __init__(self, strategy: Delayed, exchange: Exchange, step: DelayedStep) -> None:
+        super().__init__(exchange, strategy._lifecycle, step)
+        self._strategy = strategy
+
     def broadcast(self, group: Group, source: int) -> dict[str, Any]:
         """Broadcast the source's state. While its training thread is not ready, the members poll it.
 
@@ -115,9 +121,9 @@ class DelayedState(PeerState):
 
     def load(self, values: dict[str, Any]) -> None:
         def load() -> None:
-            PeerState.load(self, values)
+            StateTransfer.load(self, values)
             for numbers, mean in values["means"]:
-                self.apply_with(numbers, mean)
+                self.step.apply_with(numbers, mean)
 
         future = self._strategy.ask(load)
         wait_for(future)
@@ -128,7 +134,7 @@ class Delayed(AllReduceStrategy):
     """Lets a training loop continue without the means of its last K contributions."""
 
     _shadow: Shadow
-    _state: DelayedState
+    _step: DelayedStep
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange, may_leave_early=False)
@@ -149,8 +155,9 @@ class Delayed(AllReduceStrategy):
         super()._start(self._shadow, optimizer, is_parted)
         self._begin()
 
-    def _make_state(self, optimizer: torch.optim.Optimizer, step: StepFn) -> DelayedState:
-        return DelayedState(self, optimizer, step)
+    def _make_parts(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        self._step = DelayedStep(self._model, optimizer, step)
+        self._transfer = DelayedTransfer(self, self._exchange, self._step)
 
     def _find_model(self) -> None:
         self._model.has_moved()  # the exchange knows the shadow, which does not move
@@ -164,7 +171,7 @@ class Delayed(AllReduceStrategy):
         self._begin()
         super()._enter()
         self.progress.become(self._confirmed)
-        self._model_version = self._state.version
+        self._model_version = self._step.version
 
     # ---- a step, on the training thread -------------------------------------------------------
 
@@ -183,7 +190,7 @@ class Delayed(AllReduceStrategy):
         self._land(self._flights[0])
         if self._flights:
             flight = self._flights.pop(0)
-            self._state.apply_with(flight.numbers, flight.tensors)
+            self._step.apply_with(flight.numbers, flight.tensors)
             self._model_version += 1
             self._spare.append(flight.tensors)
 
@@ -194,7 +201,7 @@ class Delayed(AllReduceStrategy):
             _put(tensors, index, tensor if tensor is None else tensor.detach(), None)
         computed(self._device)
         metadata = self._check.metadata(outgoing, self._model_version)
-        numbers, norm = self._state.numbers(), self._check.norm()
+        numbers, norm = self._step.numbers(), self._check.norm()
         flight = Flight(outgoing, self._model_version, numbers, metadata, norm, tensors)
         self._flights.append(flight)
         flight.reply = self._rounds.submit(lambda: self._fly(flight))
@@ -259,8 +266,8 @@ class Delayed(AllReduceStrategy):
         assert flight is not None
         for index, tensor in enumerate(mean):
             _put(flight.tensors, index, tensor, self._model.tensors[index].device)
-        self._state.version += 1
-        self._state.has_stepped = self._state.has_state = flight.is_made = True
+        self._step.version += 1
+        self._step.has_stepped = self._step.has_state = flight.is_made = True
 
     def _upload(self, outgoing: Outgoing, mean: Mean) -> Reply:
         flight = self._flying
@@ -270,7 +277,7 @@ class Delayed(AllReduceStrategy):
             undo = self._step_ahead((flight.numbers, mean))
             self._shadow.snapshot(ContributionKind.WEIGHTS)
             has_state = self._exchange.group_view.info.uploads_optimizer
-            found = outgoing._replace(optimizer=self._state.state_for_server()) if has_state else outgoing
+            found = outgoing._replace(optimizer=self._step.state_for_server()) if has_state else outgoing
             undo()
             return found
 
@@ -283,9 +290,9 @@ class Delayed(AllReduceStrategy):
 
     def _step_ahead(self, *extra: tuple[Numbers, Mean]) -> Callable[[], None]:
         """Step along all available means, then along `extra`. Returns the function that undoes the steps."""
-        undo = self._state.copy()
+        undo = self._step.copy()
         for numbers, mean in [*self.made(), *extra]:
-            self._state.apply_with(numbers, mean, has_buffers=True)
+            self._step.apply_with(numbers, mean, has_buffers=True)
         return undo
 
     def made(self) -> list[tuple[Numbers, Mean]]:
@@ -328,7 +335,7 @@ class Delayed(AllReduceStrategy):
                 self._land(flight)
         if self._flights:
             self._undo = self._step_ahead()
-        return self._state.version
+        return self._step.version
 
     def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
         undo, self._undo = self._undo, None

@@ -32,10 +32,14 @@ from ....common.tensors.layout import Kind, Layout
 from ....common.tensors.optimizers import is_elementwise, plain_step
 from ....common.tensors.sharding import divide
 from ....common.wire.records import Outcome, Reply
+from ...conversation.exchange import Exchange
 from ...conversation.messages import Final, Outgoing
+from ...tensors.transfer import ModelTensors
 from ..all_reduce import UPLOADS_OPTIMIZER, AllReduceStrategy
 from ..group import Group
-from ..peer_state import Mean, PeerState, StepFn, version_is_lost
+from ..group_lifecycle import GroupLifecycle
+from ..state_transfer import StateTransfer, version_is_lost
+from ..undoable_step import Mean, UndoableStep, has_memory
 from .rendezvous import Broken
 
 log = get_logger()
@@ -44,17 +48,15 @@ Rows = tuple[str, int, int]  # rows [first, end) of a tensor, by its name
 State = dict[Rows, dict[str, Any]]  # the optimizer's state of these rows
 
 
-class ShardedState(PeerState):
-    """Steps this member's rows, with the hyperparameters of the script's optimizer.
+class ShardedStep(UndoableStep):
+    """A step of this member's rows, with the hyperparameters of the script's optimizer.
 
-    The optimizer state is in `state`, not in the script's optimizer. It is divided again when a group forms.
-    `is_whole`: the whole model is of the newest version; otherwise only the rows in `state` are.
+    The optimizer state is in `state`, not in the script's optimizer. `is_whole`: the whole model is of the newest
+    version; otherwise only the rows in `state` are.
     """
 
-    def __init__(self, strategy: AllReduceStrategy, optimizer: torch.optim.Optimizer, step_fn: StepFn) -> None:
-        super().__init__(strategy, optimizer, step_fn)
-        model, self._copies = self.model, self._exchange.config.zero_copies
-        self.shares: list[list[Rows]] = []  # rows of the newest division, by member
+    def __init__(self, model: ModelTensors, optimizer: torch.optim.Optimizer, step_fn: Callable[[], object]) -> None:
+        super().__init__(model, optimizer, step_fn)
         self._plain_step: Callable[[torch.optim.Optimizer], Any] = plain_step(type(optimizer))
         self._rows_optimizer = copy.copy(optimizer)  # has the same groups, with views of rows as parameters
         self.groups = {
@@ -62,9 +64,9 @@ class ShardedState(PeerState):
         }
         self.indices = {entry.spec.name: index for index, entry in enumerate(model.layout.entries)}
         initial = {model.names[id(item)]: dict(state) for item, state in optimizer.state.items()}
-        self._initial = {rows: initial.get(rows[0], {}) for rows in self.all_rows()}
+        self.initial: State = {rows: initial.get(rows[0], {}) for rows in self.all_rows()}
         optimizer.state.clear()
-        self.state: State = copy.deepcopy(self._initial)
+        self.state: State = copy.deepcopy(self.initial)
         self.is_whole = True
 
     def all_rows(self) -> Iterator[Rows]:
@@ -112,38 +114,47 @@ class ShardedState(PeerState):
 
         return restore
 
-    # ---- other members ------------------------------------------------------------------------
+
+class ShardedTransfer(StateTransfer):
+    """Divides the optimizer state again when a group forms."""
+
+    step: ShardedStep
+
+    def __init__(self, exchange: Exchange, lifecycle: GroupLifecycle, step: ShardedStep) -> None:
+        super().__init__(exchange, lifecycle, step)
+        self._copies = exchange.config.zero_copies
+        self.shares: list[list[Rows]] = []  # rows of the newest division, by member
 
     def initial_state(self) -> Any:
-        return {str(rows): state for rows, state in self._initial.items() if state}
+        return {str(rows): state for rows, state in self.step.initial.items() if state}
 
     def restore(self) -> None:
-        version = self._exchange.progress.version
-        self.has_state = self.is_whole = True
+        step, version = self.step, self._exchange.progress.version
+        step.has_state = step.is_whole = True
         found = self._exchange.pull_optimizer() if version else {}
-        self.state = {
-            rows: {key: value.to(self.device_of(rows, value)) for key, value in found[rows[0]].items()}
+        step.state = {
+            rows: {key: value.to(step.device_of(rows, value)) for key, value in found[rows[0]].items()}
             if rows[0] in found
             else copy.deepcopy(initial)
-            for rows, initial in self._initial.items()
+            for rows, initial in step.initial.items()
         }
-        if version and not found and self.has_memory:
+        if version and not found and has_memory(step.optimizer):
             self.warn_of_new_state()
 
     def level(self, group: Group) -> None:
         """Give all members the weights of the newest version, and each member the optimizer state of its share."""
-        newest, run = self._exchange.progress.version, self._lifecycle.run
-        versions = run(lambda: group.gather_numbers(self.version))
+        step, newest, run = self.step, self._exchange.progress.version, self._lifecycle.run
+        versions = run(lambda: group.gather_numbers(step.version))
         if max(versions) != newest:
             raise version_is_lost(newest)
-        is_new = self.version == newest
+        is_new = step.version == newest
         self.shares = [
-            [rows for rows in share if rows[0] in self.groups] for share in _divided(self.model.layout, len(versions))
+            [rows for rows in share if rows[0] in step.groups] for share in _divided(step.model.layout, len(versions))
         ]
         wanted = Collected(self._rows_of(group.index))
         if is_new:
-            wanted.fill(self.state)
-        words = run(lambda: group.gather_numbers(2 * (wanted.is_full and is_new) + (is_new and self.is_whole)))
+            wanted.fill(step.state)
+        words = run(lambda: group.gather_numbers(2 * (wanted.is_full and is_new) + (is_new and step.is_whole)))
         if any(word < 3 for word in words):
             have = [version == newest for version in versions]
             self._exchange_parts(group, have, [bool(word % 2) for word in words], wanted)
@@ -154,8 +165,8 @@ class ShardedState(PeerState):
                 fix="keep snapshots (--checkpoint-dir), from which a run resumes; with worker.zero_copies 2 the run "
                 "survives the loss of any one worker",
             )
-        self.state, self.version = wanted.state, newest
-        self.has_state = self.is_whole = True
+        step.state, step.version = wanted.state, newest
+        step.has_state = step.is_whole = True
 
     def _rows_of(self, index: int) -> list[Rows]:
         """The rows that the member of this index keeps."""
@@ -165,18 +176,18 @@ class ShardedState(PeerState):
 
     def _exchange_parts(self, group: Group, have: list[bool], are_whole: list[bool], wanted: Collected) -> None:
         """Send the parts of all members with the newest version, one after another. `have`, `are_whole`: by member."""
-        index, any_whole = group.index, any(are_whole)
+        step, index, any_whole = self.step, group.index, any(are_whole)
         sources = [member for member, has in enumerate(have) if has]
         first = are_whole.index(True) if any_whole else sources[0]
         local_part = self._dump_part(index == first, not any_whole) if have[index] else {}
-        fresh = Collected(self.all_rows())
+        fresh = Collected(step.all_rows())
         for source in sources:
             values = self._broadcast(group, source, local_part)
             if "tensors" in values and not (have[index] and are_whole[index]):
-                for tensor, other in zip(self.weights(), values["tensors"], strict=True):
+                for tensor, other in zip(step.weights(), values["tensors"], strict=True):
                     tensor.data.copy_(other)
             for name, start, end, rows in values.get("fresh", ()):
-                self.view((name, start, end)).copy_(rows)
+                step.view((name, start, end)).copy_(rows)
                 fresh.fill({(name, start, end): {}})
             wanted.fill_from(values)
             if not have[index]:
@@ -186,7 +197,7 @@ class ShardedState(PeerState):
         for found, state in wanted.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    state[key] = value.to(self.device_of(found, value))
+                    state[key] = value.to(step.device_of(found, value))
 
     def _broadcast(self, group: Group, source: int, local_part: dict[str, Any]) -> dict[str, Any]:
         values = local_part if source == group.index else None
@@ -195,17 +206,17 @@ class ShardedState(PeerState):
     def _dump_part(self, is_first: bool, has_fresh: bool) -> dict[str, Any]:
         values = self._dump_state()
         if is_first:
-            values["tensors"] = [tensor.detach().cpu() for tensor in self.weights()]
+            values["tensors"] = [tensor.detach().cpu() for tensor in self.step.weights()]
         if has_fresh:
-            values["fresh"] = [[*rows, self.view(rows).cpu().clone()] for rows in self.state]
+            values["fresh"] = [[*rows, self.step.view(rows).cpu().clone()] for rows in self.step.state]
         return values
 
     def _dump_state(self) -> dict[str, Any]:
-        return {"state": [[*rows, state] for rows, state in self.state.items()]}
+        return {"state": [[*rows, state] for rows, state in self.step.state.items()]}
 
     def gather_state(self, group: Group) -> dict[str, dict[str, torch.Tensor]] | None:
         """Gather the whole optimizer state on the lowest member; the others return None. Raises Broken."""
-        whole, local_part = Collected(self.all_rows()), self._dump_state()
+        whole, local_part = Collected(self.step.all_rows()), self._dump_state()
         for source in range(len(group.generation.members)):
             values = self._broadcast(group, source, local_part)
             if group.index == 0:
@@ -220,17 +231,18 @@ class ShardedState(PeerState):
 
     def spread(self) -> None:
         """Send the rows that this member stepped to all members. Raises Broken."""
-        group = self._lifecycle.group
+        group, step = self._lifecycle.group, self.step
         assert group is not None
-        pieces = [[self.view(rows) for rows in share] for share in self.shares]
+        pieces = [[step.view(rows) for rows in share] for share in self.shares]
         self._lifecycle.run(lambda: group.broadcast_tensors(pieces))
-        self.is_whole = True
+        step.is_whole = True
 
 
 class Zero(AllReduceStrategy):
-    _state: ShardedState
+    _step: ShardedStep
+    _transfer: ShardedTransfer
 
-    def ready(self, optimizer: torch.optim.Optimizer, step: StepFn) -> None:
+    def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         kind = type(optimizer)
         if not is_elementwise(kind):  # type: ignore[arg-type]  # mypy takes no class for hashable
             raise UsageError(
@@ -239,14 +251,15 @@ class Zero(AllReduceStrategy):
             )
         super().ready(optimizer, step)
 
-    def _make_state(self, optimizer: torch.optim.Optimizer, step: StepFn) -> ShardedState:
-        return ShardedState(self, optimizer, step)
+    def _make_parts(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        self._step = ShardedStep(self._model, optimizer, step)
+        self._transfer = ShardedTransfer(self._exchange, self._lifecycle, self._step)
 
     def _until_taken(
         self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool = True
     ) -> Reply:
         reply = super()._until_taken(gradients, outgoing, is_right)
-        while not (self._state.is_whole or self._confirmed.is_done or reply.result.outcome is Outcome.START):
+        while not (self._step.is_whole or self._confirmed.is_done or reply.result.outcome is Outcome.START):
             reply = self._complete_failed()  # a member died while rows were exchanged: the next group repeats it
             if reply.result.outcome is not Outcome.START:
                 self._form_group()
@@ -256,19 +269,19 @@ class Zero(AllReduceStrategy):
         return bool(group.metadata[-1][0])  # an upload needs the shares of all members
 
     def _take_step(self, mean: Mean) -> None:
-        self._state.step(mean)
+        self._step.step(mean)
         with suppress(Broken):
-            self._state.spread()
+            self._transfer.spread()
 
     def _upload(self, outgoing: Outgoing, mean: Mean) -> Reply:
         group = self._lifecycle.group
         assert group is not None
-        undo = self._state.copy()
+        undo = self._step.copy()
         try:
-            self._state.step(mean)
-            self._state.spread()
+            self._step.step(mean)
+            self._transfer.spread()
             if group.metadata[-1][0] & UPLOADS_OPTIMIZER:
-                outgoing = outgoing._replace(optimizer=self._state.gather_state(group))
+                outgoing = outgoing._replace(optimizer=self._transfer.gather_state(group))
         except Broken as broken:
             undo()
             self._lifecycle.log_broken(broken)
@@ -276,7 +289,7 @@ class Zero(AllReduceStrategy):
         return self._complete_upload(group, outgoing, undo)
 
     def _finish(self, can_evaluate: bool) -> Final | None:
-        state, num, copies = self._state.state, len(self._state.shares), self._exchange.config.zero_copies
+        state, num, copies = self._step.state, len(self._transfer.shares), self._exchange.config.zero_copies
         fields: dict[str, Any] = {"bytes": _num_bytes(state), "shares": num}
         if copies >= num:
             fields["meaning"] = f"nothing is divided: zero_copies {copies} covers all {num} shares"
