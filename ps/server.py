@@ -89,8 +89,8 @@ class Server:
         self._listening = Listening(config)
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
-            self._attendance = Attendance(self.engine, self._assemble, self._lost)
-            self._best.gather = lambda version, tensors: collect(self.engine, tensors, version=version)
+            self._attendance = Attendance(config, self.engine, self._assemble, self._lost)
+            self._best.gather = lambda version, tensors: self._collect(tensors, version=version)
 
     def after(self, config: Config) -> Server:
         """Return the server that replaces this one after it went back to a snapshot."""
@@ -107,9 +107,9 @@ class Server:
         self._available = Available(config)
         if self._attendance is None:
             self._found = self._available.versions
-            go_on(engine, self._available, self._available.newest())
+            go_on(engine, config, self._available, self._available.newest())
         attend = self._attendance.attend if self._attendance else None
-        service = ParameterServerService(engine, attend, self._listening.direct)
+        service = ParameterServerService(engine, config, attend, self._listening.direct)
         self._listening.bind()
         if self._attendance is None:
             self._begin()
@@ -164,7 +164,7 @@ class Server:
             common = set.intersection(*({entry.name.version for entry in entries} for entries in by_shard.values()))
             self._found = tuple(sorted(common, reverse=True))
             name = choose_common(by_shard) if self._config.checkpoint.resume != "never" else None
-            go_on(self.engine, self._available, name)
+            go_on(self.engine, self._config, self._available, name)
         except ParamServerError as error:
             self.engine.end_with(error)
             return
@@ -281,7 +281,7 @@ class Server:
             return {}
         local_tensors = await tensors.run(lambda: model.store.tensors(output.save_averaged))
         try:
-            return await collect(self.engine, local_tensors, averaged=output.save_averaged)
+            return await self._collect(local_tensors, averaged=output.save_averaged)
         except OutputError as error:
             if self.engine.error is None:
                 raise
@@ -292,11 +292,19 @@ class Server:
         """Write the tables beside the weights; returns the error of a failure."""
         if self._model.store.tables is not None and not self._tensors.is_broken:
             try:
-                await write_tables(self.engine)
+                addresses = self.engine.shard_addresses
+                await write_tables(self._config, self._run, self._model, self._tensors, addresses)
             except ParamServerError as error:
                 log.error("not_saved", reason=error.message)
                 return error
         return None
+
+    async def _collect(
+        self, local_tensors: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        whole, addresses = self._model.whole, self.engine.shard_addresses
+        assert whole is not None
+        return await collect(self._config, addresses, whole, local_tensors, averaged=averaged, version=version)
 
     def _write_results(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write the weights and the summary to their files, and print the summary, also of an incomplete run."""

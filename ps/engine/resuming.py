@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from ...common.config.schema import Config
 from ...common.errors import CheckpointError
 from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
@@ -18,11 +19,11 @@ from .engine import Engine
 log = get_logger()
 
 
-def go_on(engine: Engine, available: Available, name: SnapshotName | None) -> None:
+def go_on(engine: Engine, config: Config, available: Available, name: SnapshotName | None) -> None:
     """Restore the run from this snapshot, if there is one. Shard 0 also gives the run a new server incarnation.
 
     Raises CheckpointError for a snapshot that this run cannot continue from."""
-    run, model, states, config = engine.run, engine.model, engine.states, engine.config
+    run, model, states = engine.run, engine.model, engine.states
     if name is not None:
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None

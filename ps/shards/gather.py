@@ -26,8 +26,10 @@ from ...common.tensors.sharding import divide
 from ...common.wire.frames import MAX_DATA_BYTES, MAX_MESSAGE_BYTES, PayloadReader, parse
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
-from ..engine.engine import Engine
+from ..core.run import Run
 from ..snapshots.resharding import put_together
+from ..tensors.model import Model
+from ..tensors.thread import TensorThread
 from .link import open_channel
 
 log = get_logger()
@@ -46,7 +48,13 @@ _FIX = "use the shard's newest snapshot, if snapshots are kept"
 
 
 async def collect(
-    engine: Engine, local_tensors: dict[str, torch.Tensor], *, averaged: bool = False, version: int | None = None
+    config: Config,
+    addresses: Sequence[str],
+    whole: Layout,
+    local_tensors: dict[str, torch.Tensor],
+    *,
+    averaged: bool = False,
+    version: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the model by name, with aliases.
 
@@ -54,9 +62,6 @@ async def collect(
     (`averaged`), of a `version` that all shards keep, or of the newest version. Raises OutputError if a shard does not
     reply.
     """
-    config, model, addresses = engine.config, engine.model, engine.shard_addresses
-    whole = model.whole
-    assert whole is not None
     parts, credentials = [local_tensors], Credentials.read(config.security)
     request = pb.PullRequest(averaged=averaged, version=version)
     shares = divide(whole, len(addresses))
@@ -93,9 +98,8 @@ async def _pull(
 # ---- tables of rows -------------------------------------------------------------------------------
 
 
-async def write_tables(engine: Engine) -> None:
+async def write_tables(config: Config, run: Run, model: Model, tensors: TensorThread, addresses: Sequence[str]) -> None:
     """Write all rows of all shards to `output.tables`, by the names of the tables. Raises OutputError."""
-    config, run, model, tensors = engine.config, engine.run, engine.model, engine.tensors
     path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
     assert path is not None and optimizer is not None and own_tables is not None
     metadata = {"mode": config.run.mode, "version": str(run.policy.version), "run": run.name}
@@ -108,7 +112,7 @@ async def write_tables(engine: Engine) -> None:
     try:
         with replacing(Path(path)) as file:
             file.write(_header([table for _, table in tables], metadata))
-            async for block in _blocks(config, run.name, engine.shard_addresses or ("",), pull, tables):
+            async for block in _blocks(config, run.name, addresses or ("",), pull, tables):
                 await asyncio.to_thread(file.write, block)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="free some space and run again") from None

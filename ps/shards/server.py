@@ -137,7 +137,7 @@ class ShardServer:
             return
         engine, follower = self._begin(begin, available)
         self._bus.begin(engine)
-        await listening.serve(ParameterServerService(engine, direct=listening.direct).handler())
+        await listening.serve(ParameterServerService(engine, engine.config, direct=listening.direct).handler())
         log.info(
             "listening", address=self.address, shard=server.shard, shards=server.shards,
             coordinator=server.coordinator, direct_port=listening.direct.number,
@@ -163,7 +163,7 @@ class ShardServer:
         run, model = engine.run, engine.model
         follower = Follower(happens=engine.happens, digest=run.digest)
         engine.sequencer = follower
-        go_on(engine, available, begin.snapshot)
+        go_on(engine, config, available, begin.snapshot)
         run.name, run.incarnation = begin.run, begin.server_incarnation
         if begin.num_joins:
             run.roster.restore(begin.num_joins)

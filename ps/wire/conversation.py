@@ -9,6 +9,7 @@ import asyncio
 
 import grpc.aio
 
+from ...common.config.schema import Config
 from ...common.errors import Reason, refusal
 from ...common.wire.frames import INLINE_BYTES, Frame
 from ...common.wire.messages import read_residual
@@ -18,7 +19,8 @@ from ..engine.engine import Engine
 from ..engine.peers import Done, Go, Peer
 from .delivery import Delivery
 from .joining import Joining
-from .receiver import Receiver
+from .partial_transfers import PartialTransfers
+from .receiver import Destination, Receiver
 from .small import SmallExchanges
 from .stream import Stream
 from .transports import Transport
@@ -27,8 +29,11 @@ from .transports import Transport
 class Conversation:
     """A worker's conversation on one stream. Await `run`, then call `close`."""
 
-    def __init__(self, engine: Engine, stream: Stream) -> None:
-        self._engine, self._model, self._stream = engine, engine.model, stream
+    def __init__(self, engine: Engine, config: Config, stream: Stream, partials: PartialTransfers) -> None:
+        self._engine, self._model = engine, engine.model
+        self._config = config
+        self._stream = stream
+        self._partials = partials
         self._peer: Peer | None = None
         self._transport: Transport | None = None
 
@@ -37,14 +42,19 @@ class Conversation:
         peer = self._peer = await joining.seat(self._stream, context)
         if peer is None:
             return
-        delivery = Delivery(self._engine, self._stream, peer)
+        engine, model, tensors = self._engine, self._model, self._engine.tensors
+        folding, states = engine.folding, engine.states
+        delivery = Delivery(self._stream, peer, model, tensors, folding, states)
         transport = await joining.meet(self._stream, peer, delivery.transport, context)
         if transport is None:
             return
         self._transport = delivery.transport = transport
         if not peer.is_resumed and not await self._send_items(peer, delivery):
             return
-        receiver = Receiver(self._engine, self._stream, peer, transport, joining.partials)
+        destination = Destination(
+            engine.run, model, tensors, folding, states, self._config.limits.state_bytes, engine.offer, engine.now
+        )
+        receiver = Receiver(destination, self._stream, peer, transport, self._partials)
         goodbye = await self._exchange(peer, delivery, receiver)
         if goodbye is not None:
             self._leave(peer, goodbye.of(pb.Leave))
@@ -117,8 +127,7 @@ class Conversation:
 
     async def _take_weights(self, peer: Peer) -> bool:
         await self._stream.say(pb.ServerMessage(send_weights=pb.SendWeights()))
-        config = self._engine.config
-        first = await self._stream.read_within(config.server.join_timeout_s, "initial_weights")
+        first = await self._stream.read_within(self._config.server.join_timeout_s, "initial_weights")
         if first is None:
             return False
         model = self._model
@@ -129,7 +138,7 @@ class Conversation:
             raise refusal(Reason.BAD_REQUEST, f"weights of {num_bytes} bytes; this model's have {layout.total_bytes}")
         try:
             weights = model.new_memory()
-            await asyncio.to_thread(model.prepare_tables, config.run.seed)
+            await asyncio.to_thread(model.prepare_tables, self._config.run.seed)
         except (MemoryError, RuntimeError):  # of numpy and of torch
             raise refusal(
                 Reason.LIMIT_EXCEEDED,

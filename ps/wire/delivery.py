@@ -13,10 +13,13 @@ from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, frame, message_fram
 from ...common.wire.messages import reply_message, write_weights
 from ...common.wire.records import ReferenceInfo, Reply, WeightsInfo
 from ...proto import parameter_server_pb2 as pb
-from ..engine.engine import Engine
+from ..engine.folding import Folding
 from ..engine.peers import Done, Go, Item, Peer
+from ..engine.states import States
+from ..tensors.model import Model
 from ..tensors.replies.publication import Publication
 from ..tensors.replies.reference import ReferenceUpdate
+from ..tensors.thread import TensorThread
 from .stream import Stream
 from .transports import Header, Transport
 
@@ -32,10 +35,12 @@ def _secret_of(*group: object) -> bytes:
 class Delivery:
     """Sends replies to one worker. A START also has the frozen tensors, and always uses the stream's messages."""
 
-    def __init__(self, engine: Engine, stream: Stream, peer: Peer) -> None:
-        self._model, self._stream, self._peer = engine.model, stream, peer
-        self._tensors, self._folding, self._states = engine.tensors, engine.folding, engine.states
-        self._frames = Transport(engine.model, stream)
+    def __init__(
+        self, stream: Stream, peer: Peer, model: Model, tensors: TensorThread, folding: Folding, states: States
+    ) -> None:
+        self._stream, self._peer, self._model = stream, peer, model
+        self._tensors, self._codec_memories, self._states = tensors, folding.codec_memories, states
+        self._frames = Transport(model, stream)
         self.transport = self._frames
 
     def whole(self, item: Item) -> bytes | None:
@@ -152,7 +157,7 @@ class Delivery:
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
         """Send the weights in the worker's codec. Its memory depends on the worker, so workers share no frames."""
         model, tensors = self._model, self._tensors
-        memory, version = self._folding.codec_memories.of(self._peer.rank), go.effect.reply.result.version
+        memory, version = self._codec_memories.of(self._peer.rank), go.effect.reply.result.version
         encode = partial(memory.encode, codec)
         if model.store.layout.exchange_bytes <= INLINE_BYTES:
             encoded = await tensors.run(partial(encode, copy_of(memoryview(go.payload or model.small_payload()))))

@@ -42,10 +42,10 @@ _MAX_CODECS = 32
 class Joining:
     """Lets workers join one run."""
 
-    def __init__(self, engine: Engine, port: Port | None) -> None:
+    def __init__(self, engine: Engine, config: Config, port: Port | None) -> None:
         self._engine, self._run, self._model = engine, engine.run, engine.model
         self._folding, self._tensors = engine.folding, engine.tensors
-        self._config = config = engine.config
+        self._config = config
         self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._probe = Probe(config.server.shared_memory)
         self._port = port

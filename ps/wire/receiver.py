@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from ...common.codecs.base import Codec, payload_bytes
@@ -20,12 +20,14 @@ from ...common.wire.records import Contribution, PayloadInfo
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.judgement import SOUND, Judgement
-from ..engine.engine import Engine
-from ..engine.folding import Staged
+from ..core.run import Run
+from ..engine.folding import Folding, Staged
 from ..engine.peers import Peer
+from ..engine.states import States
 from ..tensors.model import Model
 from ..tensors.staging import Payload
 from ..tensors.store import Store
+from ..tensors.thread import TensorThread
 from ..tensors.upload import Upload
 from .attachments import Attachments, StateAssembler
 from .codecs import codec_named, unusable
@@ -39,6 +41,20 @@ _MAX_METRICS = 64  # of an evaluation
 _BEFORE = ("begin", "rows", "optimizer", "state", "metrics", "stop", "taken", "")
 _INSTEAD = ("ask_again", "finish", "leave")
 _PIECE = ("taken", "")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The objects that receive contributions: the run, which counts them, and the owners of their tensors."""
+
+    run: Run
+    model: Model  # has the store, and the staging pool for uploads
+    tensors: TensorThread
+    folding: Folding
+    states: States
+    max_state_bytes: int  # limit for a script's state
+    offer: Callable[[events.Event], None]
+    now: Callable[[], float]
 
 
 class UploadMemory:
@@ -96,15 +112,17 @@ class Receiver:
     """Receives one worker's contributions, one after another, and offers them to the run."""
 
     def __init__(
-        self, engine: Engine, stream: Stream, peer: Peer, transport: Transport, partials: PartialTransfers
+        self, destination: Destination, stream: Stream, peer: Peer, transport: Transport, partials: PartialTransfers
     ) -> None:
-        self._engine, self._run, self._model = engine, engine.run, engine.model
-        self._config, self._folding, self._states = engine.config, engine.folding, engine.states
         self._stream, self._peer, self._transport, self._partials = stream, peer, transport, partials
+        self._run, self._model, self._tensors = destination.run, destination.model, destination.tensors
+        self._folding, self._states = destination.folding, destination.states
+        self._max_state_bytes = destination.max_state_bytes
+        self._offer, self._now = destination.offer, destination.now
         position = partial(self._run.policy.upload_position, peer.rank)
         self._memory = UploadMemory(self._model, stream, partials, peer.rank, position)
         self._script_state = StateAssembler()
-        self._attachments = Attachments(peer.rank, self._model, engine.tensors)
+        self._attachments = Attachments(peer.rank, self._model, self._tensors)
         self._contribution: Contribution | None = None  # announced, and its payload is arriving
         self._upload: Upload | None = None
         self._without: frozenset[str] = frozenset()  # parameters without a gradient in this contribution
@@ -162,14 +180,14 @@ class Receiver:
             case pb.State() as state:
                 self._take_state(state)
             case pb.EvaluationMetrics() as metrics:
-                self._engine.offer(evaluation_event(peer.rank, metrics))
+                self._offer(evaluation_event(peer.rank, metrics))
             case pb.Stop() as stop:
-                self._engine.offer(events.StopAsked(*peer.seat, stop.reason))
+                self._offer(events.StopAsked(*peer.seat, stop.reason))
             case pb.Taken():
                 self._transport.taken()
             case pb.AskAgain() as question:
                 peer.state, peer.base, peer.reference = "waiting", None, question.reference
-                self._engine.offer(events.AskedAgain(*peer.seat, question.seq))
+                self._offer(events.AskedAgain(*peer.seat, question.seq))
         return received.kind in _INSTEAD
 
     async def _take_contribution(self, header: pb.Contribution, received: Frame) -> bool:
@@ -214,9 +232,9 @@ class Receiver:
         upload.reader.feed(received)
         if contribution is None or not upload.reader.is_complete:
             return False
-        whole_at = self._engine.now()
+        whole_at = self._now()
         judgement = await upload.judge()
-        self._hand_over(contribution, upload.take(), judgement, self._engine.now() - whole_at)
+        self._hand_over(contribution, upload.take(), judgement, self._now() - whole_at)
         return True
 
     async def _take_attachment(self, received: Frame) -> None:
@@ -226,7 +244,7 @@ class Receiver:
         await self._attachments.add(received)
 
     def _take_state(self, state: pb.State) -> None:
-        limit = self._config.limits.state_bytes
+        limit = self._max_state_bytes
         if state.num_bytes > limit:
             raise refusal(
                 Reason.LIMIT_EXCEEDED,
@@ -269,7 +287,7 @@ class Receiver:
         if payload is None:
             payload = await self._memory.borrow()
         memory = self._folding.codec_memories.of(self._peer.rank)
-        return Upload(self._model, self._engine.tensors, codec, payload, memory, header.in_shared_memory)
+        return Upload(self._model, self._tensors, codec, payload, memory, header.in_shared_memory)
 
     def _continue(self, begin: pb.Begin) -> None:
         """Continue the upload of a lost stream. Its missing bytes arrive on this stream."""
@@ -330,7 +348,7 @@ class Receiver:
         peer.base, peer.reference = base.version if base.has_all else None, base.reference
         peer.state = "waiting"  # before the offer, because the run may reply at once
         bytes_so_far = traffic.num_sent, traffic.num_received
-        self._engine.offer(events.Contributed(contribution, judgement, looked_s, bytes_so_far))
+        self._offer(events.Contributed(contribution, judgement, looked_s, bytes_so_far))
 
 
 def evaluation_event(rank: int | None, message: pb.EvaluationMetrics) -> events.MetricsReceived:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ..engine.peers import Go, Item, Peer
 from .connection import Connection
@@ -16,50 +15,57 @@ from .receiver import Receiver
 from .stream import Stream, StreamLost
 
 
-@dataclass(eq=False)
 class SmallExchanges:
-    """The small exchanges of one worker."""
+    """The small exchanges of one worker. `message` returns the message of an item, or None if it needs several."""
 
-    connection: Connection
-    stream: Stream
-    peer: Peer
-    receiver: Receiver
-    message: Callable[[Item], bytes | None]  # returns the message of an item, or None if it needs several
-    is_due: bool = False  # the worker waits for a reply
-    is_paused: bool = False  # bytes arrived before the reply was sent
+    def __init__(
+        self,
+        connection: Connection,
+        stream: Stream,
+        peer: Peer,
+        receiver: Receiver,
+        message: Callable[[Item], bytes | None],
+    ) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._peer = peer
+        self._receiver = receiver
+        self._message = message
+        self._is_due = False  # the worker waits for a reply
+        self._is_paused = False  # bytes arrived before the reply was sent
 
     async def until_other(self) -> bool:
         """Exchange until the conversation must take over. Returns True if it must send, and False if it must read."""
         loop = asyncio.get_running_loop()
         self._other: asyncio.Future[bool] = loop.create_future()
-        self.is_due = self.is_paused = False
-        self.peer.at_once = self._say
-        self.connection.watch(self._readable)
+        self._is_due = self._is_paused = False
+        self._peer.at_once = self._say
+        self._connection.watch(self._readable)
         try:
-            if self.connection.has_more:
+            if self._connection.has_more:
                 loop.call_soon(self._readable)
             return await self._other
         finally:
-            self.peer.at_once = None
-            self.connection.unwatch()
+            self._peer.at_once = None
+            self._connection.unwatch()
 
     def _readable(self) -> None:
         """Receive at most one contribution, so that other workers get their turn."""
         if self._other.done():
             return
-        if self.is_due:
-            self.is_paused = True
-            self.connection.unwatch()
+        if self._is_due:
+            self._is_paused = True
+            self._connection.unwatch()
             return
         try:
-            raw = self.connection.read_now()
+            raw = self._connection.read_now()
             if raw is None:
                 return
-            self.is_due = True
-            if not self.stream.take_now(raw, self.receiver.take_now):
-                self.connection.unread(raw)
+            self._is_due = True
+            if not self._stream.take_now(raw, self._receiver.take_now):
+                self._connection.unread(raw)
                 self._end(False)
-            elif self.connection.has_more and not self.is_due:
+            elif self._connection.has_more and not self._is_due:
                 asyncio.get_running_loop().call_soon(self._readable)
         except EOFError:
             self._end(False)
@@ -70,20 +76,20 @@ class SmallExchanges:
         """Send an item of the run at once. Returns False if the conversation must send it."""
         if self._other.done():
             return False
-        raw, is_reply = self.message(item), isinstance(item, Go)
+        raw, is_reply = self._message(item), isinstance(item, Go)
         try:
-            if raw is None or not self.stream.write_now(raw, is_counted=is_reply):
+            if raw is None or not self._stream.write_now(raw, is_counted=is_reply):
                 self._end(True)
                 return False
         except StreamLost as lost:
             self._fail(lost)
             return True
         if is_reply:
-            self.is_due = False
-            self.peer.traffic.num_received += self.stream.take_sent()
-            if self.is_paused:
-                self.is_paused = False
-                self.connection.watch(self._readable)
+            self._is_due = False
+            self._peer.traffic.num_received += self._stream.take_sent()
+            if self._is_paused:
+                self._is_paused = False
+                self._connection.watch(self._readable)
                 asyncio.get_running_loop().call_soon(self._readable)
         return True
 

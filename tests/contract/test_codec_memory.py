@@ -196,7 +196,7 @@ def played(layout: Layout, test: Callable[[Engine, Process], Coroutine[Any, Any,
         })  # fmt: skip
         engine = Engine(config, make_policy(config), name="run")
         engine.offer(events.HeartbeatBegan("p"))
-        process = Process(ParameterServerService(engine), layout, "p")
+        process = Process(ParameterServerService(engine, config), layout, "p")
         try:
             await process.join()
             await test(engine, process)

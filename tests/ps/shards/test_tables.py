@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import OutputError
 from paramserver.common.tensors.tables import make_spec
-from paramserver.ps.engine.engine import Engine
+from paramserver.ps.core.run import Run
 from paramserver.ps.shards import gather as module
 from paramserver.ps.shards.gather import write_tables
+from paramserver.ps.tensors.model import Model
 from paramserver.ps.tensors.tables import Tables
 from paramserver.ps.tensors.thread import TensorThread
 
@@ -35,9 +36,7 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
     model = SimpleNamespace(store=store, whole_optimizer=SimpleNamespace(tables=tuple(SPECS)))
 
     async def write() -> None:
-        tensors = TensorThread(lambda _: None)
-        engine = SimpleNamespace(config=config, run=run, model=model, tensors=tensors, shard_addresses=())
-        await write_tables(cast(Engine, engine))
+        await write_tables(config, cast(Run, run), cast(Model, model), TensorThread(lambda _: None), ())
 
     asyncio.run(write())
     return {name.removeprefix("weight/"): tensor for name, tensor in tables.state().items() if "weight" in name}
