@@ -17,10 +17,11 @@ from ..common.tensors.optimizers import check_arguments
 from .core.controls import keep_out
 from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
-from .engine.clock import Clock, until_one_ends
+from .engine.clock import Clock
 from .engine.engine import Engine
 from .engine.modes import make_policy
 from .engine.resuming import go_on
+from .engine.tasks import until_one_ends
 from .observe import reports
 from .observe.sinks import make_bus
 from .shards.attend import Attendance

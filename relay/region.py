@@ -65,11 +65,11 @@ class Region(Keeper):
         self._publication: Publication | None = None  # of the version that waits for a reply
         self._asked_at: float | None = None  # when the server above was asked; None: nothing is pending
         self._finish: Callable[[], None] | None = None  # called after the pending replies
-        self._takes_reply = False  # a reply came, and the tensor thread merges it
+        self._is_merging = False  # a reply came, and the tensor thread merges it
         self._done: Callable[[], object] = lambda: None  # ends the `take` that is under way
         self._ranks: tuple[int, ...] = ()  # whose gradients are in the newest contribution
         self._is_over = False  # the run above takes no more contributions
-        self._has_news = False  # a reply came whose weights no version has yet
+        self._has_unmerged_reply = False  # a reply came whose weights no version has yet
 
     def restore(self) -> None:
         """Continue the region's run from the weights and the state in the newest START.
@@ -131,9 +131,9 @@ class Region(Keeper):
             waits = self.pace.must_wait(steps) and not self._tensors.is_paused
             if waits and has_weights:
                 self._publication = publication
-            self._has_news &= not has_weights
+            self._has_unmerged_reply &= not has_weights
             now = None if waits and has_weights else publication
-            work = partial(self._step, step, now, has_weights, due is not None, is_sent)
+            work = partial(self._step, step, now, merges=has_weights, copies=due is not None, is_sent=is_sent)
             self._tensors.submit(work, partial(self._stepped, due), pauses=waits)
 
     def prepare(self, reply: effects.SendReply) -> None:
@@ -142,23 +142,24 @@ class Region(Keeper):
         policy, group = self._run.policy, reply.reply.group
         assert group is not None
         steps = policy.min_steps_done + 1
-        uploads = group.uploads_weights or self._has_news or self.pace.is_due(steps) or self.pace.must_wait(steps)
+        is_needed = self._has_unmerged_reply or self.pace.is_due(steps) or self.pace.must_wait(steps)
+        uploads = group.uploads_weights or is_needed
         uploads &= group.members[:1] == (reply.rank,)
         reply.reply = replace(reply.reply, group=replace(group, uploads_weights=uploads, returns_weights=True))
         reply.has_weights |= reply.reply.result.outcome in COUNTED and policy.has_newest_weights
 
     def _step(
-        self, step: Callable[..., list[torch.Tensor]], publication: Publication | None, has_weights: bool,
-        is_due: bool, is_sent: bool,
+        self, step: Callable[..., list[torch.Tensor]], publication: Publication | None, *, merges: bool, copies: bool,
+        is_sent: bool,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:  # fmt: skip
         """On the tensor thread: step, merge replies, publish, and copy weights that are due."""
         store = self._model.store
         reusable = step(progress=lambda _: None)
-        if has_weights:
+        if merges:
             self._merge(store)
         if publication is not None:
             publication.made(store.layout.exchange_bytes)
-        weights = store.weights.clone() if is_due else None
+        weights = store.weights.clone() if copies else None
         if weights is not None and not is_sent:
             self._payloads.append(weights)
         return reusable, weights if is_sent else None
@@ -235,7 +236,7 @@ class Region(Keeper):
         if outcome is Outcome.START:
             self._goes_back()
             return
-        self._is_over, self._takes_reply = self._link.progress.is_done, True
+        self._is_over, self._is_merging = self._link.progress.is_done, True
         has_queue = self.pace.replied(self._link.progress.local_steps) and not self._is_over
         if self._is_over:
             self.pace.unanswered.clear()
@@ -248,7 +249,7 @@ class Region(Keeper):
             return
         assert self._sent is not None
         work = partial(self._take_reply, self._sent, publication)
-        self._has_news = publication is None
+        self._has_unmerged_reply = publication is None
         if self._tensors.is_paused:
             self._tensors.go_on(work, lambda _: None)
         else:
@@ -268,7 +269,7 @@ class Region(Keeper):
             publication.made(self._model.store.layout.exchange_bytes)
 
     def _after_replies(self, payload: torch.Tensor | None) -> None:
-        self._takes_reply = False
+        self._is_merging = False
         if payload is not None:
             self._send(self._queue.popleft()._replace(payload=payload))
         elif self._finish is not None:
@@ -314,7 +315,7 @@ class Region(Keeper):
             done(version)  # a stop, or a snapshot that a user asked for
         else:
             self._finish = partial(self._end, self._done)
-            if not (self.pace.unanswered or self._takes_reply):
+            if not (self.pace.unanswered or self._is_merging):
                 self._finish()
 
     def _start(self, done: Callable[[], object]) -> None:
@@ -350,7 +351,7 @@ class Region(Keeper):
         has_rest = steps > self.pace.steps or self._num_samples
         if has_rest and not self._link.progress.is_done and not self._passes_gradients:
             cut = self._cut(steps)
-            work = partial(self._step, lambda progress: [], None, True, True, True)
+            work = partial(self._step, lambda progress: [], None, merges=True, copies=True, is_sent=True)
             self._tensors.submit(work, partial(self._stepped, cut))
             return  # its reply calls this again
 

@@ -53,8 +53,10 @@ def serve(
     raise_first(
         (len(named) > 1, f"{' and '.join(named)}: weights come from one place", "give one of them"),
         (not named, "no weights to serve", "give --server HOST:PORT, --run NAME or FILE.safetensors"),
+        (file and not file.is_file(), f"{file}: cannot be read: there is no such file",
+         "give a file that --save has written"),
         (file and not resolved.was_set("task.name"), f"{file} does not name its task", "add --task NAME"),
-    )
+    )  # fmt: skip
     if resolved.was_set("task.name"):
         check_task(resolved.config.task.name, resolved.config.task.args)
     setup_logging(resolved.config.log, SERVE)

@@ -65,7 +65,9 @@ def read_document(path: str, label: str, fix: str) -> yaml.Node | None:
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise UsageError(f"cannot read {label} {path}: {error.strerror}") from None
+        raise UsageError(
+            f"cannot read {label} {path}: {error.strerror}", fix="give the path of a YAML file; configs/ has examples"
+        ) from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text", fix=fix) from None
     except yaml.YAMLError as error:

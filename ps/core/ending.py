@@ -46,7 +46,7 @@ class Ending(Saving):
                     uploads = group.uploads_weights or self.rhythm.is_due(lambda: self.policy.min_steps_done + 1, at)
                     # The last snapshot has the optimizer's state too, and any step may be the last.
                     uploads |= self._keeps_optimizer and self.policy.training_steps is None
-                    group = replace(group, uploads_weights=uploads, uploads_optimizer=self.rhythm.is_kept)
+                    group = replace(group, uploads_weights=uploads, uploads_optimizer=self._keeps_optimizer)
                     effect.reply = replace(effect.reply, group=group)
             elif isinstance(effect, effects.End):  # the last effect
                 found += self._close(effect.error or stopping(), at)

@@ -73,9 +73,9 @@ def judge_whole(limits: StoreConfig, parts: Sequence[Judgement]) -> Judgement:
     action, problem, limit = decide(limits, True, norm)
     if action == "take":
         return taken
-    if action == "clip" and limits.max_norm is not None:
+    if action == "clip":
+        assert limits.max_norm is not None
         return Judgement("take", problem, limit, is_clipped=True, scale=factor_to(limits.max_norm, norm))
-    assert action != "clip"
     return Judgement(action, problem, limit)
 
 

@@ -1,24 +1,11 @@
-"""The clock of a server process: monotonic seconds, and sleeping; tasks beside each other. A test's clock may jump."""
+"""The clock of a server process: monotonic seconds, and sleeping. A test's clock may jump."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
-
-
-async def until_one_ends(*work: Coroutine[Any, Any, object]) -> None:
-    """Run these beside each other until one ends, and cancel the others. Raises the error of one that has failed."""
-    tasks = [asyncio.create_task(item) for item in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+from collections.abc import Callable
+from typing import NoReturn
 
 
 class Clock:

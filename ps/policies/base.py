@@ -171,8 +171,9 @@ class Policy(Gates, ABC):
     def take_over(self, before: Policy, now: float) -> list[Decision]:
         """Continue between two events where another of the `compatible_modes` stands. That mode's own state is
         dropped."""
-        for name in vars(Gates(before.common)):  # what every mode has
-            setattr(self, name, getattr(before, name))
+        self._copy_counts(before)
+        self.has_started, self.paused = before.has_started, before.paused
+        self._waiting, self._needed = before._waiting, before._needed
         self._waiting.ask_all()
         return self._settle(now)
 

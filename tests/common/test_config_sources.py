@@ -304,6 +304,7 @@ def test_a_file_that_cannot_be_read(make: Callable[[Path], Path], says: str, tmp
     error = mistake(lambda: load(path))
     assert says in error.message
     assert str(path) in error.message
+    assert "configs/" in error.fix
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "run:\n", "run: {}\n"])

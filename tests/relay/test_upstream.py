@@ -7,7 +7,6 @@ import time
 
 import psutil
 import pytest
-import torch
 
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.faults.proxy import Proxy
@@ -17,6 +16,7 @@ from paramserver.tests.relay.world import World
 CUT_S = 12.0  # longer than the lease of 5 s
 LONG_CUT_S = 60.0  # longer than worker.give_up_s and limits.progress_s too
 AHEAD = 8
+OFTEN = ("--set", "server.status_interval_s=0.1", "--set", "worker.transports=grpc")
 
 
 OUTER = ("--outer-lr", "1", "--outer-momentum", "0")
@@ -60,9 +60,7 @@ def test_a_border_that_is_cut_for_long(cluster: Cluster, every: tuple[str, ...],
     world = World(cluster, "localsgd", "--local-steps", "4")
     world.relay(0, *every)
     with Proxy(world.address) as proxy:
-        above, world.address = world.address, proxy.address
-        relay = world.relay(1, *every, "--set", "worker.transports=grpc", "--set", "server.status_interval_s=0.1")
-        world.address = above
+        relay = world.relay_behind(proxy, 1, *every, *OFTEN)
         workers = world.workers(4.0, delay_s=0.05)
         relay.until(lambda: any(event["version"] >= version for event in relay.events("status")), "a version")
         proxy.stall()
@@ -76,10 +74,7 @@ def test_a_border_that_is_cut_for_long(cluster: Cluster, every: tuple[str, ...],
             versions
         )  # beyond the contribution without a reply
         proxy.go_on()
-        assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
-    assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
-    weights = world.weights()
-    torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-9)
+        world.check_each_counted_once(workers)
 
 
 @pytest.mark.slow
@@ -98,12 +93,9 @@ def test_a_border_that_is_cut_for_a_minute(
 ) -> None:
     """Nothing times out: the relay keeps trying, without a thread or descriptor more, and no worker leaves."""
     world = World(cluster, *above)
-    often = ("--set", "server.status_interval_s=0.1", "--set", "worker.transports=grpc")
     world.relay(0, *relay_flags, mode=below)
     with Proxy(world.address) as proxy:
-        target, world.address = world.address, proxy.address
-        relay = world.relay(1, *relay_flags, *often, mode=below)
-        world.address = target
+        relay = world.relay_behind(proxy, 1, *relay_flags, *OFTEN, mode=below)
         workers = world.workers(2.0 if below == "async" else 4.0, delay_s=0.05)
         relay.until(lambda: any(event["version"] >= 5 for event in relay.events("status")), "version 5")
         proxy.stall()
@@ -116,10 +108,7 @@ def test_a_border_that_is_cut_for_a_minute(
         assert relay.events("status")[-1]["version"] == ahead
         assert max(process.num_fds() - used[0], process.num_threads() - used[1]) <= 4, used
         proxy.go_on()
-        assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
-    assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
-    weights = world.weights()
-    torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-9)
+        world.check_each_counted_once(workers)
 
 
 @pytest.mark.slow

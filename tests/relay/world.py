@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.faults.proxy import Proxy
 
 STEPS = 24
 COUNTING = Path(__file__).with_name("counting.py")
@@ -49,6 +50,13 @@ class World:
         self.relays[rank : rank + 1] = [relay]
         return relay
 
+    def relay_behind(self, proxy: Proxy, rank: int, *flags: str, mode: str = "sync") -> Process:
+        """Start a relay whose connection to the server above goes through this proxy."""
+        target, self.address = self.address, proxy.address
+        relay = self.relay(rank, *flags, mode=mode)
+        self.address = target
+        return relay
+
     def workers(
         self, scale: float, delay_s: float = 0.0, stop_at: int = 0, large: Mapping[int, str] = MappingProxyType({})
     ) -> list[Process]:
@@ -67,6 +75,13 @@ class World:
         self.cluster.address = self.addresses[rank]
         argv = (str(2 * rank + worker), str(STEPS), str(scale), str(delay_s), str(stop_at))
         return self.cluster.script(worker, COUNTING, *argv, **environ)
+
+    def check_each_counted_once(self, workers: list[Process]) -> None:
+        """Wait for the end of all processes, and check that every contribution has weight 1."""
+        assert [worker.wait() for worker in workers] == [0] * len(workers)
+        assert [process.wait() for process in (*self.relays, self.above)] == [0] * (len(self.relays) + 1)
+        weights = self.weights()
+        torch.testing.assert_close(weights, torch.ones_like(weights), rtol=0, atol=1e-9)
 
     def weights(self) -> torch.Tensor:
         """[4, STEPS]: the weight with which each contribution was applied."""

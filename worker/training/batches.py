@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from ...common.errors import UsageError
+from ..session import Progress
 from .data import Loader, Shares, epoch_batches, seed_everything, sharded_batches, step_seed
 from .position.stream import check_stream
-from .position.taken import Hand
-
-if TYPE_CHECKING:
-    from .session import Session
+from .position.taken import Hand, Taken
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 _SUMMED = 1 << 20  # elements of a tensor that are summed at once
@@ -35,20 +33,32 @@ class Batches:
     `session.epochs()` the iterator ends with the epoch. The script may iterate again in the next epoch.
     """
 
-    def __init__(self, session: Session, shares: Shares, options: dict[str, Any], epochs: int | None) -> None:
-        """`shares` has the batch size of one process; `options` are those of DataLoader."""
-        self._progress, self._taken = session._joined()
-        self._is_over, (self._group_rank, self._group_size) = session.is_over, session._data_share
-        self._shares, self._options, self._epochs = shares, options, epochs
+    def __init__(
+        self,
+        shares: Shares,
+        taken: Taken,
+        progress: Callable[[], Progress],
+        is_over: Callable[[], bool],
+        options: dict[str, Any],
+        epochs: int | None = None,
+        inner: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`shares` has the batch size of one process.
+
+        `inner`: this process's group rank and the size of the replica group.
+        """
+        self._group_rank, self._group_size = inner
+        self._shares, self._taken, self._progress = shares, taken, progress
+        self._is_over, self._options, self._epochs = is_over, options, epochs
         self.hand = Hand()
         self._is_of: tuple[int, int | None] | None = None  # (moves, epoch) that `_batches` was made for
         self._batches: Iterator[tuple[Any, int]] = iter(())
         self._loader = Loader(shares.dataset, options)
         self._check()
-        self._taken.epoch_batches = self._epoch_length  # raises UsageError early if the data cannot be divided
+        taken.epoch_batches = self._epoch_length  # raises UsageError early if the data cannot be divided
         self._end = self._end_of_loop()
-        self._taken.add(self)
-        self._taken.num_samples = shares.num_samples
+        taken.add(self)
+        taken.num_samples = shares.num_samples
 
     def _check(self) -> None:
         """Raises UsageError for options that a data set without a length does not support."""

@@ -313,7 +313,8 @@ class Session:
         Before each batch torch's generator is seeded from the run's seed, the rank and the position. So random numbers
         for the batch (dropout, augmentation) are the same in a run that was killed and resumed.
         """
-        self._say_length(self._joined()[0]())
+        progress, taken = self._joined()
+        self._say_length(progress())
         if epochs is not None:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         source = source_of(Source(dataset, batch_size, shuffle, drop_last, sampler, loader_options))
@@ -325,7 +326,7 @@ class Session:
             )
         size //= self._data_share[1]
         shares = Shares(source.dataset, size, seed, source.shuffle, pad, source.drop_last, source.sampler)
-        return Batches(self, shares, read_options(source.options), epochs)
+        return Batches(shares, taken, progress, self.is_over, read_options(source.options), epochs, self._data_share)
 
     def expect(self, steps: int) -> None:
         """Tell the session how many training steps this script takes. If the run is shorter, a warning says so."""

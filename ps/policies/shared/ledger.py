@@ -42,6 +42,15 @@ class Ledger(Traits):
         self._too_many: dict[int, int] = {}  # by rank: training steps that its open contribution lacks
         self._standing = Standing[int]()  # of the live ranks, by `num_counted`
 
+    def _copy_counts(self, other: Ledger) -> None:
+        """Continue with the counts of a compatible mode's ledger."""
+        self.common, self.training_steps, self.version = other.common, other.training_steps, other.version
+        self.members, self.num_counted, self.out = other.members, other.num_counted, other.out
+        self.is_stopping, self.committed_by, self.in_step = other.is_stopping, other.committed_by, other.in_step
+        self._num_open, self._ranks, self._first_number = other._num_open, other._ranks, other._first_number
+        self._offsets, self._offset, self._too_many = other._offsets, other._offset, other._too_many
+        self._standing = other._standing
+
     # ---- questions ------------------------------------------------------------------------
 
     @property
