@@ -81,8 +81,8 @@ def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str
         raise_first(
             (kind.has_peers and not every, f"mode {mode} {also}: the run above would be in this mode too, in which "
              "workers average among themselves", "--upstream-every 8, or --mode sync"),
-            (kind.has_peers and config.policy.option("staleness", 0), f"mode {mode} with policy.staleness {also}: weights from "
-             "above would change between two delayed steps",
+            (kind.has_peers and config.policy.option("staleness", 0),
+             f"mode {mode} with policy.staleness {also}: weights from above would change between two delayed steps",
              "leave it out"),
             (every and (above.kind.has_peers or above.kind.holds_gradients),
              f"upstream.mode is {config.upstream.mode}, and the run above exchanges weights every {every} steps",
