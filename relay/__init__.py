@@ -1,1 +1,1 @@
-"""A relay: the server of a region, which is one worker of the run above (`ps-server --upstream`)."""
+"""A relay (`ps-server --upstream`): the server of a region, and one worker of the run above, which joins regions."""

@@ -1,4 +1,4 @@
-"""The relay as one worker of the run above."""
+"""A relay's connection to the server above: the relay is one of its workers."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ log = get_logger()
 
 OVER = "the run above was over"
 _NOT_COUNTED = {
-    Outcome.DROPPED: "it came after the end of its round",
-    Outcome.REJECTED: "the run above rejected it (store.on_nonfinite, store.max_norm)",
+    Outcome.DROPPED: "the contribution came after the end of its round",
+    Outcome.REJECTED: "the run above rejected the contribution (store.on_nonfinite, store.max_norm)",
 }
 
 
-class Cut(NamedTuple):
-    """What the region contributes. `payload`, uint8 [exchange_bytes], is a mean gradient, or the region's weights."""
+class RegionContribution(NamedTuple):
+    """A contribution of the region. `payload`, uint8 [exchange_bytes], is a mean gradient, or the region's weights."""
 
     payload: torch.Tensor | None  # None: no gradient
-    table: bytes  # state of the region's run at this version
-    step: int  # training steps before
+    state: bytes  # of the region's run at this version
+    step: int  # training steps of the region before this contribution
     num_samples: int
     num_workers: int
-    num_steps: int
+    num_steps: int  # in this contribution
     training: TrainingInfo = TrainingInfo()
     without: frozenset[str] = frozenset()  # parameters without a gradient
 
 
 class RegionTensors(ModelTensors):
-    """A model of this layout without a module. `payload` is its memory, uint8 [total_bytes]."""
+    """Tensors of this layout without an nn.Module. `payload`, uint8 [total_bytes], is their memory."""
 
     def __init__(self, layout: Layout, payload: torch.Tensor) -> None:
         self.layout, self.payload = layout, payload
@@ -82,8 +82,11 @@ class RegionTensors(ModelTensors):
 def merge(
     layout: Layout, now: torch.Tensor, before: torch.Tensor, new: torch.Tensor, rule: str = "shift", alpha: float = 0.0
 ) -> None:
-    """Change weights of a region, uint8 [total_bytes], in place: `before` becomes `new`, and a rule of RULES keeps the
-    steps since. Buffers that are not averaged stay the region's."""
+    """Merge `new` into a region's weights `now`, in place. All weights are uint8 [total_bytes].
+
+    `before`: the region's weights when they were contributed. `rule`: a key of RULES, which keeps the steps since then.
+    Buffers that are not averaged do not change.
+    """
     for flat in (*layout.runs_of(Kind.PARAMETER), *layout.runs_of(Kind.BUFFER)):
         if flat.kind is Kind.PARAMETER or (flat.is_float and flat.is_averaged):
             RULES[rule](flat.view(now), flat.view(before), flat.view(new), alpha)
@@ -95,7 +98,7 @@ def log_not_counted(samples: int, steps: int, meaning: str, is_sent_again: bool 
 
 
 class Link:
-    """The exchange with the server above. Jobs run one after another on a thread."""
+    """The exchange with the server above. Its thread runs one job after another."""
 
     def __init__(self, config: Config) -> None:
         """Join the run above. Raises UnreachableError, AuthError or the server's refusal."""
@@ -118,8 +121,9 @@ class Link:
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
         has_fragments = self.settings.fragments > 1
         self._strategy: Strategy = Overlapped(self._exchange) if has_fragments else Direct(self._exchange)
-        self._strategy.settings = replace(self.settings, delayed_update=False)  # the region overlaps by itself
-        self.readings = Readings()  # of the region, which the server above shows beside this rank
+        # The region itself trains on during an exchange.
+        self._strategy.settings = replace(self.settings, delayed_update=False)
+        self.readings = Readings()  # of the region; the server above shows them
         self._exchange.measures(self.readings.taken)
         self._thread = Helper("upstream")
         self.model: RegionTensors | None = None
@@ -127,18 +131,18 @@ class Link:
 
     @property
     def run_name(self) -> str:
-        """The name of the region's run. A new relay process of this rank uses the same."""
+        """The name of the region's run, the same in each relay process of this rank."""
         assert self.progress.rank is not None
         return region_run(self.progress.run, self.progress.rank)
 
     @property
     def incarnation(self) -> int:
-        """A server incarnation that no earlier server of the region had. One more is free for a restored run."""
+        """A server incarnation that no earlier server of the region had. The next number is for a restored run."""
         return 2 * self.progress.incarnation
 
     @property
-    def table(self) -> bytes | None:
-        """State of the region's run that belongs to the weights of the newest START; None: the run is new."""
+    def state(self) -> bytes | None:
+        """The state of the region's run that came with the newest START reply; None: the run is new."""
         begun = self._strategy.begun()
         return begun.payload if begun is not None else None
 
@@ -148,55 +152,57 @@ class Link:
     # ---- on the thread ----------------------------------------------------------------------
 
     def start(self, layout: Layout, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
-        """Offer the model. On return `model` has the weights of the run above, for which it then waits forever."""
+        """Offer the model. On return `model` has the weights of the run above. Later requests wait without a limit."""
         self.model, self.optimizer = RegionTensors(layout, weights.clone()), optimizer
         self._strategy.start(self.model, optimizer)
-        self._exchange.wait_forever()  # not before: the run above may be over when a relay starts again
+        self._exchange.wait_forever()  # only now: a new relay must not wait for a run above that is over
 
-    def send(self, cut: Cut) -> Outcome:
-        """Contribute. On return `model` has new weights. Returns START if they are those of a new START.
+    def send(self, contribution: RegionContribution) -> Outcome:
+        """Contribute. On return `model` has new weights. After START the region must begin again from them.
 
-        Weights that came too late for their round are sent again: the steps are added to the newer weights."""
+        If weights come too late for their round, this method adds the region's steps to the newer weights, and sends
+        these.
+        """
         assert self.model is not None
         while True:
             before = self.model.payload.clone() if self.settings.kind.worker_steps else None
-            outcome = self._contribute(cut)
+            outcome, work = self._contribute(contribution), (contribution.num_samples, contribution.num_steps)
             if outcome not in _NOT_COUNTED:
                 return outcome
             meaning = _NOT_COUNTED[outcome]
-            if before is None or cut.payload is None or outcome is Outcome.REJECTED:
-                log_not_counted(cut.num_samples, cut.num_steps, meaning)
+            if before is None or contribution.payload is None or outcome is Outcome.REJECTED:
+                log_not_counted(*work, meaning)
                 return outcome
             is_over = self.progress.is_done
-            log_not_counted(cut.num_samples, cut.num_steps, OVER if is_over else meaning, is_sent_again=not is_over)
+            log_not_counted(*work, OVER if is_over else meaning, is_sent_again=not is_over)
             if is_over:
                 return outcome
-            moved = cut.payload.clone()
-            # The residual of the codec has the steps of a dropped delta, so that the next one is to add nothing.
-            since = cut.payload if self.settings.kind.holds_differences else before
+            moved = contribution.payload.clone()
+            # The steps of a dropped delta are in the codec's residual, so the next delta must not have them again.
+            since = contribution.payload if self.settings.kind.holds_differences else before
             merge(self.model.layout, moved, since, self.model.payload)
-            cut = cut._replace(payload=moved)
+            contribution = contribution._replace(payload=moved)
 
-    def _contribute(self, cut: Cut) -> Outcome:
+    def _contribute(self, contribution: RegionContribution) -> Outcome:
         """Exchange one contribution."""
         assert self.model is not None
         if self.settings.kind.holds_gradients:
-            self.model.set_gradients(cut.payload, cut.without)
-        elif cut.payload is not None:
-            self.model.load(cut.payload)
-        is_usual = cut.num_steps == self.progress.local_steps
-        contribution = Contribution(
+            self.model.set_gradients(contribution.payload, contribution.without)
+        elif contribution.payload is not None:
+            self.model.load(contribution.payload)
+        num_steps = contribution.num_steps if contribution.num_steps != self.progress.local_steps else None
+        record = Contribution(
             kind=self.settings.kind,
-            counts=Counts(cut.num_samples, None if is_usual else cut.num_steps, num_workers=cut.num_workers),
-            training=cut.training,
-            position=Position(cut.step, cut.num_steps),
+            counts=Counts(contribution.num_samples, num_steps, num_workers=contribution.num_workers),
+            training=contribution.training,
+            position=Position(contribution.step, contribution.num_steps),
         )
-        self.num_workers = cut.num_workers
-        self._strategy.contribute(Outgoing(contribution, cut.table))
+        self.num_workers = contribution.num_workers
+        self._strategy.contribute(Outgoing(record, contribution.state))
         return self.progress.outcome
 
     def finish(self, can_evaluate: bool) -> Final | None:
-        """Wait for the end of the run above. On return `model` has the final weights. None: it went back."""
+        """Wait for the end of the run above. On return `model` has the final weights. None: a START came."""
         return self._strategy.finish(can_evaluate)
 
     def leave(self, metrics: dict[str, float]) -> None:
@@ -206,11 +212,11 @@ class Link:
     # ---- from any thread ----------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Request the end of the run above, with the next message."""
+        """Request with the next message that the run above ends."""
         self._strategy.stop(reason)
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
-        """Send an evaluation after so many steps of the region, with the message after the one that is on its way."""
+        """Send the metrics of an evaluation, after `step` steps of the region. They travel with the next message."""
         version = self.progress.version
 
         def add() -> None:
@@ -220,7 +226,7 @@ class Link:
         self.submit(add)
 
     def close(self) -> None:
-        """End the connections; a job that waits ends with an error."""
+        """End the connections. A pending job ends with an error."""
         self._strategy.drop()
         self._thread.stop()
         self._thread.dismiss()

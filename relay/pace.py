@@ -1,30 +1,30 @@
-"""When a region exchanges with the run above. Pure."""
+"""Decides when a region exchanges with the run above. Pure."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
-_AHEAD = 4  # contributions
+_AHEAD = 4  # default of `ahead`, in contributions
 
 
 @dataclass
 class Pace:
     """Counts a region's training steps, those of its slowest worker.
 
-    `every`: steps of one contribution to the run above. `waits`: the region waits for each reply. Otherwise it goes on,
-    at most `ahead` steps beyond the oldest contribution without a reply; None: 4 times `every`. A contribution that is
-    due while another is in flight is queued.
+    `every`: steps of one contribution to the run above. `waits`: the region waits for each reply. Otherwise it trains
+    on, at most `ahead` steps beyond the oldest contribution without a reply. None means 4 times `every`. While one
+    contribution is in flight, later ones are queued.
     """
 
     every: int
     waits: bool
     ahead: int | None = None
-    steps: int = 0  # of the newest contribution, sent or queued
-    unanswered: deque[int] = field(default_factory=deque)  # steps of contributions without a reply; the first is sent
+    steps: int = 0  # at the newest contribution, sent or queued
+    unanswered: deque[int] = field(default_factory=deque)  # steps at each contribution without a reply; one is sent
 
     def is_due(self, steps: int) -> bool:
-        """Whether the version after so many steps is to be contributed."""
+        """Whether to contribute the version after so many steps."""
         return steps - self.steps >= self.every
 
     def must_wait(self, steps: int) -> bool:
@@ -43,7 +43,7 @@ class Pace:
         return len(self.unanswered) > 1
 
     def replied(self, every: int) -> bool:
-        """Note the oldest reply, after which contributions have `every` steps. Returns whether another is queued."""
+        """Note the reply to the oldest contribution. Later ones have `every` steps. Returns whether one is queued."""
         self.unanswered.popleft()
         self.every = max(1, every)
         return bool(self.unanswered)

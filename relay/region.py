@@ -1,13 +1,13 @@
-"""The region's run as contributions to the run above.
+"""Contributes the versions of a region's run to the run above.
 
     first weights ----> join the run above, and begin from its weights
     every K steps ----> weights (or the mean gradient) and the state of the region's run, one contribution
     reply ------------> merged with the steps taken since, in the next version
     end --------------> the final weights of the run above
 
-The state travels with the contribution and counts when it counts. So a new relay process gets the weights of the run
-above, and the region's counts that belong to them. Workers compute again what came later: every sample counts once.
-The relay writes no file.
+The server above stores the state when it counts the contribution. So a new relay process gets the weights of the run
+above, and the region's counts that belong to them. Workers repeat later steps, so every sample counts once. The relay
+writes no file.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ..ps.tensors.model import names_of
 from ..ps.tensors.replies.publication import Publication
 from ..ps.tensors.store import Store
 from ..worker.tensors.packed import pack, unpack
-from .link import OVER, Cut, Link, log_not_counted, merge
+from .link import OVER, Link, RegionContribution, log_not_counted, merge
 from .pace import Pace
 
 log = get_logger()
 
-_SAY_AFTER_S = 1.0
+_SHOW_AFTER_S = 1.0  # waits that are shorter have no number of seconds
 
 
 class Region(Keeper):
-    """Passes the versions of one run to the server above. It is the run's `Keeper`, and takes its commits (`Above`).
+    """Passes the versions of a region's run to the server above. Its engine uses it as `Keeper` and as `Above`.
 
-    `goes_back` is called when the run above has another position of this region: a new server has to begin there.
+    It calls `goes_back` when the run above has another position of this region, from which a new server must begin.
     """
 
     def __init__(self, config: Config, engine: Engine, link: Link, goes_back: Callable[[], object]) -> None:
@@ -56,29 +56,30 @@ class Region(Keeper):
         waits = self._passes_gradients or config.upstream.every == 0
         self.pace = Pace(max(1, link.progress.local_steps), waits, config.upstream.ahead)
         self._num_samples = 0  # since the newest contribution
-        self._queue: deque[Cut] = deque()  # contributions that are due, without their payloads
-        self._sent: torch.Tensor | None = None  # the weights that were contributed, until their reply comes
-        # Used on the tensor thread: payloads of the queue; (weights that were contributed, weights of their reply) of
-        # replies that no version has yet.
+        self._queue: deque[RegionContribution] = deque()  # not sent yet; `_payloads` has their payloads
+        self._sent: torch.Tensor | None = None  # the contributed weights, until their reply comes
+        # Used on the tensor thread: payloads of the queue, and replies that are not in a version yet, as (contributed
+        # weights, the reply's weights).
         self._payloads: list[torch.Tensor] = []
         self._replies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._publication: Publication | None = None  # of the version that waits for a reply
-        self._asked_at: float | None = None  # when the server above was asked; None: nothing is pending
+        self._requested_at: float | None = None  # when the pending job began; None: no job
         self._finish: Callable[[], None] | None = None  # called after the pending replies
-        self._is_merging = False  # a reply came, and the tensor thread merges it
-        self._done: Callable[[], object] = lambda: None  # ends the `take` that is under way
+        self._is_merging = False  # the tensor thread merges a reply
+        self._done: Callable[[], object] = lambda: None  # completes the pending `take`
         self._ranks: tuple[int, ...] = ()  # whose gradients are in the newest contribution
         self._is_over = False  # the run above takes no more contributions
-        self._has_unmerged_reply = False  # a reply came whose weights no version has yet
+        self._has_unmerged_reply = False  # the weights of a reply are not in a version yet
 
     def restore(self) -> None:
         """Continue the region's run from the weights and the state in the newest START.
 
-        Without a state no contribution of the region has counted yet: its run begins anew from these weights."""
+        Without a state, no contribution of the region has counted yet. Its run then begins anew from these weights.
+        """
         link, model, run = self._link, self._model, self._run
         assert link.model is not None and link.optimizer is not None
-        table, weights = unpack(self._table() if link.table is None else link.table), link.model.payload
-        saved: dict[str, Any] = table["run"]
+        state, weights = unpack(self._state() if link.state is None else link.state), link.model.payload
+        saved: dict[str, Any] = state["run"]
 
         def fill(store: Store) -> None:
             store.weights.copy_(weights)
@@ -90,14 +91,14 @@ class Region(Keeper):
         model.begin(model.new_memory(), fill)
         run.restore(saved["version"], names_of(link.model.layout, link.optimizer), saved, model.source)
         run.incarnation = link.incarnation + 1
-        payloads = {int(rank): bytes(state.numpy()) for rank, state in table["states"].items()}
+        payloads = {int(rank): bytes(item.numpy()) for rank, item in state["states"].items()}
         self._engine.states.restore(saved["contributions"], saved["training"]["places"], payloads)
         restore_traffic(self._engine, saved["training"])
         self.pace.steps = run.policy.min_steps_done
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
         if model.store.optimizer is not None and not self._passes_gradients:
             log.warning("moments_began_anew", meaning="the run above keeps no state of the region's optimizer")
-        self._say()
+        self._notify_run()
 
     # ---- every version ------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class Region(Keeper):
     ) -> None:  # fmt: skip
         """Make a version. See `Above`."""
         if self._run.policy.in_step:
-            message = "a region whose workers step a model with several optimizers"
+            message = "a region whose workers step a model with several optimizers: a version has part of a step"
             self._engine.end_with(_refused(message, "let the workers join the server above"))
             return
         self._num_samples += commit.num_samples
@@ -117,17 +118,17 @@ class Region(Keeper):
         elif self._passes_gradients:
             self._publication, self._ranks = publication, tuple(id.rank for id in commit.contributions)
             training = TrainingInfo(commit.hyperparameters or (), commit.clip_norm, self._loss())
-            cut = self._cut(steps, training, without)
+            contribution = self._contribution(steps, training, without)
             self._tensors.submit(
-                self._model.store.mean, lambda mean: self._send(cut._replace(payload=mean)), pauses=True
+                self._model.store.mean, lambda mean: self._send(contribution._replace(payload=mean)), pauses=True
             )
         else:
-            has_weights = self._run.policy.has_newest_weights  # always, but with all-reduce peers
-            due = self._cut(steps) if has_weights and self.pace.is_due(steps) else None
+            has_weights = self._run.policy.has_newest_weights  # always True without all-reduce peers
+            due = self._contribution(steps) if has_weights and self.pace.is_due(steps) else None
             is_sent = due is not None and not self.pace.has_queue
             if due is not None and not is_sent:
                 self._queue.append(due)
-            # A contribution of a worker that did not wait comes behind the version that waits, and waits with it.
+            # If a version already waits for a reply, later versions queue behind it on the tensor thread.
             waits = self.pace.must_wait(steps) and not self._tensors.is_paused
             if waits and has_weights:
                 self._publication = publication
@@ -137,8 +138,10 @@ class Region(Keeper):
             self._tensors.submit(work, partial(self._stepped, due), pauses=waits)
 
     def prepare(self, reply: effects.SendReply) -> None:
-        """Request an upload of the lowest member for the next exchange. All members get the weights of an uploaded
-        version, with what came from the server above. See `Above`."""
+        """Request weights from the member of lowest rank for the next exchange. See `Above`.
+
+        All members get the weights of that version back, merged with those of the server above.
+        """
         policy, group = self._run.policy, reply.reply.group
         assert group is not None
         steps = policy.min_steps_done + 1
@@ -152,7 +155,7 @@ class Region(Keeper):
         self, step: Callable[..., list[torch.Tensor]], publication: Publication | None, *, merges: bool, copies: bool,
         is_sent: bool,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:  # fmt: skip
-        """On the tensor thread: step, merge replies, publish, and copy weights that are due."""
+        """On the tensor thread: step, merge replies, publish, and copy the weights if they are contributed."""
         store = self._model.store
         reusable = step(progress=lambda _: None)
         if merges:
@@ -164,24 +167,24 @@ class Region(Keeper):
             self._payloads.append(weights)
         return reusable, weights if is_sent else None
 
-    def _stepped(self, cut: Cut | None, found: tuple[list[torch.Tensor], torch.Tensor | None]) -> None:
+    def _stepped(self, due: RegionContribution | None, found: tuple[list[torch.Tensor], torch.Tensor | None]) -> None:
         reusable, weights = found
         self._model.staging.reclaim(reusable)
-        if cut is not None and weights is not None:
-            self._send(cut._replace(payload=weights))
+        if due is not None and weights is not None:
+            self._send(due._replace(payload=weights))
 
     def _merge(self, store: Store) -> None:
-        """On the tensor thread: bring replies into the region's weights."""
+        """On the tensor thread: merge replies into the region's weights."""
         for sent, new in self._replies:
-            self._bring(store.weights, sent, new)
+            self._merge_into(store.weights, sent, new)
         self._replies.clear()
 
-    def _bring(self, now: torch.Tensor, sent: torch.Tensor, new: torch.Tensor) -> None:
-        """Merge new weights of the run above into weights of the region, uint8 [total_bytes], in place."""
+    def _merge_into(self, now: torch.Tensor, sent: torch.Tensor, new: torch.Tensor) -> None:
+        """Merge `new` weights of the run above into weights of the region, uint8 [total_bytes], in place."""
         merge(self._model.store.layout, now, sent, new, self._config.merge, self._config.merge_alpha)
 
     def _receive(self, publication: Publication) -> list[torch.Tensor]:
-        """On the tensor thread: the weights of the run above are this version."""
+        """On the tensor thread: make this version from the weights of the run above."""
         store = self._model.store
         assert self._link.model is not None
         reusable = store.receive(self._link.model.payload, publication.segment.payload)
@@ -190,18 +193,20 @@ class Region(Keeper):
 
     # ---- the exchange -------------------------------------------------------------------------
 
-    def _cut(self, steps: int, training: TrainingInfo | None = None, without: frozenset[str] = frozenset()) -> Cut:
-        """Describe the version after so many steps as a contribution."""
+    def _contribution(
+        self, steps: int, training: TrainingInfo | None = None, without: frozenset[str] = frozenset()
+    ) -> RegionContribution:
+        """Return a contribution of the version after so many steps, without its payload."""
         self._record()
         num_samples, self._num_samples = self._num_samples, 0
         num_steps, first = steps - self.pace.steps, self.pace.steps
         self.pace.contribute(steps)
         num_workers = self._run.options.num_workers or len(self._run.policy.members)
         training = training or TrainingInfo(loss=self._loss())
-        return Cut(None, self._table(), first, num_samples, num_workers, num_steps, training, without)
+        return RegionContribution(None, self._state(), first, num_samples, num_workers, num_steps, training, without)
 
     def _record(self) -> None:
-        """Let the server above show this region: its workers, steps ahead of the last reply, traffic, staleness."""
+        """Note readings for the server above: workers, steps ahead of the last reply, traffic and staleness."""
         ahead = self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
         num_bytes = sum(item.num_sent + item.num_received for item in self._engine.traffic.values())
         stats = self._run.roster.stats.values()
@@ -209,22 +214,22 @@ class Region(Keeper):
         values = {"region_workers": len(self._run.policy.members), "region_ahead": ahead, "region_bytes": num_bytes}
         self._link.readings.note({**values, "region_staleness": staleness})
 
-    def _send(self, cut: Cut) -> None:
+    def _send(self, contribution: RegionContribution) -> None:
         if not self._passes_gradients:
-            self._sent = cut.payload
+            self._sent = contribution.payload
         if self._run.ended_by not in ("", ABOVE_IS_OVER):
             self._link.stop(self._run.ended_by)
-        self._ask(partial(self._link.send, cut), self._replied)
+        self._request(partial(self._link.send, contribution), self._replied)
 
-    def _ask(self, job: Callable[[], Any], replied: Callable[[Any], None]) -> None:
-        """Run a job on the link's thread, and `replied` with its result on the loop. An error ends the run."""
-        self._asked_at = time.monotonic()
+    def _request(self, job: Callable[[], Any], replied: Callable[[Any], None]) -> None:
+        """Run a job on the link's thread. Its result goes to `replied`, on the event loop. An error ends the run."""
+        self._requested_at = time.monotonic()
         loop = self._engine.finished.get_loop()
         future = self._link.submit(job)
-        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._came, done, replied))
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._job_done, done, replied))
 
-    def _came(self, done: Any, replied: Callable[[Any], None]) -> None:
-        self._asked_at = None
+    def _job_done(self, done: Any, replied: Callable[[Any], None]) -> None:
+        self._requested_at = None
         try:
             replied(done.result())
         except ParamServerError as error:
@@ -240,7 +245,7 @@ class Region(Keeper):
         has_queue = self.pace.replied(self._link.progress.local_steps) and not self._is_over
         if self._is_over:
             self.pace.unanswered.clear()
-        self._say(lost=() if outcome in COUNTED else self._ranks)
+        self._notify_run(lost=() if outcome in COUNTED else self._ranks)
         publication, self._publication = self._publication, None
         if self._passes_gradients:
             assert publication is not None
@@ -254,15 +259,15 @@ class Region(Keeper):
             self._tensors.go_on(work, lambda _: None)
         else:
             self._tensors.submit(work)
-        # After the versions that came while one waited: the next contribution may be of one of them.
+        # Behind the versions that queue on the tensor thread: the next contribution may be one of them.
         self._tensors.submit(lambda: self._payloads.pop(0) if has_queue else None, self._after_replies)
 
     def _take_reply(self, sent: torch.Tensor, publication: Publication | None) -> None:
-        """On the tensor thread: merge a reply into queued contributions, and into the version that waits for it."""
+        """On the tensor thread: merge a reply into queued contributions, and into the version that waits."""
         assert self._link.model is not None
         new = self._link.model.payload.clone()
         for payload in self._payloads:
-            self._bring(payload, sent, new)
+            self._merge_into(payload, sent, new)
         self._replies.append((sent, new))
         if publication is not None:
             self._merge(self._model.store)
@@ -275,15 +280,15 @@ class Region(Keeper):
         elif self._finish is not None:
             self._finish()
 
-    def _say(self, is_final: bool = False, evaluates: bool = False, lost: tuple[int, ...] = ()) -> None:
-        """Let the run know what the run above has decided."""
+    def _notify_run(self, is_final: bool = False, evaluates: bool = False, lost: tuple[int, ...] = ()) -> None:
+        """Pass the decisions of the run above to the region's run."""
         progress = self._link.progress
         num_others = max(0, progress.num_workers - self._link.num_workers)
         self._engine.offer(
             events.UpstreamReplied(progress.worker_index, num_others, progress.is_done, is_final, evaluates, lost)
         )
 
-    def _table(self) -> bytes:
+    def _state(self) -> bytes:
         """The state of the region's run at its newest version."""
         saved, states = self._engine.complete(self._run.saved(self._engine.now()))
         payloads = {str(rank): torch.frombuffer(bytearray(state), dtype=torch.uint8) for rank, state in states.items()}
@@ -296,10 +301,10 @@ class Region(Keeper):
         return sum(losses) / len(losses) if losses else math.nan
 
     def reason(self) -> str:
-        if self._asked_at is None or not (self._tensors.is_paused or self._run.is_holding or self._finish):
+        if self._requested_at is None or not (self._tensors.is_paused or self._run.is_holding or self._finish):
             return ""
-        waited_s = time.monotonic() - self._asked_at
-        state = f"has not replied for {waited_s:.0f} s" if waited_s >= _SAY_AFTER_S else "is being asked"
+        waited_s = time.monotonic() - self._requested_at
+        state = f"has not replied for {waited_s:.0f} s" if waited_s >= _SHOW_AFTER_S else "has not replied yet"
         ahead = self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
         rest = f"; this region is {ahead} steps ahead" if ahead else ""
         return f"the server above, at {self._link.address}, {state}{rest}"
@@ -312,7 +317,7 @@ class Region(Keeper):
         if self._link.model is None:
             self._start(self._done)
         elif self._run.is_closed or self._run.roster.num_finished < len(self._run.roster.workers):
-            done(version)  # a stop, or a snapshot that a user asked for
+            done(version)  # a stop, or a snapshot that a user requested
         else:
             self._finish = partial(self._end, self._done)
             if not (self.pace.unanswered or self._is_merging):
@@ -329,55 +334,53 @@ class Region(Keeper):
 
         def started(_: None) -> None:
             assert self._link.model is not None
-            if self._link.table is not None:
+            if self._link.state is not None:
                 self._goes_back()
                 return
             every, above = self._config.every, self._link.progress.local_steps
             if every and above and every != above:
-                message = (
-                    f"--upstream-every {every}, and the run above exchanges every {above} steps (policy.local_steps)"
-                )
-                raise _refused(message, f"leave it out, or start the server above with --local-steps {every}")
+                message = f"--upstream-every {every}, but policy.local_steps of the run above is {above}"
+                raise _refused(message, f"leave out --upstream-every, or give the server above --local-steps {every}")
             self.pace.every = max(1, above)
             self._model.replace(self._link.model.payload, self._run.policy.version)
-            self._say()
+            self._notify_run()
             done()
 
-        self._ask(partial(self._link.start, whole, optimizer, self._model.store.weights), started)
+        self._request(partial(self._link.start, whole, optimizer, self._model.store.weights), started)
 
     def _end(self, done: Callable[[], object]) -> None:
-        """All workers of the region have finished: contribute what is left, and wait for the final weights."""
+        """All workers of the region have finished: contribute the remaining steps, and wait for the final weights."""
         steps = self._run.policy.min_steps_done
         has_rest = steps > self.pace.steps or self._num_samples
         if has_rest and not self._link.progress.is_done and not self._passes_gradients:
-            cut = self._cut(steps)
+            contribution = self._contribution(steps)
             work = partial(self._step, lambda progress: [], None, merges=True, copies=True, is_sent=True)
-            self._tensors.submit(work, partial(self._stepped, cut))
-            return  # its reply calls this again
+            self._tensors.submit(work, partial(self._stepped, contribution))
+            return  # the reply calls this method again
 
         def finished(final: Any) -> None:
             if final is None:
                 self._goes_back()
                 return
             assert self._link.model is not None
-            if lost := self._num_samples + sum(cut.num_samples for cut in self._queue):
+            if lost := self._num_samples + sum(item.num_samples for item in self._queue):
                 first = self._queue[0].step if self._queue else self.pace.steps
                 log_not_counted(lost, steps - first, OVER)
             self._model.replace(self._link.model.payload, self._run.policy.version)
-            self._say(is_final=True, evaluates=final.evaluate)
+            self._notify_run(is_final=True, evaluates=final.evaluate)
             done()
 
         can_evaluate = any(worker.can_evaluate for worker in self._run.roster.workers.values())
         if self._run.ended_by not in ("", ABOVE_IS_OVER):
             self._link.stop(self._run.ended_by)
-        self._ask(partial(self._link.finish, can_evaluate), finished)
+        self._request(partial(self._link.finish, can_evaluate), finished)
 
     def give_up(self) -> None:
-        """The server stops: wait for nothing any more."""
+        """Complete the pending `take` at once, because the server stops."""
         if self._engine.is_writing:
             self._done()
 
 
 def _refused(message: str, fix: str) -> UsageError:
-    """Returns the error of a region that cannot be; its workers get the same sentence."""
+    """Returns the error of a region that is not possible. Its workers get the same message."""
     return UsageError(message, fix=fix, reason=Reason.BAD_REQUEST)

@@ -19,18 +19,18 @@ from .region import Region
 
 log = get_logger()
 
-_NO_LOOP = "a relay listens once it has joined the server above, so two relays cannot be above each other"
+_NO_LOOP = "a relay listens once it has joined the server above, so two relays cannot join each other"
 
 
 class RelayServer(Server):
-    """A server for the workers of a region, which is one worker of the run above."""
+    """A server for the workers of a region. It is also one worker of the run above."""
 
     def __init__(self, config: Config, link: Link, before: Server | None = None, clock: Clock | None = None) -> None:
         super().__init__(config, before=before, clock=clock)
         self._link = link
         self._run.name, self._run.incarnation = link.run_name, link.incarnation
         if before is None:
-            self._run.roster.restore({})  # its workers may know an earlier relay
+            self._run.roster.restore({})  # its workers may have joined an earlier relay
         publish = self.engine.publish
 
         def passed_on(at: float, fact: Fact) -> None:
@@ -50,10 +50,10 @@ class RelayServer(Server):
         self.engine.snapshots = self.engine.folding.above = self._region
 
     def go_back(self) -> None:
-        """Leave this run for that of the newest START: `after` makes its server."""
+        """Leave this run for the run of the newest START reply, whose server `after` makes."""
         log.warning("region_goes_back", meaning="the run above has an earlier or a new position of this region")
         self.goes_back = True
-        self.engine.offer(Stopped())  # a worker that joins now would train, and the link is the next server's
+        self.engine.offer(Stopped())  # no worker may train here now: the next server has the link
         self.engine.notify()
 
     async def _wind_down(self) -> None:
@@ -72,7 +72,7 @@ class RelayServer(Server):
 
 
 async def relay_server(config: Config) -> RelayServer:
-    """Join the run above. Returns the region's server, whose settings are those of that run."""
+    """Join the run above. Returns the region's server, with the settings of the run above."""
     check(config)
     try:
         link = await asyncio.to_thread(Link, config)
@@ -86,7 +86,7 @@ async def relay_server(config: Config) -> RelayServer:
 
 
 def with_settings(config: Config, link: Link) -> Config:
-    """Returns the configuration with the settings of the run above, which hold for all its workers."""
+    """Returns the configuration with the settings that the run above gives all its workers."""
     settings = link.settings
     run = {
         "steps": settings.steps, "epochs": settings.epochs, "batch_size": settings.batch_size, "seed": settings.seed,
@@ -105,7 +105,7 @@ def check(config: Config) -> None:
     assert upstream.server is not None
     raise_first(
         (server.shards > 1, f"--upstream with --shards {server.shards}: a region is one server",
-         "put the shards above"),
+         "give --shards to the server above"),
         (config.checkpoint.dir is not None,
          f"--upstream with --checkpoint-dir {config.checkpoint.dir}: the run above keeps the state of a region",
          "give --checkpoint-dir to the server above"),
@@ -114,9 +114,10 @@ def check(config: Config) -> None:
          "give the address of the server above"),
         ((upstream.cert is None) != (upstream.key is None), "upstream.cert and upstream.key go together",
          "give both: a certificate and its private key"),
-        (config.store.polyak is not None, "--upstream with store.polyak", "set store.polyak for the server above"),
+        (config.store.polyak is not None, "--upstream with store.polyak: the server above keeps averaged weights",
+         "set store.polyak for the server above"),
         (MODES.load(mode).kind.has_peers and config.policy.option("staleness", 0),
-         f"a region in mode {mode} with policy.staleness: weights from above would change between two delayed steps",
+         f"a region in mode {mode} with policy.staleness: new weights would come between two delayed steps",
          "--set policy.staleness=0 for the region"),
         (config.policy.option("fragments", 1) > 1, f"a region in mode {mode} with policy.fragments",
          "--set policy.fragments=1 for the region"),
@@ -135,15 +136,15 @@ def _check_modes(config: Config, link: Link) -> None:
     policy, passes_gradients = MODES.load(mode), above.kind.holds_gradients
     raise_first(
         (above.kind.has_peers, f"the run above is in mode {above.mode}, whose workers average among themselves",
-         "use sync, localsgd, diloco or async_diloco above"),
+         "for the server above, use mode sync, localsgd, diloco or async_diloco"),
         (above.fragments > 1 and config.upstream.merge != "shift",
-         f"upstream.merge is {config.upstream.merge}, and the run above has policy.fragments: weights of the others "
-         "would be blended with their own",
-         "--set upstream.merge=shift, or leave out policy.fragments above"),
+         f"upstream.merge is {config.upstream.merge}: it would change fragments that were not exchanged, because the "
+         "run above has policy.fragments",
+         "--set upstream.merge=shift, or leave out policy.fragments of the server above"),
         (passes_gradients and not (policy.kind.holds_gradients and policy.has_rounds),
-         f"a region in mode {mode} below mode {above.mode}, which takes the mean gradient of each round",
-         "--mode sync for the region, or localsgd, diloco or async_diloco above"),
+         f"a region in mode {mode}: the run above, in mode {above.mode}, takes the mean gradient of each round",
+         "--mode sync for the region, or localsgd, diloco or async_diloco for the server above"),
         (passes_gradients and bool(every),
-         f"--upstream-every {every}, and mode {above.mode} above takes the gradients of every version",
-         "leave it out, or use localsgd, diloco or async_diloco above"),
+         f"--upstream-every {every}: the run above, in mode {above.mode}, takes a gradient of every version",
+         "leave it out, or use localsgd, diloco or async_diloco for the server above"),
     )  # fmt: skip

@@ -39,11 +39,11 @@ assert pb.ServerMessage.LEFT_OUT_FIELD_NUMBER == pb.WorkerMessage.LEFT_OUT_FIELD
 Buffer = bytes | memoryview
 Header = TypeVar("Header", bound=Message)
 
-# Pieces arrive nearly in order, so few separate ranges are enough. More is a refusal.
+# Pieces arrive nearly in order, so few separate ranges are enough. The reader refuses more.
 _MAX_RANGES = 4096
-# Limit on the pieces of a payload, plus one for each KiB, since each piece costs time whatever its size.
+# A payload may have so many pieces, and one more for each KiB: a piece costs time whatever its size.
 _MAX_PIECES = 1 << 15
-# Our own messages have at most four fields. Protobuf parses messages with more, as a loop in Python is slow.
+# Our own messages have at most four fields. `_split` gives up after 64, because a loop in Python is slow.
 _MAX_FIELDS = 64
 _ZEROS = bytes(MAX_DATA_BYTES)
 # Below this size protobuf parses a message faster than Python finds `data` in it.
@@ -52,14 +52,14 @@ _ZERO_CHECK_BYTES = CHUNK_BYTES // 4  # unit in which `without_zeros` looks for 
 
 
 class Frame(NamedTuple):
-    """One received message: the kind that is set (None for a piece of a payload without header), and its piece."""
+    """One received message: its header, if it has one (else `kind` is None), and a piece of a payload."""
 
     kind: str | None
-    header: Message | None  # the submessage `kind`
+    header: Message | None  # the submessage that is named `kind`
     offset: int
     data: memoryview
-    out_of_band: int = 0  # bytes from `offset` that are in the sender's segment, or behind the message
-    left_out: int = 0  # bytes from `offset` that do not travel
+    out_of_band: int = 0  # bytes from `offset` in the sender's shared memory, or after the message
+    left_out: int = 0  # bytes from `offset` that are not sent
 
     def of(self, message: type[Header]) -> Header:
         """Return the header as `message`. The caller has already checked `kind`."""
@@ -118,7 +118,7 @@ def payload_frames(pieces: Iterable[memoryview], offset: int = 0, chunk_bytes: i
 
 
 def out_of_band_frame(offset: int, num_bytes: int) -> bytes:
-    """Return a message for `num_bytes` of the payload that are in the segment or follow this message."""
+    """Return a message for `num_bytes` of the payload that are in shared memory or follow this message."""
     return b"".join((_OUT_OF_BAND_TAG, _varint(num_bytes), _OFFSET_TAG, _varint(offset)))
 
 
@@ -156,7 +156,7 @@ def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]
 def _split(raw: bytes) -> tuple[bytes | memoryview, memoryview | None]:
     """Return the fields before `data`, and `data` as a view, if it is the last field; else all bytes, and None."""
     view, at = memoryview(raw), 0
-    with suppress(ValueError, IndexError):  # the last field was another one, or protobuf refuses these bytes
+    with suppress(ValueError, IndexError):  # another field is the last, or protobuf refuses these bytes
         for _ in range(_MAX_FIELDS):
             start = at
             tag, at = read_varint(raw, at, 5)
@@ -183,7 +183,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
             check_items(header, message.DESCRIPTOR)
         message.ParseFromString(header)
     except TooMuchError:
-        message = f"a message of {len(raw)} bytes with more than {MAX_ITEMS} fields"
+        message = f"a message of {len(raw)} bytes has more than {MAX_ITEMS} fields"
         raise refusal(Reason.BAD_REQUEST, message) from None
     except (ValueError, IndexError, DecodeError):
         raise refusal(Reason.BAD_REQUEST, f"a message of {len(raw)} bytes is not valid protobuf") from None
@@ -194,11 +194,11 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
 
 
 class PayloadReader:
-    """Collects the pieces of one announced payload, in any order, and each byte once.
+    """Collects the pieces of one announced payload, in any order. Each byte must come once.
 
     The reader calls, for each piece:
     - `write(offset, data)` if the bytes are in the message
-    - `receive_out_of_band(offset, num_bytes)` if the bytes are in the sender's segment or behind the message
+    - `receive_out_of_band(offset, num_bytes)` if the bytes are in the sender's shared memory or follow the message
     - `leave(offset, num_bytes)` if the bytes were left out. Without `leave`, it writes zeros.
 
     Raises a BAD_REQUEST refusal for a piece that overlaps another, goes past the end, or is out of band without
@@ -250,13 +250,13 @@ class PayloadReader:
             return
         is_written = not piece.out_of_band and (self._leave is None or not piece.left_out)
         if sum(sizes) > num_bytes or (is_written and num_bytes > MAX_DATA_BYTES):
-            message = f"a piece of {num_bytes} bytes; at most {MAX_DATA_BYTES} are possible within a message"
+            message = f"a piece of {num_bytes} bytes: a message has at most {MAX_DATA_BYTES}, and bytes of one kind"
             raise refusal(Reason.BAD_REQUEST, message)
         if piece.out_of_band and self._receive_out_of_band is None:
             raise refusal(Reason.BAD_REQUEST, "an out-of-band piece, for a payload that travels in messages")
         self._pieces_left -= 1
         if self._pieces_left < 0:
-            raise refusal(Reason.BAD_REQUEST, f"a payload of {self.num_bytes} bytes in too many pieces")
+            raise refusal(Reason.BAD_REQUEST, f"a payload of {self.num_bytes} bytes has too many pieces")
         self._cover(piece.offset, piece.offset + num_bytes)
         self.received += num_bytes
         if is_written:
@@ -274,14 +274,14 @@ class PayloadReader:
         if end > self.num_bytes or not is_free or len(starts) >= _MAX_RANGES:
             raise refusal(
                 Reason.BAD_REQUEST,
-                f"a piece at {start}..{end} of a payload of {self.num_bytes} bytes: it goes past the end, or some of "
-                "it came before",
+                f"a piece at {start}..{end} of a payload of {self.num_bytes} bytes: it goes past the end, repeats "
+                f"bytes, or follows {_MAX_RANGES} separate ranges",
             )
         starts.insert(at, start)
         ends.insert(at, end)
-        if at + 1 < len(starts) and starts[at + 1] == end:  # one range with the next
+        if at + 1 < len(starts) and starts[at + 1] == end:  # merge with the next range
             del starts[at + 1], ends[at]
-        if at > 0 and ends[at - 1] == start:  # and with the one before
+        if at > 0 and ends[at - 1] == start:  # merge with the range before
             del starts[at], ends[at - 1]
 
 

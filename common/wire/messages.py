@@ -1,7 +1,7 @@
 """Conversion between the records of `records.py` and the protobuf messages of the same names.
 
-Each topic that every exchange has is written and read by its own functions. They do not write a field with its default
-value. `_write` and `_read` convert all other topics by the names of their fields, which takes several times as long.
+A topic is a record within a message, such as `Counts`. Each topic of every exchange has its own functions. They do not
+write fields with default values. `_write` and `_read` convert other topics by field name, several times more slowly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .structs import hyperparameters_from_proto, struct
 def contribution_message(contribution: Contribution) -> pb.WorkerMessage:
     """Return the message that announces the contribution's payload."""
     message = pb.WorkerMessage()
-    header = message.contribution  # setting each field takes a third of the time of the constructor
+    header = message.contribution  # setting each field takes a third of the constructor's time
     header.seq = contribution.id.seq
     _write_counts(contribution.counts, header.counts)
     _write_base(contribution.base, header.base)
@@ -131,7 +131,7 @@ def _read_timing(message: pb.Timing) -> Timing:
 
 
 def _write_payload(payload: PayloadInfo, message: pb.PayloadInfo) -> None:
-    if payload.codec:  # also without bytes: a fragment may have no tensor on a shard
+    if payload.codec:  # even without bytes: a fragment may have no tensor on a shard
         message.codec = payload.codec
     if payload.num_bytes:
         message.num_bytes = payload.num_bytes

@@ -28,15 +28,15 @@ from ...launch.plan.placement import check_addresses, listen_host, place_servers
 from ...launch.plan.regions import MIN_HEIGHT_S, MIN_RATIO, Region, Trips, distances, find_regions, load_scipy
 
 _NUM_CONNECTS = 7
-_LIMIT_S = 2.5  # of a connect: the system repeats a lost first packet after one second
-_AT_ONCE = 4  # connects of a host
-_MAX_PAIRS = 5  # named in a sentence
+_LIMIT_S = 2.5  # of a connect; the system sends a lost first packet again after one second
+_AT_ONCE = 4  # pairs that a host measures at a time
+_MAX_PAIRS = 5  # blocked pairs in a sentence
 
 
 def examine_regions(
     path: str | None, hosts_path: str, num: int | None, writes: bool, sets: list[str], as_json: bool
 ) -> int:
-    """Measure, print the regions, and with `writes` put them into the hosts file. Returns the exit code.
+    """Measure, print the regions, and with `writes` write them into the hosts file. Returns the exit code.
 
     Raises ParamServerError.
     """
@@ -92,11 +92,12 @@ async def measure_trips(
         num = len(hosts)
         work = []
         for number in range(num):
-            turn = asyncio.Semaphore(_AT_ONCE)  # each host begins with another peer
+            turn = asyncio.Semaphore(_AT_ONCE)
+            # Each host begins with the host after it, so that not all begin with the same host.
             work += [ping(number, (number + step) % num, turn) for step in range(1, num)]
         await asyncio.gather(*work)
     except Unreachable as error:
-        raise UnreachableError(f"cannot measure round trips: {error}", fix="look at that host") from None
+        raise UnreachableError(f"cannot measure round trips: {error}", fix="check that host") from None
     finally:
         await backend.close()
     return found
@@ -114,22 +115,22 @@ def matrix(trips: Trips, regions: Sequence[Region]) -> Table:
 
 
 def sentences(hosts: Sequence[str], trips: Trips, regions: Sequence[Region], upstream: str) -> list[str]:
-    """Returns what the round trips show."""
+    """Returns the regions and relays that the round trips show, as sentences."""
     known = distances(hosts, trips)
     of = {host: region for region in regions for host in region.hosts}
     within = _span(known[pair] for pair in combinations(hosts, 2) if of[pair[0]] is of[pair[1]])
     between = _span(known[pair] for pair in combinations(hosts, 2) if of[pair[0]] is not of[pair[1]])
-    spans = ", ".join(f"{name} {span}" for name, span in (("between", between), ("within", within)) if span)
+    spans = ", ".join(f"{span} ms {name}" for name, span in (("between regions", between), ("within", within)) if span)
     groups = " | ".join(", ".join(region.hosts) for region in regions)
-    texts = [f"{len(regions)} region{'s' * (len(regions) > 1)}: {groups}" + f"; {spans} ms" * bool(spans)]
+    texts = [f"{len(regions)} region{'s' * (len(regions) > 1)}: {groups}" + f"; round trips: {spans}" * bool(spans)]
     blocked = [f"{a} and {b}" for a, b in combinations(hosts, 2) if math.isinf(known[a, b])]
     if blocked:
         others = f" and {len(blocked) - _MAX_PAIRS} more pairs" if len(blocked) > _MAX_PAIRS else ""
-        texts.append(f"These do not reach each other: {', '.join(blocked[:_MAX_PAIRS])}{others}.")
+        texts.append(f"These hosts do not reach each other: {', '.join(blocked[:_MAX_PAIRS])}{others}.")
     if len(regions) == 1:
-        gap = f"{MIN_RATIO:g} times as far as the next nearer one, and at least {MIN_HEIGHT_S * 1e3:g} ms away"
+        gap = f"by a factor of {MIN_RATIO:g} or more, to {MIN_HEIGHT_S * 1e3:g} ms or more"
         texts.append(
-            f"No group of hosts is {gap}: relays would gain nothing. --num-regions N divides the hosts anyway."
+            f"The round trips do not jump {gap}: relays would gain nothing. --num-regions N divides the hosts anyway."
         )
         return texts
     relays = [region.relay for region in regions if region.relay and len(region.hosts) > 1]
@@ -145,14 +146,14 @@ def sentences(hosts: Sequence[str], trips: Trips, regions: Sequence[Region], ups
     ]
     latency = f"--border-latency {between.split()[-1]}ms " if between else ""
     texts.append(
-        "How many steps between two exchanges? Give the slowest link between regions to: ps-sim CONFIG -n WORKERS "
+        "Compare --upstream-every at your links' bandwidth: ps-sim CONFIG -n WORKERS "
         f"--regions {len(regions)} {latency}--border-bandwidth 100mbit --upstream-every 0,8,32"
     )
     return texts
 
 
 def _in_file(path: str, hosts: Sequence[Host], regions: Sequence[Region], writes: bool) -> str:
-    """Returns a sentence on the regions of the hosts file, after writing them with `writes`."""
+    """Returns a sentence about the regions in the hosts file. With `writes` it first writes them."""
     theirs: dict[str | None, list[str]] = {}
     for host in hosts:
         theirs.setdefault(host.region, []).append(host.host)
@@ -161,9 +162,9 @@ def _in_file(path: str, hosts: Sequence[Host], regions: Sequence[Region], writes
         return f"{path} has these regions."
     if writes:
         write_regions(path, {host: region.name for region in regions for host in region.hosts})
-        return f"{path}: the region of {len(hosts)} hosts is written."
+        return f"{path}: the regions of {len(hosts)} hosts are written."
     if not theirs:
-        return f"--write puts them into {path}."
+        return f"--write writes them into {path}."
     other = " | ".join(f"{', '.join(group)} ({name})" for name, group in theirs.items())
     lacking = f", and none for {', '.join(none)}" if none else ""
     return f"{path} has other regions: {other}{lacking}. --write replaces them."
@@ -180,7 +181,7 @@ def write_regions(path: str, names: Mapping[str, str]) -> None:
     wanted = tuple(host.model_copy(update={"region": names[host.host]}) for host in load_hosts(path))
     if found != wanted:
         raise UsageError(
-            f"{path}: its form is one that --write cannot change; it is as it was",
+            f"{path} is unchanged: --write cannot change a file of this form",
             fix="write the regions by hand: " + ", ".join(f"{host}: {name}" for host, name in names.items()),
         )
     try:
@@ -190,7 +191,7 @@ def write_regions(path: str, names: Mapping[str, str]) -> None:
 
 
 def _span(distances_s: Iterable[float]) -> str:
-    """Returns the range of the finite ones in milliseconds, empty for none."""
+    """Returns the range of the finite distances, as milliseconds without the unit; empty if none is finite."""
     finite = [item for item in distances_s if math.isfinite(item)]
     if not finite:
         return ""

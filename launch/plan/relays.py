@@ -1,7 +1,7 @@
 """Decides which regions a run has, and which settings its relays and the server above get. Pure.
 
-The server above is server 0, and its workers are the relays, servers 1, 2, ... Workers keep their numbers; their ranks
-count from 0 in each region. `--mode` is the mode of the regions.
+Server 0 is the server above. Its workers are the relays: servers 1, 2, ..., which serve the workers of a region each.
+Worker numbers count through all regions, ranks from 0 in each region. `--mode` is the mode of the regions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .hosts import Host
 from .placement import place_workers
 from .settings import is_flag, value_of
 
-# What belongs to the server above, or would have no effect in a relay.
+# Settings of the server above only, and settings that have no effect in a relay.
 _NOT_FOR_RELAYS = (
     "output.save", "output.history", "output.curve", "output.summary", "output.best_weights", "output.track",
     "output.save_averaged", "output.store", "checkpoint.dir", "checkpoint.every_steps", "checkpoint.every_s",
@@ -28,14 +28,14 @@ _NOT_FOR_RELAYS = (
 
 
 def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> dict[str, range]:
-    """Returns the numbers of each region's workers; none where there is one region. Raises UsageError."""
+    """Returns the numbers of each region's workers; empty for a single region. Raises UsageError."""
     origins, num = resolved.origins, resolved.config.launch.regions
     sizes = Counter(dict.fromkeys((host.region for host in hosts if host.region), 0))
     without = [host.host for host in hosts if not host.region]
     raise_first(
         (not sizes and not num and is_flag(origins.get("upstream.every", "")),
          f"{origins.get('upstream.every')}: there are no regions", "--regions N, or region: NAME in hosts.yaml"),
-        (sizes and without, f"{' and '.join(without)} has no region, and other hosts have one",
+        (sizes and without, f"hosts without a region, although others have one: {', '.join(without)}",
          "region: NAME for each host; ps-launch doctor --regions --write measures them"),
         (num and num_workers % num,
          f"{origins.get('launch.regions')}: {num_workers} workers cannot be divided equally among {num} regions",
@@ -55,7 +55,7 @@ def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> d
 
 
 def mode_above(config: Config, mode: str) -> str:
-    """Returns the mode of the run above regions of this mode."""
+    """Returns the mode of the run above for regions of this mode."""
     return config.upstream.mode if config.upstream.every else mode
 
 
@@ -68,7 +68,7 @@ def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str
         (regions and (config.server.shards > 1 or config.launch.colocate),
          f"shards {also}: the server above is one process", "leave out --shards and --colocate"),
         (regions and config.policy.option("fragments", 1) > 1,
-         f"policy.fragments {also}: a relay overlaps its exchanges by itself", "leave it out"),
+         f"policy.fragments {also}: a relay overlaps its exchanges by itself", "leave out policy.fragments"),
         (resolved.was_set("upstream.mode") and not every,
          f"{origins.get('upstream.mode')}: without --upstream-every K the run above has the mode of the regions",
          "--upstream-every K"),
@@ -79,16 +79,15 @@ def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str
     for mode in modes if regions else ():
         kind, above = MODES.load(mode).kind, MODES.load(mode_above(config, mode))
         raise_first(
-            (kind.has_peers and not every, f"mode {mode} {also}: the run above would be in this mode too, in which "
+            (kind.has_peers and not every, f"mode {mode} {also}: the run above would be in this mode too, but its "
              "workers average among themselves", "--upstream-every 8, or --mode sync"),
-            (kind.has_peers and config.policy.option("staleness", 0),
-             f"mode {mode} with policy.staleness {also}: weights from above would change between two delayed steps",
-             "leave it out"),
+            (kind.has_peers and config.policy.option("staleness", 0), f"mode {mode} with policy.staleness {also}: "
+             "new weights would come between two delayed steps", "leave out policy.staleness"),
             (every and (above.kind.has_peers or above.kind.holds_gradients),
-             f"upstream.mode is {config.upstream.mode}, and the run above exchanges weights every {every} steps",
+             f"upstream.mode is {config.upstream.mode}, but the run above must exchange weights every {every} steps",
              "localsgd, diloco or async_diloco"),
             (above.kind.holds_gradients and not above.has_rounds, f"mode {mode} {also}: the run above would take the "
-             "mean gradient of each round, and this mode has no rounds", "--upstream-every 8, or --mode sync"),
+             "mean gradient of each round, but this mode has no rounds", "--upstream-every 8, or --mode sync"),
         )  # fmt: skip
 
 
@@ -110,6 +109,6 @@ def settings_of_relays(config: Config, mode: str, settings: Mapping[str, Any]) -
 
 
 def settings_of_size(config: Config, num_workers: int) -> dict[str, Any]:
-    """Returns the settings of every process of a region, or of the run above, with so many workers."""
+    """Returns the settings that depend on the number of workers of a region, or of the run above."""
     least = {"policy.min_workers": num_workers} if config.policy.min_workers > num_workers else {}
     return {"run.workers": num_workers, **least}

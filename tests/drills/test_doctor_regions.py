@@ -35,17 +35,17 @@ def test_regions_and_their_relays() -> None:
     trips["a", "c"] = 0.088
     trips["d", "e"] = 0.00114
     assert found_in(trips) == [
-        "3 regions: a, b | c | d, e; between 41 to 88, within 0.3 to 1.1 ms",
+        "3 regions: a, b | c | d, e; round trips: 41 to 88 ms between regions, 0.3 to 1.1 ms within",
         "The relays belong on a, d.",
         "A relay saves nothing in a region of one host: c.",
-        "How many steps between two exchanges? Give the slowest link between regions to: ps-sim CONFIG -n WORKERS "
+        "Compare --upstream-every at your links' bandwidth: ps-sim CONFIG -n WORKERS "
         "--regions 3 --border-latency 88ms --border-bandwidth 100mbit --upstream-every 0,8,32",
     ]
 
 
 def test_one_region() -> None:
     first, second = found_in(trips_of("abc"))
-    assert first == "1 region: a, b, c; within 0.3 ms"
+    assert first == "1 region: a, b, c; round trips: 0.3 ms within"
     assert second.endswith("relays would gain nothing. --num-regions N divides the hosts anyway.")
 
 
@@ -54,13 +54,13 @@ def test_pairs_that_do_not_reach_each_other() -> None:
     trips |= {pair: math.inf for pair in trips if set(pair) <= set("abc") or ("d" in pair and set(pair) & set("efg"))}
     trips["a", "b"] = trips["c", "b"] = 0.0003
     texts = found_in(trips, "g")
-    assert texts[1] == ("These do not reach each other: a and c, d and e, d and f, d and g.")
+    assert texts[1] == ("These hosts do not reach each other: a and c, d and e, d and f, d and g.")
     assert texts[3].startswith("A relay saves nothing in a region of one host: d.")
     trips = trips_of("abc", "defg")
     trips |= {pair: math.inf for pair in trips if pair[0] in "abc" and pair[1] in "defg"}
     trips |= {pair: math.inf for pair in trips if pair[1] in "abc" and pair[0] in "defg"}
     texts = found_in(trips, "g")
-    assert texts[0] == "2 regions: a, b, c | d, e, f, g; within 0.3 ms"
+    assert texts[0] == "2 regions: a, b, c | d, e, f, g; round trips: 0.3 ms within"
     assert texts[1].endswith("a and d, a and e, a and f, a and g, b and d and 7 more pairs.")
     assert texts[2:-1] == [
         "The relays belong on d.",
@@ -93,7 +93,7 @@ def test_the_matrix_shows_hosts_region_by_region() -> None:
 def test_a_file_of_an_unusual_form_stays_as_it_is(text: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError, match="its form is one that --write cannot change") as raised:
+    with pytest.raises(UsageError, match="is unchanged: --write cannot change a file of this form") as raised:
         write_regions(str(path), {"a": "a", "b": "b"})
     assert raised.value.fix == "write the regions by hand: a: a, b: b"
     assert path.read_text() == text and [host.region for host in load_hosts(str(path))] == ["eu", "eu"]

@@ -174,7 +174,7 @@ def test_options_of_one_mode_stay_out_of_the_other() -> None:
             "mode allreduce with policy.staleness together with 2 regions",
         ),
         ({"run__mode": "async"}, (), "mode async together with 2 regions: the run above would take"),
-        ({"upstream__every": 8}, ("upstream.mode=sync",), "upstream.mode is sync, and the run above exchanges weights"),
+        ({"upstream__every": 8}, ("upstream.mode=sync",), "is sync, but the run above must exchange weights"),
         ({}, ("upstream.mode=localsgd",), "without --upstream-every K the run above has the mode of the regions"),
         ({"upstream__every": 8, "policy__local_steps": 4}, (), "flag --local-steps has no effect together with 2"),
         ({"upstream__every": 8, "launch__regions": None}, (), "flag --upstream-every: there are no regions"),
@@ -190,7 +190,7 @@ def test_what_does_not_go_together(flags: dict[str, Any], sets: tuple[str, ...],
 
 def test_hosts_without_a_region_or_a_worker(tmp_path: Path) -> None:
     hosts = hosts_of(tmp_path, HOSTS + "  - f\n")
-    with pytest.raises(UsageError, match="f has no region, and other hosts have one"):
+    with pytest.raises(UsageError, match="hosts without a region, although others have one: f"):
         plans_of(resolve(), hosts=hosts)
     with pytest.raises(UsageError, match="region us has no worker: 4 workers fill the regions before it"):
         plans_of(resolve(), hosts=hosts[:-1])

@@ -42,12 +42,12 @@ def test_a_server_above_that_is_not_there(cluster: Cluster) -> None:
         (
             ("diloco", "--set", "policy.fragments=5"),
             ("sync", "--set", "upstream.merge=blend"),
-            "upstream.merge is blend, and the run above has policy.fragments",
+            "upstream.merge is blend: it would change fragments that were not exchanged",
         ),
-        (("sync",), ("localsgd",), "a region in mode localsgd below mode sync, which takes the mean gradient"),
-        (("sync",), ("allreduce",), "a region in mode allreduce below mode sync, which takes the mean gradient"),
-        (("sync",), ("async",), "a region in mode async below mode sync, which takes the mean gradient"),
-        (("sync",), ("sync", "--upstream-every", "8"), "mode sync above takes the gradients of every version"),
+        (("sync",), ("localsgd",), "a region in mode localsgd: the run above, in mode sync, takes the mean gradient"),
+        (("sync",), ("allreduce",), "a region in mode allreduce: the run above, in mode sync, takes the mean gradient"),
+        (("sync",), ("async",), "a region in mode async: the run above, in mode sync, takes the mean gradient"),
+        (("sync",), ("sync", "--upstream-every", "8"), "in mode sync, takes a gradient of every version"),
     ],
 )
 def test_modes_that_do_not_fit(cluster: Cluster, above: tuple[str, ...], below: tuple[str, ...], words: str) -> None:
@@ -68,7 +68,7 @@ def test_another_number_of_steps_than_above_and_another_model_end_the_region(clu
     cluster.address = relays[0].event("listening")["address"]
     workers.append(cluster.worker(0, "--task", "linear"))
     assert relays[0].wait() == 2
-    assert "--upstream-every 8, and the run above exchanges every 4 steps" in relays[0].output
+    assert "--upstream-every 8, but policy.local_steps of the run above is 4" in relays[0].output
     assert workers[1].wait() != 0
     assert "--local-steps 8" in workers[1].output
 

@@ -35,7 +35,7 @@ def regions(
 def steps_given_up(world: World) -> torch.Tensor:
     """Check the end of a run with a rejection. Returns which steps of the second region are not in the weights."""
     events = world.relays[1].events("region_not_counted")
-    assert [event["meaning"] for event in events] == ["the run above rejected it (store.on_nonfinite, store.max_norm)"]
+    assert ["rejected the contribution (store.on_nonfinite, " in event["meaning"] for event in events] == [True]
     assert not world.relays[0].events("region_not_counted")
     weights = world.weights()
     assert torch.equal(weights[2] == 0, weights[3] == 0)

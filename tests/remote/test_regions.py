@@ -67,8 +67,8 @@ def test_hosts_that_are_close_are_one_region_unless_a_number_is_given(remote) ->
     run = doctor(remote)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
-    assert re.fullmatch(r"1 region: node1, node2, node3; within [\d.]+( to [\d.]+)? ms", lines[4])
-    assert lines[5].startswith("No group of hosts is 3 times as far as the next nearer one, and at least 2 ms away")
+    assert re.fullmatch(r"1 region: node1, node2, node3; round trips: [\d.]+( to [\d.]+)? ms within", lines[4])
+    assert lines[5].startswith("The round trips do not jump by a factor of 3 or more, to 2 ms or more: relays")
     assert lines[6] == "hosts.yaml has other regions: node3 (eu), and none for node1, node2. --write replaces them."
     assert path.read_text() == before
     run = doctor(remote, "--num-regions", "3", "--write", "--json")
@@ -76,7 +76,7 @@ def test_hosts_that_are_close_are_one_region_unless_a_number_is_given(remote) ->
     found = json.loads(run.stdout)
     assert [region["hosts"] for region in found["regions"]] == [["node1"], ["node2"], ["node3"]]
     assert all(0 < found["round_trips_s"][a][b] < 1 for a in range(3) for b in range(3) if a != b)
-    assert found["sentences"][-1] == "hosts.yaml: the region of 3 hosts is written."
+    assert found["sentences"][-1] == "hosts.yaml: the regions of 3 hosts are written."
     text = path.read_text()
     assert text.splitlines()[3] == "  - {host: node2, region: node2, slots: 2}  # with two"
     run = doctor(remote, "--num-regions", "3", "--write")
@@ -192,7 +192,7 @@ def test_eight_hosts_in_three_regions(three_regions, marked) -> None:
     lines = examine("--write")
     found = re.fullmatch(
         r"3 regions: host0, host1, host2 \| host3, host4, host5 \| host6, host7; "
-        r"between (\d+) to (\d+), within (?:[\d.]+ to )?([\d.]+) ms",
+        r"round trips: (\d+) to (\d+) ms between regions, (?:[\d.]+ to )?([\d.]+) ms within",
         lines[9],
     )
     assert found is not None, lines
@@ -200,9 +200,9 @@ def test_eight_hosts_in_three_regions(three_regions, marked) -> None:
     assert 40 <= near < 60 and 120 <= far < 180 and widest < near / 3
     assert f"--regions 3 --border-latency {far:g}ms" in lines.pop(-2)
     assert lines[10:] == [
-        "These do not reach each other: host0 and host1.",
+        "These hosts do not reach each other: host0 and host1.",
         f"The relays belong on host2, {lines[11].split()[-2]} {lines[11].split()[-1]}",
-        f"{path}: the region of 8 hosts is written.",
+        f"{path}: the regions of 8 hosts are written.",
     ]
     regions = [host["region"] for host in yaml.safe_load(path.read_text())["hosts"]]
     assert regions[:3] == ["host2"] * 3, "host0 and host1 do not reach each other, so neither can have the relay"

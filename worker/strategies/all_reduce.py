@@ -2,13 +2,13 @@
 
     backward | average over the group | completion -> reply | step | next batch
 
-The completion says that this worker has the mean. The reply says that all members do, and only then does the worker
-step. So a member that dies before its completion leaves no other member a step ahead. The others still have their
+The completion says that this worker has the mean. The reply says that all members have it. Only then the worker
+steps. So a member that dies before its completion leaves no other member a step ahead. The others still have their
 gradients, and average them again in the group that the reply names. A new worker copies weights and optimizer state
 from an existing member when the group forms.
 
-When the server requests the weights, the lowest member steps before the reply. It keeps a copy to undo the step. In a
-region the weights of the reply replace those of that step, so all members step before it.
+When the server requests the weights, the member of lowest rank steps before the reply, and keeps a copy to undo the
+step. In a region (docs/regions.md) all members step before the reply, whose weights replace those of the step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .state_transfer import StateTransfer
 from .undoable_step import NO_VERSION, Mean, UndoableStep
 
 _NOTHING = Outgoing(Contribution())  # for a failed round, which has no gradients
-_UPLOADS, UPLOADS_OPTIMIZER, _RETURNS = 1, 2, 4  # flags of the lowest member, the last of the metadata
+_UPLOADS, UPLOADS_OPTIMIZER, _RETURNS = 1, 2, 4  # flags: the last metadata of the lowest member
 
 
 class AllReduceStrategy(Strategy):
@@ -54,7 +54,7 @@ class AllReduceStrategy(Strategy):
     _check: ConsistencyCheck
 
     def __init__(self, exchange: Exchange, may_leave_early: bool, stage: int = 0) -> None:
-        """`may_leave_early`: gradients may be averaged during backward. `stage`: that of a pipeline."""
+        """`may_leave_early`: gradients may be averaged during backward. `stage`: this worker's in a pipeline."""
         super().__init__(exchange)
         self._codec = exchange.config.codec
         self._encoded: EncodedMean | None = None  # set if worker.codec encodes gradients
@@ -64,14 +64,14 @@ class AllReduceStrategy(Strategy):
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         self._exchange.start(model, optimizer)
         self._trained = range(model.num_trained)
-        # parameters as backward fills them, then buffers
+        # parameters in the order of backward, then buffers
         self._order = [*reversed(self._trained), *range(model.num_trained, model.num_exchanged)]
         entries = enumerate(model.layout.entries)
         self._of_lowest = frozenset(index for index, entry in entries if not entry.spec.averaged)
         self._of_sum = frozenset(self._trained) if optimizer.reduction == "sum" else frozenset()
         devices = {tensor.device for tensor in model.tensors}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        if self._device.type == "cuda":  # groups are created again and again, on other threads
+        if self._device.type == "cuda":  # other threads create groups again and again
             without_watchdog()
         if self._codec != "raw":
             self._encoded = self._encoded_mean(optimizer)
@@ -122,13 +122,13 @@ class AllReduceStrategy(Strategy):
         return self._exchange.progress
 
     def _enter(self) -> None:
-        """Join the newest group after a START."""
+        """Join the newest group after a START reply."""
         while True:
             has_weights = self._exchange.group_view.info.has_weights
             self._step.version = self._confirmed.version if has_weights else NO_VERSION
             if has_weights:
                 self._transfer.restore()
-            if self._confirmed.is_done or self._form_group():  # if the run is done, no step follows
+            if self._confirmed.is_done or self._form_group():  # a run that is done has no further step
                 return
             self._complete_failed()
 
@@ -185,7 +185,7 @@ class AllReduceStrategy(Strategy):
         return reply
 
     def _mean_of(self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool) -> Mean | None:
-        """The mean over the group; None: the group has ended."""
+        """The mean over the group; None: the group broke."""
         group = self._lifecycle.group
         assert group is not None
         try:
@@ -213,7 +213,7 @@ class AllReduceStrategy(Strategy):
         return *self._check.metadata(outgoing, self._step.version), self._flags(outgoing)
 
     def _flags(self, outgoing: Outgoing) -> int:
-        """Whether this member, if it is the lowest, uploads weights, and what follows."""
+        """The flags for this round if this member has the lowest rank; 0: it uploads nothing."""
         info = self._exchange.group_view.info
         uploads = info.uploads_weights or outgoing.contribution.training.evaluates
         return uploads * (_UPLOADS + UPLOADS_OPTIMIZER * info.uploads_optimizer + _RETURNS * info.returns_weights)
@@ -230,7 +230,7 @@ class AllReduceStrategy(Strategy):
         return bool(flags if group.index == 0 else flags & _RETURNS)
 
     def _upload(self, outgoing: Outgoing, mean: Mean) -> Reply:
-        """Complete the round after the step. The lowest member uploads the weights."""
+        """Step, then complete the round. The member of lowest rank uploads the weights."""
         group = self._lifecycle.group
         assert group is not None
         undo = self._step.copy()
@@ -258,7 +258,7 @@ class AllReduceStrategy(Strategy):
         return self._exchange.contribute(outgoing.changed(kind=kind, completion=completion))
 
     def _diverged(self, index: int | None) -> DivergedError:
-        """The error for a gradient that is not finite (`index` names it), or for weights that overflowed before."""
+        """The error for weights with NaN or Inf, or else for the gradient `index`, which is not finite."""
         tensors = zip(self._model.layout.entries, self._model.sources(ContributionKind.WEIGHTS), strict=False)
         names = [
             entry.spec.name for entry, item in tensors if item is not None and not bool(torch.isfinite(item).all())
@@ -267,8 +267,8 @@ class AllReduceStrategy(Strategy):
         if names or index is None:
             where = f" in '{names[0]}'" if names else ""
             return DivergedError(
-                f"the weights overflowed: those of rank {rank} hold NaN or Inf{where} at version {self._step.version}, "
-                "after steps along finite means",
+                f"the weights overflowed: rank {rank} has NaN or Inf{where} at version {self._step.version}, although "
+                "all gradients were finite",
                 fix="lower --lr, or clip gradients; give Adam an eps above 0; the newest "
                 "snapshot (--checkpoint-dir) is unchanged",
             )
@@ -298,5 +298,5 @@ class AllReduceStrategy(Strategy):
         self.end()
 
     def end(self) -> None:
-        """Other workers do not reach this one any more."""
+        """End the connections to the other workers."""
         self._lifecycle.end()

@@ -1,4 +1,4 @@
-"""Moves weights and optimizer state to a member that lacks them."""
+"""Sends weights and optimizer state to members of a group that lack them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = get_logger()
 
 
 class StateTransfer:
-    """The transfers of one peer; `step` has its model and optimizer."""
+    """The transfers of one all-reduce peer. `step` has its model and optimizer."""
 
     def __init__(self, exchange: Exchange, lifecycle: GroupLifecycle, step: UndoableStep) -> None:
         self._exchange, self._lifecycle, self.step = exchange, lifecycle, step
@@ -27,9 +27,9 @@ class StateTransfer:
         return self.step.optimizer.state_dict()["state"]
 
     def restore(self) -> None:
-        """Load the optimizer state of the server's snapshot, after weights came from the server.
+        """Load the optimizer state from the server's snapshot. Called after the weights came from the server.
 
-        The snapshot may be from mode sync.
+        The snapshot may be of a run in mode sync.
         """
         step, version = self.step, self._exchange.progress.version
         optimizer, model = step.optimizer, step.model
@@ -48,14 +48,15 @@ class StateTransfer:
 
     def warn_of_new_state(self) -> None:
         if not self._exchange.progress.is_done:
-            log.warning("optimizer_state_anew", meaning="the server has no state of this version: moments restart")
+            log.warning("optimizer_state_anew", meaning="the server has no optimizer state: moments restart at 0")
 
     def level(self, group: Group) -> None:
         """Give all members the weights of the newest version, and the optimizer state of a member that has both.
 
-        Raises UnreachableError if no member has the weights, and Broken.
+        Raises UnreachableError if no member has these weights, and Broken if the group breaks.
         """
         step, newest = self.step, self._exchange.progress.version
+        # The greatest level has the newest version, and optimizer state if a member has both.
         level = 2 * step.version + step.has_state
         states = self._lifecycle.run(lambda: group.gather_numbers(level))
         best = max(states)
@@ -93,6 +94,6 @@ class StateTransfer:
 
 def version_is_lost(version: int) -> UnreachableError:
     return UnreachableError(
-        f"no worker has the weights of version {version} any more: all workers that had them are gone",
-        fix="keep snapshots (--checkpoint-dir), from which a run resumes",
+        f"no worker has the weights of version {version}: all workers that had them are gone",
+        fix="write snapshots (--checkpoint-dir), from which a run can resume",
     )

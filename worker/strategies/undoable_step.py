@@ -17,9 +17,9 @@ Mean = Sequence[torch.Tensor | None]
 
 
 class UndoableStep:
-    """A peer's model and optimizer.
+    """The model and optimizer of an all-reduce peer.
 
-    `version`: of the model's weights. `has_state`: the optimizer's state is the run's, if any peer has it.
+    `version`: of the model's weights. `has_state`: the optimizer has the run's state, not a new one.
     `has_stepped`: this process has taken a step.
     """
 
@@ -29,15 +29,15 @@ class UndoableStep:
         self.has_state = self.has_stepped = False
 
     def step(self, mean: Mean) -> None:
-        """Take the step to the next version."""
+        """Step along the mean, to the next version."""
         self.apply(mean)
         self.version += 1
         self.has_stepped = self.has_state = True
 
     def apply(self, mean: Mean, has_buffers: bool = True) -> None:
-        """Step along the mean. Gradients stay this worker's own, because it may have to average them again.
+        """Step along the mean. Afterwards `grad` is this worker's gradient again, for it may have to be averaged again.
 
-        `has_buffers`: buffers take the mean's values, or the lowest rank's.
+        `has_buffers`: also copy the buffers in `mean`, which are averaged or the lowest rank's.
         """
         model = self.model
         gradients = [tensor.grad for tensor in model.tensors]
@@ -55,7 +55,7 @@ class UndoableStep:
                 tensor.grad = gradient
 
     def weights(self) -> list[torch.Tensor]:
-        """The tensors that all peers share."""
+        """The tensors that are equal on all peers."""
         return [tensor for tensor in self.model.sources(ContributionKind.WEIGHTS) if tensor is not None]
 
     def copy(self) -> Callable[[], None]:

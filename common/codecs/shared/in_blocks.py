@@ -1,7 +1,7 @@
 """Base of the codecs with a scale for each block of 256 values.
 
-A piece of n values is encoded as the scales of its blocks, float32, then a code of `bits` for each value. The last byte
-is padded with 0.
+A piece of n values is encoded as a float32 scale for each block, then a code of `bits` bits for each value. The last
+byte is padded with zero bits.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from .by_tensor import ByTensor, blocks_of
 
-BLOCK = 256  # values; a multiple of those in a byte
+BLOCK = 256  # values; a multiple of the codes in a byte
 TINY = torch.finfo(torch.float32).tiny
 _SCALE_BYTES = 4
 
 
 class InBlocks(ByTensor):
-    bits: ClassVar[int]  # of a code
+    bits: ClassVar[int]  # size of a code
 
     def size(self, num_elements: int) -> int:
         return -(-num_elements // BLOCK) * _SCALE_BYTES + -(-num_elements * self.bits // 8)
@@ -27,9 +27,9 @@ class InBlocks(ByTensor):
     def parts(
         self, values: torch.Tensor, encoded: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield (values, scales, codes) of the whole blocks, then of a shorter block.
+        """Yield (values, scales, codes) of all whole blocks, then of the shorter last block, if any.
 
-        Values are [blocks, n], scales float32 [blocks], codes uint8 [bytes].
+        Shapes: values [blocks, n], scales float32 [blocks], codes uint8 [bytes].
         """
         num_bytes = -(-len(values) // BLOCK) * _SCALE_BYTES
         scales, codes = encoded[:num_bytes].view(torch.float32), encoded[num_bytes:]

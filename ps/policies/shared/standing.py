@@ -1,4 +1,4 @@
-"""The live ranks by their number of contributions, with the slowest at hand."""
+"""Ranks in the order of a number, such as their contributions. The least number is always known."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Generic, TypeVar
 
 Number = TypeVar("Number", int, float)
 
-_SPARE = 64  # unused numbers that may stay in the heap, beyond as many as are in use
+_MAX_UNUSED = 64  # numbers without ranks that may stay in the heap, beyond as many as have ranks
 
 
 @dataclass
 class Standing(Generic[Number]):
-    """Ranks by number. An event takes the time of a heap operation: the logarithm of the different numbers."""
+    """Ranks by number. `put` and `remove` take O(log n), where n is how many different numbers there are."""
 
     least: Number | None = None
     number_of: dict[int, Number] = field(default_factory=dict)  # by rank
-    _ranks: dict[Number, dict[int, None]] = field(default_factory=dict)  # by number, in the order they came to it
-    _numbers: list[Number] = field(default_factory=list)  # a heap of those, and of some without ranks
+    _ranks: dict[Number, dict[int, None]] = field(default_factory=dict)  # by number, in the order of `put`
+    _numbers: list[Number] = field(default_factory=list)  # a heap of these numbers, and of some without ranks
 
     def put(self, rank: int, number: Number) -> None:
-        """Place the rank at `number`, also when it was at another before."""
+        """Set the number of a rank, which may have another number."""
         before = self.number_of.get(rank)
         if number == before:
             return
@@ -30,18 +30,18 @@ class Standing(Generic[Number]):
         if (ranks := self._ranks.get(number)) is not None:
             ranks[rank] = None
         else:
-            self._open(rank, number)
+            self._add_number(rank, number)
         if before is not None:
-            self._leave(rank, before)
+            self._take_out(rank, before)
 
     def remove(self, rank: int) -> None:
         if (number := self.number_of.pop(rank, None)) is not None:
-            self._leave(rank, number)
+            self._take_out(rank, number)
 
-    def _open(self, rank: int, number: Number) -> None:
-        """Place the first rank at a number."""
+    def _add_number(self, rank: int, number: Number) -> None:
+        """Set the number of a rank, if no other rank has this number."""
         self._ranks[number] = {rank: None}
-        if len(self._numbers) > 2 * len(self._ranks) + _SPARE:
+        if len(self._numbers) > 2 * len(self._ranks) + _MAX_UNUSED:
             self._numbers = list(self._ranks)
             heapify(self._numbers)
         else:
@@ -49,7 +49,7 @@ class Standing(Generic[Number]):
         if self.least is None or number < self.least:
             self.least = number
 
-    def _leave(self, rank: int, number: Number) -> None:
+    def _take_out(self, rank: int, number: Number) -> None:
         ranks = self._ranks[number]
         del ranks[rank]
         if ranks:
@@ -62,11 +62,11 @@ class Standing(Generic[Number]):
 
     @property
     def most(self) -> Number | None:
-        """The greatest number; looks through all different ones."""
+        """The greatest number. Takes O(n)."""
         return max(self._ranks, default=None)
 
     def first(self, most: int) -> list[int]:
-        """Returns so many ranks at the least numbers; looks through all different ones."""
+        """Returns at most `most` ranks, those with the least numbers. Reads all n numbers."""
         found = list[int]()
         for number in nsmallest(most, self._ranks):
             found += islice(self._ranks[number], most - len(found))
@@ -74,5 +74,5 @@ class Standing(Generic[Number]):
 
     @property
     def slowest_ranks(self) -> dict[int, None]:
-        """Ranks at the least number."""
+        """The ranks with the least number."""
         return {} if self.least is None else self._ranks[self.least]
