@@ -146,7 +146,7 @@ def sentences(hosts: Sequence[str], trips: Trips, regions: Sequence[Region], ups
     ]
     latency = f"--border-latency {between.split()[-1]}ms " if between else ""
     texts.append(
-        "Compare --upstream-every at your links' bandwidth: ps-sim CONFIG -n WORKERS "
+        "Compare intervals at your links' bandwidth: ps-sim CONFIG -n WORKERS "
         f"--regions {len(regions)} {latency}--border-bandwidth 100mbit --upstream-every 0,8,32"
     )
     return texts

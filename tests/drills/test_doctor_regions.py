@@ -38,7 +38,7 @@ def test_regions_and_their_relays() -> None:
         "3 regions: a, b | c | d, e; round trips: 41 to 88 ms between regions, 0.3 to 1.1 ms within",
         "The relays belong on a, d.",
         "A relay saves nothing in a region of one host: c.",
-        "Compare --upstream-every at your links' bandwidth: ps-sim CONFIG -n WORKERS "
+        "Compare intervals at your links' bandwidth: ps-sim CONFIG -n WORKERS "
         "--regions 3 --border-latency 88ms --border-bandwidth 100mbit --upstream-every 0,8,32",
     ]
 
