@@ -20,18 +20,15 @@ from functools import partial
 from typing import TypeVar
 
 from ...common.errors import Reason, refusal
-from ...common.wire.direct import LENGTH_BYTES, length_of, shut_down
+from ...common.wire.direct import LENGTH_BYTES, WAKE_BYTES, Pieces, after, first_of, length_of, shut_down, wake_at
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 
 Result = TypeVar("Result")
-Pieces = list[bytes | memoryview]
 
 _BUFFER_BYTES = 64 << 10
 _NUM_THREADS = 4
 _LEAST_HANDED_OVER = 256 << 10  # the loop transfers less itself, as the change to a thread would cost as much
 _MOMENT_MS = 1
-# A thread wakes up once so many bytes have arrived. Each wake-up costs the sender as much as copying 64 KiB.
-_WAKE_BYTES = 512 << 10
 _RECORDS_BYTES = 32 << 10  # bytes that TLS may have read already, as part of an incomplete record
 _WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -176,16 +173,16 @@ class Connection:
     def _receive_for_a_moment(self, target: memoryview) -> int:
         """On a thread: receive the available bytes, and those that arrive within _MOMENT_MS of each other.
 
-        Raises the exception of recv_into if there are none.
+        Raises the exception of recv_into if there are none. An error after some bytes shows at the next call.
         """
         done = 0
         while done < len(target):
             missing = len(target) - done
-            self._wake_at(min(_WAKE_BYTES, missing - _RECORDS_BYTES) if missing > 2 * _RECORDS_BYTES else 1)
+            self._wake_at(min(WAKE_BYTES, missing - _RECORDS_BYTES) if missing > 2 * _RECORDS_BYTES else 1)
             try:
                 num_bytes = self._receive(target[done:])
-            except _WAITS:
-                if self._may_soon(select.POLLIN):
+            except OSError as error:
+                if isinstance(error, _WAITS) and self._may_soon(select.POLLIN):
                     continue
                 if not done:
                     raise
@@ -196,15 +193,10 @@ class Connection:
         return done
 
     def _wake_at(self, num_bytes: int) -> None:
-        """Let a poll return once `num_bytes` have arrived, or at the end.
-
-        No thread may block in `recv` on this socket. After a partial read the kernel would wait for `num_bytes` more,
-        and fewer may be left.
-        """
+        """Let a poll return once `num_bytes` have arrived, or at the end. No thread may block in `recv`."""
         if num_bytes != self._low_water:
             self._low_water = num_bytes
-            with contextlib.suppress(OSError):  # some systems lack this option
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            wake_at(self._socket, num_bytes)
 
     # ---- out --------------------------------------------------------------------------------
 
@@ -216,10 +208,10 @@ class Connection:
                     with self._lock:
                         num_sent = self._socket.send(pieces[0])
                 else:
-                    num_sent = self._socket.sendmsg(pieces[:64])
+                    num_sent = self._socket.sendmsg(first_of(pieces))
             except _WAITS:
                 break
-            pieces = _after(pieces, num_sent)
+            pieces = after(pieces, num_sent)
         return pieces
 
     async def send(self, pieces: Pieces) -> None:
@@ -335,12 +327,3 @@ def is_large(pieces: Pieces) -> bool:
 def _resolve(ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_result(None)
-
-
-def _after(pieces: Pieces, num_bytes: int) -> Pieces:
-    """Return the pieces without their first `num_bytes`."""
-    for index, piece in enumerate(pieces):
-        if num_bytes < len(piece):
-            return [memoryview(piece)[num_bytes:], *pieces[index + 1 :]]
-        num_bytes -= len(piece)
-    return []

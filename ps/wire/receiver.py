@@ -227,9 +227,14 @@ class Receiver:
         upload, contribution = self._upload, self._contribution
         if upload is None:
             raise refusal(Reason.BAD_REQUEST, "a piece of a payload that no Begin or Contribution announced")
-        if received.out_of_band and upload.in_segment:
-            await self._transport.fetch(upload.target[received.offset :][: received.out_of_band])
-        upload.reader.feed(received)
+        target = upload.target[received.offset :][: received.out_of_band]
+        if upload.in_segment and 0 < len(target) == received.out_of_band:
+            at = received.offset
+            async for num_bytes in self._transport.fetch(target):  # if the stream is lost, these have arrived
+                upload.reader.feed(received._replace(offset=at, out_of_band=num_bytes))
+                at += num_bytes
+        else:
+            upload.reader.feed(received)
         if contribution is None or not upload.reader.is_complete:
             return False
         whole_at = self._now()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 import grpc
@@ -134,10 +134,13 @@ class Stream:
         """Use this connection for all further messages."""
         self._direct = connection
 
-    async def receive_into(self, target: memoryview) -> None:
-        """Fill `target` with the bytes that follow a message on a direct connection."""
+    async def receive_into(self, target: memoryview) -> AsyncIterator[int]:
+        """Fill `target` with the bytes that follow a message on a direct connection.
+
+        Yields the number of new bytes after at least CHUNK_BYTES, and at the end.
+        """
         assert self._direct is not None
-        done = 0
+        done = given = 0
         while done < len(target):
             end = len(target)
             if self._pace is not None:
@@ -154,6 +157,9 @@ class Stream:
                 self._pace.take(num_bytes)
             self._take_piece(num_bytes)
             done += num_bytes
+            if done - given >= CHUNK_BYTES or done == len(target):
+                yield done - given
+                given = done
 
     def _lost(self, error: Exception) -> StreamLost | StreamBroken:
         """Return the exception that stands for a failure of reading or writing."""

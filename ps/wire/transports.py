@@ -53,8 +53,9 @@ class Transport:
         """Return the shared memory of a contribution of `num_bytes`, or None to use the server's memory."""
         return None
 
-    async def fetch(self, target: memoryview) -> None:
-        """Receive an out-of-band piece into `target`."""
+    async def fetch(self, target: memoryview) -> AsyncIterator[int]:
+        """Receive an out-of-band piece into `target`. Yields the number of bytes of each part that has arrived."""
+        yield len(target)
 
     async def send(self, header: Header, publication: Publication, num_bytes: int) -> None:
         """Send the weights of one publication, and release it."""
@@ -90,8 +91,8 @@ class DirectTransport(Transport):
     def carries(self, codec: Codec) -> bool:
         return codec.is_identity
 
-    async def fetch(self, target: memoryview) -> None:
-        await self.stream.receive_into(target)
+    def fetch(self, target: memoryview) -> AsyncIterator[int]:
+        return self.stream.receive_into(target)
 
     async def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
         async for made in publication.progress():

@@ -12,7 +12,7 @@ from paramserver.tests.faults.proxy import Plan, Proxy
 PADDING = 8_000_000  # floats: 32 MB a payload
 PAYLOAD = 4 * PADDING
 CAME = 24 << 20  # of the first contribution, behind the initial weights, when its connection is reset
-LOST = 20 << 20  # of that, at most: a piece that is not whole, and what the kernels of a busy machine still had
+LOST = 12 << 20  # of that, at most: what the kernels of a busy machine still had
 
 
 @pytest.mark.slow

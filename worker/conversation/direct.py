@@ -21,13 +21,26 @@ from urllib.parse import SplitResult, urlsplit
 
 from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
-from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, OutOfBand, length_of, on_the_wire, prepare, shut_down
+from ...common.wire.direct import (
+    HELLO,
+    LENGTH_BYTES,
+    SENT_AT_ONCE,
+    TAKEN,
+    WAKE_BYTES,
+    OutOfBand,
+    after,
+    first_of,
+    length_of,
+    on_the_wire,
+    prepare,
+    shut_down,
+    wake_at,
+)
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
 from ..transports.limit import NO_LIMIT, Limit
 
 _CONNECT_S = 1.0
 _BUFFER_BYTES = 64 << 10
-_SENT_AT_ONCE = 64  # buffers per system call; the system's limit is 1,024
 _LINGER_S = 2.0
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # the variables that gRPC reads
 _AROUND = ("no_grpc_proxy", "no_proxy")
@@ -79,6 +92,7 @@ class Direct:
         self._socket.settimeout(0 if isinstance(self._socket, ssl.SSLSocket) else None)
         self._reader = io.BufferedReader(_Incoming(self._receive), _BUFFER_BYTES)
         self._tls_alone = threading.Lock()
+        self._low_water = 1  # bytes after which a poll returns
         self._waiting: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
         self._num_waiting = 0  # messages queued for the thread
         self._lock = threading.Lock()
@@ -114,23 +128,14 @@ class Direct:
     def _write(self, messages: Iterable[Message]) -> None:
         for message in messages:
             pieces = on_the_wire(message)
-            if at_once := self._limit.at_once:
-                pieces = [piece[at : at + at_once] for piece in pieces for at in range(0, len(piece), at_once)]
-            if isinstance(self._socket, ssl.SSLSocket):
-                for piece in pieces:
-                    unsent = memoryview(piece)
-                    while len(unsent):
-                        num_bytes = self._in_turn(self._socket.send, unsent)
-                        self._limit.sent(num_bytes)
-                        unsent = unsent[num_bytes:]
-                continue
             while pieces:
-                num_bytes = self._socket.sendmsg(pieces[: 1 if self._limit.at_once else _SENT_AT_ONCE])
+                now = first_of(pieces, self._limit.at_once or SENT_AT_ONCE)
+                if isinstance(self._socket, ssl.SSLSocket):
+                    num_bytes = self._in_turn(self._socket.send, now[0])
+                else:
+                    num_bytes = self._socket.sendmsg(now)
                 self._limit.sent(num_bytes)
-                while pieces and num_bytes >= len(pieces[0]):
-                    num_bytes -= len(pieces.pop(0))
-                if num_bytes:
-                    pieces[0] = memoryview(pieces[0])[num_bytes:]
+                pieces = after(pieces, num_bytes)
 
     # ---- in ---------------------------------------------------------------------------------
 
@@ -153,9 +158,11 @@ class Direct:
         if isinstance(self._socket, ssl.SSLSocket):
             num_bytes = self._in_turn(self._socket.recv_into, target)
         else:
-            # SO_RCVLOWAT does not help: it counts new bytes, also when a read has already taken a part.
-            flags = socket.MSG_WAITALL if len(target) > _BUFFER_BYTES else 0
-            num_bytes = self._socket.recv_into(target, len(target), flags)
+            is_large = len(target) > _BUFFER_BYTES
+            self._wake_at(min(len(target), WAKE_BYTES) if is_large else 1)
+            if is_large:
+                self._wait(select.POLLIN)
+            num_bytes = self._socket.recv_into(target)
         if not num_bytes:
             raise EOFError
         self._limit.received(num_bytes)
@@ -174,11 +181,19 @@ class Direct:
                 event = select.POLLIN
             except ssl.SSLWantWriteError:
                 event = select.POLLOUT
-            if (descriptor := self._socket.fileno()) < 0:
-                raise ConnectionResetError("the connection was closed")
-            ready = select.poll()
-            ready.register(descriptor, event)
-            ready.poll()
+            self._wait(event)
+
+    def _wait(self, event: int) -> None:
+        if (descriptor := self._socket.fileno()) < 0:
+            raise ConnectionResetError("the connection was closed")
+        ready = select.poll()
+        ready.register(descriptor, event)
+        ready.poll()
+
+    def _wake_at(self, num_bytes: int) -> None:
+        if num_bytes != self._low_water:
+            self._low_water = num_bytes
+            wake_at(self._socket, num_bytes)
 
     # ---- the end ----------------------------------------------------------------------------
 
