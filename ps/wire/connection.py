@@ -214,13 +214,18 @@ class Connection:
             pieces = after(pieces, num_sent)
         return pieces
 
-    async def send(self, pieces: Pieces) -> None:
-        """Send all pieces. Once this returns or is cancelled, no thread reads from `pieces`."""
+    async def send(self, pieces: Pieces, progress: Callable[[int], object] = lambda _: None) -> None:
+        """Send all pieces, and call `progress` with the number of bytes that the system has accepted each time.
+
+        Once this returns or is cancelled, no thread reads from `pieces`.
+        """
         while pieces:
+            num_bytes = _num_bytes(pieces)
             if is_large(pieces):
                 pieces = await self._on_a_thread(_threads, partial(self._send_for_a_moment, pieces))
             else:
                 pieces = self.send_now(pieces)
+            progress(num_bytes - _num_bytes(pieces))
             if pieces:
                 await self._wait(self._loop.add_writer, self._loop.remove_writer)
 
@@ -321,7 +326,11 @@ class Connection:
 
 def is_large(pieces: Pieces) -> bool:
     """Whether a thread must send these pieces."""
-    return sum(map(len, pieces)) >= _LEAST_HANDED_OVER
+    return _num_bytes(pieces) >= _LEAST_HANDED_OVER
+
+
+def _num_bytes(pieces: Pieces) -> int:
+    return sum(map(len, pieces))
 
 
 def _resolve(ready: asyncio.Future[None]) -> None:

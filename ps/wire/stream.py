@@ -75,7 +75,8 @@ class Stream:
         self._owed = 0  # announced bytes that have not arrived
         self._num_begins = 0  # Begin messages since the last Contribution
         self._reading_since: float | None = None  # None: no announced bytes are missing
-        self._writing_since = 0.0
+        self._writing_since = 0.0  # when CHUNK_BYTES of this message were sent, or it began
+        self._num_written = 0  # bytes of it since then
         self._lent_since: float | None = None
         self._too_slow_at: float | None = None
         self._watch = watch
@@ -258,8 +259,13 @@ class Stream:
         except OSError as error:
             raise StreamLost from error
         if unsent:
-            self._writing_since = self._time()
-            self._writing = asyncio.ensure_future(connection.send(unsent))
+            self._num_written, self._writing_since = 0, self._time()
+            self._writing = asyncio.ensure_future(connection.send(unsent, self._wrote))
+
+    def _wrote(self, num_bytes: int) -> None:
+        self._num_written += num_bytes
+        if self._num_written >= CHUNK_BYTES:
+            self._num_written, self._writing_since = 0, self._time()
 
     def write_now(self, raw: bytes, is_counted: bool = True) -> bool:
         """Send a message over the direct connection at once. Returns False while the previous one is being sent."""
@@ -369,7 +375,7 @@ class Stream:
                 return f"{self._owed} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
         is_writing = self._writing is not None and not self._writing.done()
         if is_writing and now - self._writing_since > limit_s:
-            return "the worker read nothing of a reply"
+            return f"the worker read less than {CHUNK_BYTES} bytes of a reply"
         if self._lent_since is not None and now - self._lent_since > limit_s:
             return "the worker sent no Taken for a reply in shared memory"
         return None
