@@ -82,6 +82,7 @@ def held_life(rank: int, address: str, stage: int, workers: int, mb: int, port: 
 
     from ....common.config.schema import LogConfig
     from ....common.reporting.log import setup_logging
+    from ....worker.strategies.collectives.zero import Zero
 
     setup_logging(LogConfig(level="warning"), "ps-bench")
     torch.set_num_threads(1)
@@ -107,7 +108,9 @@ def held_life(rank: int, address: str, stage: int, workers: int, mb: int, port: 
                 gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
                 found = {"parameters": _num_bytes(parameters), "gradients": _num_bytes(gradients)}
                 optimizer.step()
-            states = [*inner.state.values(), *getattr(session._strategy, "_state", {}).values()]
+            strategy = session._strategy
+            divided = strategy._step.state if isinstance(strategy, Zero) else {}
+            states = [*inner.state.values(), *divided.values()]
             found["optimizer"] = _num_bytes(value for state in states for value in state.values())
             found["peak"] = memory_of(os.getpid())["peak"] - before
             return {part: [float(value)] for part, value in found.items()}
