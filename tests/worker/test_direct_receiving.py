@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import fcntl
+import os
 import socket
 import termios
 import threading
@@ -12,7 +13,7 @@ import time
 import pytest
 
 from paramserver.common.security import Credentials
-from paramserver.common.wire.direct import HELLO, TAKEN, TICKET_BYTES
+from paramserver.common.wire.direct import HELLO, TAKEN, TICKET_BYTES, WAKE_BYTES
 from paramserver.worker.conversation.direct import Direct
 from paramserver.worker.transports.limit import NO_LIMIT, Limit
 
@@ -58,6 +59,26 @@ def test_a_payload_of_which_some_came_before_the_rest(first):
     while received[:first] != payload[:first] and num_unread(direct._socket) < first:
         assert time.monotonic() < deadline
     server.sendall(payload[first:])
+    receiving.join(10)
+    assert not receiving.is_alive()
+    assert received == payload
+    direct.close()
+    server.close()
+
+
+def test_a_poll_that_returns_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel's does when it is short of memory. The last bytes alone wake no thread that sleeps in recv."""
+    direct, server = connected()
+    monkeypatch.setattr(direct, "_wait", lambda _: None)
+    payload = os.urandom(WAKE_BYTES + 700)
+    received = bytearray(len(payload))
+    receiving = threading.Thread(target=direct.receive_into, args=(iter([memoryview(received)]),), daemon=True)
+    receiving.start()
+    server.sendall(payload[:-1000])
+    deadline = time.monotonic() + 10
+    while received[:-1000] != payload[:-1000] and time.monotonic() < deadline:
+        pass
+    server.sendall(payload[-1000:])
     receiving.join(10)
     assert not receiving.is_alive()
     assert received == payload

@@ -158,15 +158,21 @@ class Direct:
         if isinstance(self._socket, ssl.SSLSocket):
             num_bytes = self._in_turn(self._socket.recv_into, target)
         else:
-            is_large = len(target) > _BUFFER_BYTES
-            self._wake_at(min(len(target), WAKE_BYTES) if is_large else 1)
-            if is_large:
-                self._wait(select.POLLIN)
-            num_bytes = self._socket.recv_into(target)
+            num_bytes = self._receive_plain(target)
         if not num_bytes:
             raise EOFError
         self._limit.received(num_bytes)
         return num_bytes
+
+    def _receive_plain(self, target: memoryview) -> int:
+        if len(target) <= _BUFFER_BYTES:
+            self._wake_at(1)
+            return self._socket.recv_into(target)
+        while True:
+            self._wake_at(min(len(target), WAKE_BYTES))
+            self._wait(select.POLLIN)
+            with contextlib.suppress(BlockingIOError):
+                return self._socket.recv_into(target, len(target), socket.MSG_DONTWAIT)
 
     def _in_turn(self, call: Callable[[memoryview], int], data: memoryview) -> int:
         """Repeat a non-blocking TLS call until it succeeds.
