@@ -30,8 +30,7 @@ _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
 # Payload bytes behind one message. A change of messages takes the receiver up to 1 ms, in which the sender waits.
 OUT_OF_BAND_BYTES = 32 * CHUNK_BYTES
-# Bytes of one system call. During a longer call, acknowledgements of the other side wait for the socket: 100 MB over
-# loopback take 27 ms in calls of 8 MB, and 18 ms in these.
+# Bytes of one system call. During a longer call, the other side's acknowledgements wait for the socket.
 SENT_AT_ONCE = 1 << 20
 _BUFFERS_AT_ONCE = 64  # of one system call; the system's limit is 1,024
 # A receiver of a payload wakes up after so many bytes. Each wake-up costs the sender as much as copying 64 KiB.
@@ -67,7 +66,7 @@ def out_of_band_messages(pieces: Iterable[memoryview], offset: int = 0) -> Itera
 
 
 def first_of(pieces: Pieces, num_bytes: int = SENT_AT_ONCE) -> list[memoryview]:
-    """Return the first pieces, or a part of the first one: what one system call sends."""
+    """Return at most `num_bytes` from the front of `pieces`, for one system call."""
     found: list[memoryview] = []
     for piece in pieces[:_BUFFERS_AT_ONCE]:
         found.append(memoryview(piece)[:num_bytes])
@@ -89,8 +88,7 @@ def after(pieces: Pieces, num_bytes: int) -> Pieces:
 def wake_at(connection: socket.socket, num_bytes: int) -> None:
     """Let a poll of this socket return once `num_bytes` have arrived, or at the end.
 
-    A blocking `recv` needs a mark of 1: after a partial read the kernel would wait for `num_bytes` more, and fewer may
-    be left.
+    A blocking `recv` needs 1: after a partial read the kernel would wait for `num_bytes` more, and fewer may be left.
     """
     with contextlib.suppress(OSError):  # some systems lack this option
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)

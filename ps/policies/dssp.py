@@ -1,4 +1,4 @@
-"""dssp: ssp with a moving bound. The fastest worker passes it where it would otherwise wait longer for the slowest.
+"""dssp: ssp with an adaptive bound. The fastest worker passes it where it would otherwise wait longer for the slowest.
 
 Dynamic stale synchronous parallel (Zhao et al. 2019, arXiv:1908.11848). Up to a lead of `staleness` every worker
 continues, as in ssp. Beyond that the fastest worker p may make r more contributions, 0 to `staleness_most - staleness`.

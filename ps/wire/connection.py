@@ -1,8 +1,7 @@
 """One direct connection of a worker. `common/wire/direct.py` has the format, and `port.py` accepts connections.
 
-The event loop reads and writes the sockets itself, without further tasks or copies. A payload is received straight into
-its final memory. Threads receive and send large payloads, so that several workers transfer at the same time. A thread
-waits for at most _MOMENT_MS, so a few threads are enough for any number of workers.
+The event loop itself transfers small messages. Threads transfer large payloads, straight into their final memory. A
+thread returns after `_MOMENT_MS` without progress, so a few threads serve any number of workers.
 """
 
 from __future__ import annotations
@@ -38,7 +37,11 @@ _handshakes = ThreadPoolExecutor(1, thread_name_prefix="handshake")
 
 
 class Connection:
-    """One socket, used by the task of its stream. All methods raise OSError once the peer is gone."""
+    """One socket, used by the task of its stream.
+
+    If the peer has closed it, `read` returns None, `receive_into` False and `receive_some` 0, and `read_now` raises
+    EOFError. If it is broken, `read_now` raises EOFError, and the other methods that transfer bytes raise OSError.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -74,7 +77,7 @@ class Connection:
     def read_now(self) -> bytes | None:
         """Return the next message, or None if it has not arrived completely.
 
-        Raises EOFError for a large message, at the end and on an error. `read` then handles these cases.
+        Raises EOFError if the caller must use `read`: a large message, the end, or an error.
         """
         try:
             while (message := self._take_message()) is None:
@@ -113,7 +116,7 @@ class Connection:
     def watch(self, readable: Callable[[], object]) -> None:
         """Call `readable` whenever bytes arrive."""
         if not self.is_closed:
-            self._wake_at(1)  # a large message before this may have set another mark
+            self._wake_at(1)  # a large message before this may have set another SO_RCVLOWAT
             self._loop.add_reader(self._descriptor, readable)
 
     def unwatch(self) -> None:

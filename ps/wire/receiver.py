@@ -58,10 +58,10 @@ class Destination:
 
 
 class UploadMemory:
-    """Borrows memory of the staging pool for the uploads of one worker, one at a time.
+    """Borrows a payload of the staging pool for each upload of one worker.
 
-    Attachments reserve the memory before the payload is announced. So a contribution with its attachments counts as one
-    upload of `server.max_staged`.
+    Attachments (rows, optimizer state) may arrive before the payload is announced. The first one reserves the payload
+    that `borrow` or `try_borrow` returns later. So a contribution with attachments counts once in `server.max_staged`.
     """
 
     def __init__(
@@ -87,7 +87,10 @@ class UploadMemory:
         return self._model.staging.try_borrow(self._position) if reserved is None else reserved
 
     async def borrow(self) -> Payload:
-        """Return memory. Until some is free, the sender waits, and the server sends it the reason."""
+        """Return the reserved payload, or a free one of the pool.
+
+        If none is free, drops kept partial transfers and waits. The worker is told the reason meanwhile.
+        """
         staging = self._model.staging
         self._partials.drop(self._rank)
         if (payload := self.try_borrow()) is not None:
@@ -125,8 +128,8 @@ class Receiver:
         self._attachments = Attachments(peer.rank, self._model, self._tensors)
         self._contribution: Contribution | None = None  # announced, and its payload is arriving
         self._upload: Upload | None = None
-        self._without: frozenset[str] = frozenset()  # parameters without a gradient in this contribution
-        self._rejected = ""  # the reason why this contribution may not use its codec
+        self._without: frozenset[str] = frozenset()  # names of parameters that have no gradient in this contribution
+        self._rejected = ""  # why the mode or optimizer excludes the codec of this upload; "": it may be used
 
     async def next(self) -> Frame | None:
         """Receive one complete contribution, and offer it to the run.

@@ -53,7 +53,7 @@ class DirectError(Exception):
 
 
 class _Incoming(io.RawIOBase):
-    """The bytes that `receive` writes into the memory that it is given."""
+    """Raw stream whose bytes come from `receive`."""
 
     def __init__(self, receive: Callable[[memoryview], int]) -> None:
         self._receive = receive
@@ -94,14 +94,14 @@ class Direct:
         self._tls_alone = threading.Lock()
         self._low_water = 1  # bytes after which a poll returns
         self._waiting: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
-        self._num_waiting = 0  # messages queued for the thread
+        self._num_waiting = 0  # message lists that are queued for the thread, or that it sends
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     # ---- out --------------------------------------------------------------------------------
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Send messages in order. An error shows when a reply is read."""
+        """Send messages in order. `receive` reports write errors."""
         with self._lock:
             if self._num_waiting == 0 and isinstance(messages, list) and _num_bytes(messages) <= 2 * INLINE_BYTES:
                 with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ class Direct:
             try:
                 with contextlib.suppress(OSError):
                     self._write(messages)
-            except BaseException:  # messages cannot be made, so no reply must be awaited
+            except BaseException:  # the generator failed, so no reply will come
                 self.hang_up()
                 raise
             del messages
@@ -152,7 +152,10 @@ class Direct:
             self._reader.readinto(target)
 
     def _receive(self, target: memoryview) -> int:
-        """Receive bytes, as many as the target has if it is larger than the buffer. Raises EOFError at the end."""
+        """Receive at least one byte. Raises EOFError at the end.
+
+        Without TLS, a large target first waits for WAKE_BYTES, for fewer wake-ups.
+        """
         if self._limit.at_once:
             target = target[: self._limit.at_once]
         if isinstance(self._socket, ssl.SSLSocket):

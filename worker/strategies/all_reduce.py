@@ -138,7 +138,7 @@ class AllReduceStrategy(Strategy):
     def _joined(self, group: Group) -> None:
         group.like = self._step.weights()
         group.order, group.of_lowest, group.of_sum = self._order, self._of_lowest, self._of_sum
-        self._check.check_setup(group, self._transfer.initial_state())
+        self._check.check_setup(group, self._transfer.state_to_compare())
         self._transfer.level(group)
 
     # ---- a round ------------------------------------------------------------------------------

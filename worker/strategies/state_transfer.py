@@ -22,8 +22,8 @@ class StateTransfer:
         self._exchange, self._lifecycle, self.step = exchange, lifecycle, step
         self._initial = copy.deepcopy(step.optimizer.state_dict()["state"])
 
-    def initial_state(self) -> Any:
-        """The optimizer's state before the first step."""
+    def state_to_compare(self) -> Any:
+        """Return the optimizer state that must be equal on all members before the first step."""
         return self.step.optimizer.state_dict()["state"]
 
     def restore(self) -> None:
@@ -51,22 +51,23 @@ class StateTransfer:
             log.warning("optimizer_state_anew", meaning="the server has no optimizer state: moments restart at 0")
 
     def level(self, group: Group) -> None:
-        """Give all members the weights of the newest version, and the optimizer state of a member that has both.
+        """Copy weights and optimizer state from a member that has the newest version to all others.
 
-        Raises UnreachableError if no member has these weights, and Broken if the group breaks.
+        Members that also have optimizer state are preferred. Raises UnreachableError if no member has these weights,
+        and Broken if the group breaks.
         """
         step, newest = self.step, self._exchange.progress.version
-        # The greatest level has the newest version, and optimizer state if a member has both.
-        level = 2 * step.version + step.has_state
-        states = self._lifecycle.run(lambda: group.gather_numbers(level))
-        best = max(states)
+        # Members compare by version first, then by optimizer state: with state is better than without.
+        own_score = 2 * step.version + step.has_state
+        scores = self._lifecycle.run(lambda: group.gather_numbers(own_score))
+        best = max(scores)
         if best // 2 != newest:
             raise version_is_lost(newest)
-        if all(state == best for state in states):
+        if all(score == best for score in scores):
             return
-        source = states.index(best)
+        source = scores.index(best)
         values = self.broadcast(group, source)
-        if level != best:
+        if own_score != best:
             self.load(values)
             step.version, step.has_state = newest, bool(best % 2)
             self.log_loaded(group, source, version=newest)

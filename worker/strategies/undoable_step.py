@@ -1,4 +1,4 @@
-"""A step of the local optimizer along a mean, which can be undone."""
+"""Steps of the local optimizer with the mean of all peers' gradients. A step can be undone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Mean = Sequence[torch.Tensor | None]
 class UndoableStep:
     """The model and optimizer of an all-reduce peer.
 
-    `version`: of the model's weights. `has_state`: the optimizer has the run's state, not a new one.
-    `has_stepped`: this process has taken a step.
+    `version`: the version of the model's weights. `has_state`: the optimizer has the run's state, not a new one.
+    `has_stepped`: this process has taken a step. To undo steps, call the function that `copy` returned before them.
     """
 
     def __init__(self, model: ModelTensors, optimizer: torch.optim.Optimizer, step_fn: Callable[[], object]) -> None:
@@ -29,15 +29,16 @@ class UndoableStep:
         self.has_state = self.has_stepped = False
 
     def step(self, mean: Mean) -> None:
-        """Step along the mean, to the next version."""
+        """Run one optimizer step with `mean` as the gradient. The weights then have the next version."""
         self.apply(mean)
         self.version += 1
         self.has_stepped = self.has_state = True
 
     def apply(self, mean: Mean, has_buffers: bool = True) -> None:
-        """Step along the mean. Afterwards `grad` is this worker's gradient again, for it may have to be averaged again.
+        """Run one optimizer step with `mean` as the gradient, and leave the version as it is.
 
-        `has_buffers`: also copy the buffers in `mean`, which are averaged or the lowest rank's.
+        Afterwards each `grad` is this worker's own gradient again, because a new group may have to average it again.
+        `has_buffers`: also copy the buffers from `mean`, which are averaged or the lowest rank's.
         """
         model = self.model
         gradients = [tensor.grad for tensor in model.tensors]
@@ -55,11 +56,11 @@ class UndoableStep:
                 tensor.grad = gradient
 
     def weights(self) -> list[torch.Tensor]:
-        """The tensors that are equal on all peers."""
+        """Return the tensors that are equal on all peers: the parameters and buffers that peers share."""
         return [tensor for tensor in self.model.sources(ContributionKind.WEIGHTS) if tensor is not None]
 
     def copy(self) -> Callable[[], None]:
-        """Copy weights and state. Returns the function that restores them."""
+        """Copy weights, optimizer state and version now. Returns a function that restores them from the copy."""
         version, restore = self.version, self.copy_state()
         copies = [(tensor, tensor.detach().clone()) for tensor in self.weights()]
 
@@ -72,12 +73,12 @@ class UndoableStep:
         return undo
 
     def copy_state(self) -> Callable[[], None]:
-        """Copy the optimizer's state. Returns the function that restores it."""
+        """Copy the optimizer state now. Returns a function that restores it from the copy."""
         state: dict[str, Any] = copy.deepcopy(self.optimizer.state_dict())
         return lambda: self.optimizer.load_state_dict(state)
 
     def state_for_server(self) -> dict[str, dict[str, torch.Tensor]] | None:
-        """The optimizer's state by parameter and key; None: the server cannot store a state of this form."""
+        """Return the optimizer state by parameter and key, or None if the server cannot store a state of this form."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for tensor, state in self.optimizer.state.items():
             values = {key: torch.as_tensor(value).detach().cpu() for key, value in state.items() if value is not None}

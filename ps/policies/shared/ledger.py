@@ -1,7 +1,7 @@
 """Counts versions, and contributions and training steps of each rank, for the policy and its snapshots.
 
-Contributions have sequence numbers from 1, per rank. A training step is a batch; in localsgd a contribution covers
-several.
+Contributions have sequence numbers from 1, per rank. A training step is a batch. In localsgd a contribution covers
+several training steps. If a script steps a model in parts, a training step has several contributions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .members import Common, Member
 from .standing import Standing
 from .traits import Traits
 
-ROUNDS = -1  # a rank's place in `in_step`, where all ranks are counted together
+ROUNDS = -1  # key of `in_step` in modes with rounds, where one count is for all ranks
 
 
 class Ledger(Traits):
@@ -25,22 +25,26 @@ class Ledger(Traits):
         self.training_steps = common.training_steps  # without a configured number workers may announce it later
         self.version = 0  # commits decided
         self.members: dict[int, Member] = {}
-        # Number of each rank's newest contribution that counts. It stays after the rank leaves, so a repeated
-        # contribution is recognized. A new rank in a running job begins at the slowest rank's number.
+        # By rank: sequence number of the newest contribution that counts. It stays after the rank leaves, so that a
+        # repeated contribution is recognized. A new rank in a running job begins at the slowest rank's number.
         self.num_counted: dict[int, int] = {}
-        self.out: set[int] = set()  # ranks that take no more training steps, and that no worker waits for
+        self.out: set[int] = set()  # ranks that have finished: no worker waits for them
         self.is_stopping = False  # no worker begins another contribution
         self.committed_by: tuple[int, ...] | None = None  # members at the newest commit; None: they have changed
-        # Of a model that is stepped in parts: contributions of each rank's newest training step; of rounds, one count.
+        # Only for a model that is stepped in parts. By rank: contributions that count in its newest training step. In
+        # modes with rounds, the only key is ROUNDS, and the value counts rounds.
         self.in_step: dict[int, int] = {}
-        self._num_open: dict[int, int] = {}  # by rank: contributions that count and are in no version yet
+        self._num_open: dict[int, int] = {}  # by rank: contributions that count, but are not in a version yet
         self._ranks: list[int] = []  # of the members, ascending
-        self._first_number = 0  # of a new rank while no rank is live
-        # Training steps of each rank in another mode, beyond those of its contributions or of the rounds.
+        self._first_number = 0  # the `num_counted` with which a new rank begins if no rank is live
+        # By rank: its training steps minus `local_steps` for each contribution (or round). They differ after a change
+        # of mode, after short contributions, and for a model that is stepped in parts.
         self._offsets: dict[int, int] = {}
-        self._offset = 0  # of a rank that is new
-        self._too_many: dict[int, int] = {}  # by rank: training steps that its open contribution lacks
-        self._standing = Standing[int]()  # of the live ranks, by `num_counted`
+        self._offset = 0  # the same for ranks without an entry in `_offsets`
+        # By rank: training steps by which its open contribution is shorter than `local_steps`. The commit that contains
+        # the contribution subtracts them.
+        self._too_many: dict[int, int] = {}
+        self._standing = Standing[int]()  # the live ranks, ordered by `num_counted`
 
     def _copy_counts(self, other: Ledger) -> None:
         """Continue with the counts of a compatible mode's ledger."""
@@ -55,20 +59,20 @@ class Ledger(Traits):
 
     @property
     def slowest(self) -> int:
-        """The fewest contributions that count of any live worker."""
+        """The lowest `num_counted` of the live workers. If none is live, the number with which a new rank begins."""
         least = self._standing.least
         return self._first_number if least is None else least
 
     def slowest_members(self, most: int) -> list[int]:
-        """Returns at most so many live ranks with the fewest contributions."""
+        """Returns the `most` live ranks with the fewest contributions."""
         return self._standing.first(most)
 
     def lead(self, rank: int) -> int:
-        """Returns the contributions that a live worker is ahead of the slowest live one."""
+        """Returns how many contributions a live worker is ahead of the slowest live worker."""
         return self.num_counted[rank] - self.slowest
 
     def next_local_steps(self, rank: int) -> int:
-        """Returns the training steps before the worker's next contribution; 0 when it takes no more."""
+        """Returns the training steps that the worker's next contribution covers, or 0 if it takes no more steps."""
         if self.is_stopping:
             return 0
         if self.training_steps is None:
@@ -90,8 +94,10 @@ class Ledger(Traits):
 
     @property
     def min_steps_done(self) -> int:
-        """Training steps of the slowest live rank; when none is live, of the slowest known rank. Only for a model in
-        parts does this take time in proportion to the members."""
+        """Training steps of the slowest live rank. If none is live, those of the slowest known rank.
+
+        Takes time in proportion to the ranks if none is live, or if a model is stepped in parts without rounds.
+        """
         if not self.members or (self.in_step and not self.has_rounds):
             return min(map(self.steps_done, self.members or self.num_counted), default=0)
         rounds = self.version if self.has_rounds else self.slowest
@@ -99,7 +105,7 @@ class Ledger(Traits):
         return steps if self.training_steps is None else min(self.training_steps, steps)
 
     def in_step_of(self, rank: int) -> int:
-        """Returns how many contributions of the rank's newest training step count (a model in parts has several)."""
+        """Returns how many contributions count in the rank's newest training step; 0 for a model without parts."""
         return self.in_step.get(ROUNDS if self.has_rounds else rank, 0)
 
     def is_through(self, rank: int) -> bool:
@@ -109,14 +115,14 @@ class Ledger(Traits):
     # ---- what a snapshot keeps -------------------------------------------------------------
 
     def committed_of(self, rank: int) -> int:
-        """Returns the number of the rank's contributions in the newest version."""
+        """Returns the sequence number of the rank's newest contribution that is in a version."""
         return self.num_counted.get(rank, 0) - self._num_open.get(rank, 0)
 
     def num_committed(self) -> dict[int, int]:
         return {rank: self.committed_of(rank) for rank in self.num_counted}
 
     def committed_steps(self) -> dict[int, int]:
-        """Returns the training steps of each rank in the newest version."""
+        """Returns the training steps of each rank that are in the newest version."""
         done = {rank: self.steps_done(rank) for rank in self.num_counted}
         if self.has_rounds:
             return done
@@ -155,7 +161,10 @@ class Ledger(Traits):
         self._standing.put(rank, number)
 
     def _count_part(self, key: int, continues: bool) -> None:
-        """Count a contribution of a part, or a round of them. One that continues a training step adds no step."""
+        """Count a contribution of one part of the model (`key` is its rank), or a round of them (`key` is ROUNDS).
+
+        If it continues a training step, the offset takes back the training step that the contribution has added.
+        """
         self.in_step[key] = self.in_step.get(key, 0) + 1 if continues else 1
         if not continues:
             return

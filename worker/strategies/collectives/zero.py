@@ -125,7 +125,7 @@ class ShardedTransfer(StateTransfer):
         self._copies = exchange.config.zero_copies
         self.shares: list[list[Rows]] = []  # rows of the newest division, by member
 
-    def initial_state(self) -> Any:
+    def state_to_compare(self) -> Any:
         return {str(rows): state for rows, state in self.step.initial.items() if state}
 
     def restore(self) -> None:
