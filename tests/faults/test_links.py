@@ -12,7 +12,7 @@ STEPS = 60
 
 
 def begin(rig, mode: str):
-    server = rig.serve(mode, 2, STEPS, "--set", "policy.staleness=2")
+    server = rig.serve(mode, 2, STEPS, *(("--set", "policy.staleness=2") if mode == "ssp" else ()))
     workers = [rig.work(rank, 0.01, PADDING) for rank in range(2)]
     rig.until(lambda: all(rig.history.last_step(rank) >= 3 for rank in range(2)), "first steps")
     return server, workers

@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     took: list[float] = []  # reductions, s
     armed: list[tuple[int, float]] = []  # number of the kill, share of a reduction
     began: list[float] = []
-    begin, end = Group._begin_sum, Group._end_sums
+    begin, end = Group._begin_sum, Group._end_works
 
     def begin_sum(group: Group, tensor: torch.Tensor) -> None:
         if tensor.numel() >= SIZE:
@@ -55,13 +55,13 @@ def main(folder: Path) -> None:
             began.append(time.perf_counter())
         begin(group, tensor)
 
-    def end_sums(group: Group) -> None:
+    def end_works(group: Group) -> None:
         end(group)
         if began:
             took.append(time.perf_counter() - began.pop())
             began.clear()
 
-    Group._begin_sum, Group._end_sums = begin_sum, end_sums  # type: ignore[method-assign]
+    Group._begin_sum, Group._end_works = begin_sum, end_works  # type: ignore[method-assign]
     model = torch.nn.ParameterList([torch.zeros(SIZE, dtype=torch.float64)])
     (parameter,) = model.parameters()
     number = 0
