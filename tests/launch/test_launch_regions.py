@@ -281,7 +281,7 @@ def test_a_killed_relay_is_started_again_and_the_run_is_whole(marked, read_until
     assert [worker.training_steps for worker in summary.workers] == [120, 120]
     for rank, worker in enumerate(summary.workers):
         assert (worker.region, worker.region_workers) == (str(rank), 2)
-        assert worker.region_bytes > worker.num_bytes / 2 > 0, "also what the killed relay has counted"
+        assert worker.region_bytes > worker.num_bytes / 4 > 0, "as of the newest heartbeat, with the killed relay's"
     assert "2 regions: 0 (2 workers), 1 (2 workers); " in out
     above = "diloco (8 local steps)" if every == "8" else "sync"
     assert f"sync in 2 regions, {above} above   " in out
