@@ -251,6 +251,12 @@ class StagedPipeline(Pipeline):
                 raise UsageError(message, fix=f"give {len(ranks)} numbers whose sum is {num}, or auto")
         ends = [sum(counts[: index + 1]) for index in range(len(counts))]
         ranges = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        # What was planned, for `ps-launch doctor --pipeline`.
+        self.plan: dict[str, Any] = {
+            "counts": counts, "schedule": config.schedule, "microbatches": self._microbatches,
+            "stage_s": [sum(medians[first:end]) for first, end in ranges],
+            "bubble": bubble(group.size, self._microbatches, len(ranks) // group.size),
+        }  # fmt: skip
         if not group.rank:
             log.info(
                 "pipeline", stages=" + ".join(map(str, counts)), schedule=config.schedule,
