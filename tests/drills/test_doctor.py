@@ -301,7 +301,7 @@ def test_a_transport_that_is_none(cluster: Cluster) -> None:
     assert (result.returncode, "there is no transport 'tin'" in result.stderr) == (2, True)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign  # other tests beside it would take its link's time
 @pytest.mark.timeout(1200)
 def test_what_is_foreseen_is_what_comes_of_it_on_a_link_of_100_megabit(cluster: Cluster) -> None:
     """In a network namespace of its own, whose loopback has the rate both ways; the machine otherwise quiet. Errors of
