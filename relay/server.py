@@ -77,7 +77,8 @@ async def relay_server(config: Config) -> RelayServer:
     try:
         link = await asyncio.to_thread(Link, config)
     except UnreachableError as error:
-        raise UnreachableError(error.message, fix=f"{error.fix}; {_NO_LOOP}") from None
+        fix = error.fix.replace("--server HOST:PORT", "--upstream HOST:PORT")
+        raise UnreachableError(error.message, fix=f"{fix}; {_NO_LOOP}") from None
     _check_modes(config, link)
     settings = link.settings
     every = "each version" if settings.kind.holds_gradients else "policy.local_steps of the run above"

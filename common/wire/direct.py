@@ -28,9 +28,9 @@ TAKEN = b"\x06"
 TICKET_S = 10.0
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
-# Payload bytes behind one message. A change of messages takes the receiver up to 1 ms, in which the sender waits.
+# Payload bytes behind one message. Between two messages the receiver pauses for up to 2 ms (docs/measurements.md).
 OUT_OF_BAND_BYTES = 32 * CHUNK_BYTES
-# Bytes of one system call. During a longer call, the other side's acknowledgements wait for the socket.
+# Bytes of one system call. Over loopback, longer calls take longer for the same bytes (docs/measurements.md).
 SENT_AT_ONCE = 1 << 20
 _BUFFERS_AT_ONCE = 64  # of one system call; the system's limit is 1,024
 # A receiver of a payload wakes up after so many bytes. Each wake-up costs the sender as much as copying 64 KiB.
@@ -85,13 +85,20 @@ def after(pieces: Pieces, num_bytes: int) -> Pieces:
     return []
 
 
-def wake_at(connection: socket.socket, num_bytes: int) -> None:
-    """Let a poll of this socket return once `num_bytes` have arrived, or at the end.
+class LowWater:
+    """The number of bytes with which a poll of a socket returns (SO_RCVLOWAT); it also returns at the end.
 
-    A blocking `recv` needs 1: after a partial read the kernel would wait for `num_bytes` more, and fewer may be left.
+    A blocking `recv` needs 1: after a partial read the kernel would wait for that many more, and fewer may be left.
     """
-    with contextlib.suppress(OSError):  # some systems lack this option
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._num_bytes = connection, 1
+
+    def set(self, num_bytes: int) -> None:
+        if num_bytes != self._num_bytes:
+            self._num_bytes = num_bytes
+            with contextlib.suppress(OSError):  # some systems lack this option
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
 
 def shut_down(connection: socket.socket, how: int) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from ...common.errors import Reason, refusal
-from ...common.wire.direct import LENGTH_BYTES, WAKE_BYTES, Pieces, after, first_of, length_of, shut_down, wake_at
+from ...common.wire.direct import LENGTH_BYTES, WAKE_BYTES, LowWater, Pieces, after, first_of, length_of, shut_down
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 
 Result = TypeVar("Result")
@@ -52,7 +52,7 @@ class Connection:
         self._waiting: set[asyncio.Future[None]] = set()
         self.is_closed = False  # by this process, also at the end of the call
         self._num_running = 0  # calls on threads
-        self._low_water = 1  # bytes after which a poll returns (SO_RCVLOWAT)
+        self._low_water = LowWater(connection)  # no thread blocks in `recv`
         self._lock = threading.Lock()  # of TLS, whose state allows only one thread at a time
         is_tls = isinstance(connection, ssl.SSLSocket)
         self._receive: Callable[[memoryview], int] = self._receive_alone if is_tls else connection.recv_into
@@ -69,7 +69,7 @@ class Connection:
                 self._start += LENGTH_BYTES
                 large = bytearray(num_bytes)
                 return bytes(large) if await self.receive_into(memoryview(large)) else None
-            self._wake_at(1)
+            self._low_water.set(1)
             if not await self._retry(self._fill):
                 return None
         return message
@@ -116,7 +116,7 @@ class Connection:
     def watch(self, readable: Callable[[], object]) -> None:
         """Call `readable` whenever bytes arrive."""
         if not self.is_closed:
-            self._wake_at(1)  # a large message before this may have set another SO_RCVLOWAT
+            self._low_water.set(1)  # a large message before this may have set another SO_RCVLOWAT
             self._loop.add_reader(self._descriptor, readable)
 
     def unwatch(self) -> None:
@@ -128,7 +128,7 @@ class Connection:
         """Fill `target` with the bytes that follow a message. Returns False if the connection ends before."""
         done = self._take_buffered(target)
         while done < len(target):
-            self._wake_at(1)
+            self._low_water.set(1)
             num_bytes = await self._retry(partial(self._receive, target[done:]))
             if not num_bytes:
                 return False
@@ -143,7 +143,7 @@ class Connection:
         if num_bytes := self._take_buffered(target):
             return num_bytes
         if len(target) < _LEAST_HANDED_OVER:
-            self._wake_at(1)
+            self._low_water.set(1)
             return await self._retry(partial(self._receive, target))
         while True:
             try:
@@ -181,7 +181,7 @@ class Connection:
         done = 0
         while done < len(target):
             missing = len(target) - done
-            self._wake_at(min(WAKE_BYTES, missing - _RECORDS_BYTES) if missing > 2 * _RECORDS_BYTES else 1)
+            self._low_water.set(min(WAKE_BYTES, missing - _RECORDS_BYTES) if missing > 2 * _RECORDS_BYTES else 1)
             try:
                 num_bytes = self._receive(target[done:])
             except OSError as error:
@@ -194,12 +194,6 @@ class Connection:
                 break
             done += num_bytes
         return done
-
-    def _wake_at(self, num_bytes: int) -> None:
-        """Let a poll return once `num_bytes` have arrived, or at the end. No thread may block in `recv`."""
-        if num_bytes != self._low_water:
-            self._low_water = num_bytes
-            wake_at(self._socket, num_bytes)
 
     # ---- out --------------------------------------------------------------------------------
 

@@ -262,7 +262,7 @@ def test_two_regions_that_wait_have_the_weights_of_a_flat_run(marked) -> None:
 @pytest.mark.parametrize("every", ["0", "8"])
 def test_a_killed_relay_is_started_again_and_the_run_is_whole(marked, read_until, every: str) -> None:
     launcher = marked.start(
-        *RUN, "--steps", "120", "--regions", "2", "--upstream-every", every, "--summary", "summary.json",
+        *RUN, "--steps", "300", "--regions", "2", "--upstream-every", every, "--summary", "summary.json",
         *("--set", "launch.backoff_s=0.01", "--set", "slowdown.base_s=0.02", "--set", "policy.min_workers=4"),
         *("--set", "launch.status_interval_s=0.1"),
     )  # fmt: skip
@@ -278,10 +278,11 @@ def test_a_killed_relay_is_started_again_and_the_run_is_whole(marked, read_until
     assert launcher.returncode == 0, err
     assert "started again" not in err, "no other process"
     summary = Summary.model_validate(json.loads((marked.folder / "summary.json").read_text()))
-    assert [worker.training_steps for worker in summary.workers] == [120, 120]
+    assert [worker.training_steps for worker in summary.workers] == [300, 300]
     for rank, worker in enumerate(summary.workers):
         assert (worker.region, worker.region_workers) == (str(rank), 2)
-        assert worker.region_bytes > worker.num_bytes / 4 > 0, "as of the newest heartbeat, with the killed relay's"
+        # As of the newest heartbeat, up to 1.25 s old.
+        assert worker.region_bytes > worker.num_bytes / 2 > 0, "also what the killed relay has counted"
     assert "2 regions: 0 (2 workers), 1 (2 workers); " in out
     above = "diloco (8 local steps)" if every == "8" else "sync"
     assert f"sync in 2 regions, {above} above   " in out

@@ -31,7 +31,7 @@ def test_settings_that_a_region_cannot_have(cluster: Cluster, flags: tuple[str, 
 def test_a_server_above_that_is_not_there(cluster: Cluster) -> None:
     done = cluster.command("ps", "--upstream", ABOVE, "--listen", "127.0.0.1:0", "--set", "worker.give_up_s=0.2")
     assert done.returncode == 15, done.stderr
-    assert f"no server at {ABOVE}" in done.stderr
+    assert f"no server at {ABOVE}" in done.stderr and "(--upstream HOST:PORT)" in done.stderr
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from ...common.wire.direct import (
     SENT_AT_ONCE,
     TAKEN,
     WAKE_BYTES,
+    LowWater,
     OutOfBand,
     after,
     first_of,
@@ -34,7 +35,6 @@ from ...common.wire.direct import (
     on_the_wire,
     prepare,
     shut_down,
-    wake_at,
 )
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
 from ..transports.limit import NO_LIMIT, Limit
@@ -92,7 +92,7 @@ class Direct:
         self._socket.settimeout(0 if isinstance(self._socket, ssl.SSLSocket) else None)
         self._reader = io.BufferedReader(_Incoming(self._receive), _BUFFER_BYTES)
         self._tls_alone = threading.Lock()
-        self._low_water = 1  # bytes after which a poll returns
+        self._low_water = LowWater(self._socket)
         self._waiting: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
         self._num_waiting = 0  # message lists that are queued for the thread, or that it sends
         self._lock = threading.Lock()
@@ -169,10 +169,10 @@ class Direct:
 
     def _receive_plain(self, target: memoryview) -> int:
         if len(target) <= _BUFFER_BYTES:
-            self._wake_at(1)
+            self._low_water.set(1)
             return self._socket.recv_into(target)
         while True:
-            self._wake_at(min(len(target), WAKE_BYTES))
+            self._low_water.set(min(len(target), WAKE_BYTES))
             self._wait(select.POLLIN)
             with contextlib.suppress(BlockingIOError):
                 return self._socket.recv_into(target, len(target), socket.MSG_DONTWAIT)
@@ -198,11 +198,6 @@ class Direct:
         ready = select.poll()
         ready.register(descriptor, event)
         ready.poll()
-
-    def _wake_at(self, num_bytes: int) -> None:
-        if num_bytes != self._low_water:
-            self._low_water = num_bytes
-            wake_at(self._socket, num_bytes)
 
     # ---- the end ----------------------------------------------------------------------------
 

@@ -251,20 +251,19 @@ class StagedPipeline(Pipeline):
                 raise UsageError(message, fix=f"give {len(ranks)} numbers whose sum is {num}, or auto")
         ends = [sum(counts[: index + 1]) for index in range(len(counts))]
         ranges = [(end - count, end) for count, end in zip(counts, ends, strict=True)]
-        # What was planned, for `ps-launch doctor --pipeline`.
-        self.plan: dict[str, Any] = {
-            "counts": counts, "schedule": config.schedule, "microbatches": self._microbatches,
-            "stage_s": [sum(medians[first:end]) for first, end in ranges],
-            "bubble": bubble(group.size, self._microbatches, len(ranks) // group.size),
+        stage_s = [sum(medians[first:end]) for first, end in ranges]
+        self.plan = {  # for `ps-launch doctor --pipeline`
+            "counts": counts, "schedule": config.schedule, "microbatches": self._microbatches, "stage_s": stage_s,
+            "bubble": (idle := bubble(group.size, self._microbatches, len(ranks) // group.size)),
         }  # fmt: skip
         if not group.rank:
             log.info(
                 "pipeline", stages=" + ".join(map(str, counts)), schedule=config.schedule,
                 microbatches=self._microbatches,
                 cut="by hand" if config.cut != "auto" else "by parameters" if example is None else "measured",
-                ms=None if example is None else [round(1000 * sum(medians[first:end]), 1) for first, end in ranges],
+                ms=None if example is None else [round(1000 * seconds, 1) for seconds in stage_s],
                 bytes=[int(sum(costs.kept_bytes[first:end])) for first, end in ranges],
-                bubble=round(bubble(group.size, self._microbatches, len(ranks) // group.size), 3),
+                bubble=round(idle, 3),
             )  # fmt: skip
         return Placement(ranges, ranks)
 

@@ -158,7 +158,7 @@ def test_it_is_woken_by_a_small_message_after_a_large_one() -> None:
         receiving = asyncio.ensure_future(connection.receive_into(memoryview(large)))
         await asyncio.to_thread(worker.sendall, large)
         assert await asyncio.wait_for(receiving, 5)
-        connection._wake_at(1 << 20)  # as it may be left
+        connection._low_water.set(1 << 20)  # as it may be left
         woken: list[bool] = []
         connection.watch(lambda: woken.append(True))
         worker.sendall(b"x")
