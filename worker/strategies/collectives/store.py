@@ -77,16 +77,18 @@ def connect(
     """Return a blocking connection to a server, after both sides have proved that they know the secret.
 
     `find` returns the server's address and the secret. It is called before each attempt. Raises OSError if no attempt
-    succeeds within `timeout_s`.
+    succeeds within `timeout_s`: Refused if one was refused, because the last one had less time.
     """
     until = time.monotonic() + timeout_s
+    refused: Refused | None = None
     while True:
         try:
             address, secret = find()
             return _connected(address, secret, kind, rank, digest(name), max(0.01, until - time.monotonic()))
-        except OSError:
+        except OSError as error:
+            refused = error if isinstance(error, Refused) else refused
             if time.monotonic() + _RETRY_S >= until:
-                raise
+                raise refused or error from None
         time.sleep(_RETRY_S)
 
 
