@@ -83,8 +83,8 @@ class Service:
                 response = await handle(request)
             except Refused as refused:
                 response = error_response(refused.status, refused.message, refused.code, refused.param)
-            except ClientDisconnect:  # or a body of unknown length that the guard has cut
-                response = error_response(413, f"the body is not whole, or has more than {RULES.max_body_bytes} bytes")
+            except ClientDisconnect:
+                response = error_response(400, "the body is not whole")
             if request.method == "POST":
                 self._meters.replies.labels(str(response.status_code)).inc()
             return response

@@ -13,6 +13,8 @@ cookie's name contains the port. Otherwise a login to one dashboard of a machine
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _READS = ("GET", "HEAD")
 _COOKIE = "paramserver"
+_DROPPED_BYTES, _DROPPING_S = 16 << 20, 2.0
 _HEADERS = [
     (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
      b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
@@ -76,25 +79,32 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        exchange = _Exchange(scope, receive, send, self._rules.max_body_bytes)
         scope.setdefault("state", {})["may_control"] = self._has_token(headers)
         refused = self._refusal(scope, headers)
         if refused is not None:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008, "reason": ""})
             else:
-                await refused(scope, receive, _with_headers(scope, send))
+                await refused(scope, exchange.receive, exchange.reply)
             return
-        await self._app(scope, _limited(receive, self._rules.max_body_bytes), _with_headers(scope, send))
+        await self._app(scope, exchange.receive, exchange.send)
+        if exchange.is_too_long:
+            await self._too_long()(scope, exchange.receive, exchange.reply)
+
+    def _too_long(self) -> Response:
+        most = self._rules.max_body_bytes
+        return self._rules.refusal(413, f"the body is longer than the limit of {most} bytes", "send a shorter body")
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        refusal, most = self._rules.refusal, self._rules.max_body_bytes
+        refusal = self._rules.refusal
         if self._hosts and _name_of(headers.get("host", "")) not in self._hosts:
             return refusal(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
         origin = headers.get("origin")
         if origin is not None and _address_of(origin) != headers.get("host"):
             return refusal(403, f"a page of {origin[:100]} may not use this server", "open this server's own page")
-        if int(headers.get("content-length") or 0) > most:
-            return refusal(413, f"the body is longer than the limit of {most} bytes", "send a shorter body")
+        if int(headers.get("content-length") or 0) > self._rules.max_body_bytes:
+            return self._too_long()
         if scope["type"] == "http" and scope["path"] in self._rules.pages and (token := _query_token(scope)):
             if not self._is_token(token):
                 return refusal(
@@ -157,29 +167,54 @@ def _query_token(scope: Scope) -> str:
     return parse_qs(scope.get("query_string", b"").decode("ascii", "replace")).get("token", [""])[0]
 
 
-def _with_headers(scope: Scope, send: Send) -> Send:
-    """Add headers. The connection ends after a request that may have a body, so that its rest is not read."""
-    headers = _HEADERS if scope.get("method") in _READS else [*_HEADERS, (b"connection", b"close")]
+class _Exchange:
+    """`receive` and `send` of one request: limits its body, adds headers to the reply, and ends the connection.
 
-    async def sends(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", []), *headers]
-        await send(message)
+    Most clients send the whole body before they read the reply. If the connection closed earlier, they would see a
+    reset connection instead of the reply (RFC 9112, 9.6). So the rest of a body is received and dropped after the
+    reply, up to _DROPPED_BYTES and for _DROPPING_S.
+    """
 
-    return sends
+    def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int) -> None:
+        self._receive, self._send, self._most_bytes = receive, send, most_bytes
+        self._is_read_only = scope.get("method") in _READS
+        self._has_all = self._is_read_only or scope["type"] != "http"
+        self._num_bytes = 0
+        self._has_begun = False  # the reply
+        self.is_too_long = False  # the body; then no reply of the application is sent
 
-
-def _limited(receive: Receive, most_bytes: int) -> Receive:
-    """Limit a body, also one of undeclared length."""
-    taken = 0
-
-    async def receives() -> Message:
-        nonlocal taken
-        message = await receive()
+    async def receive(self) -> Message:
+        """Receive a message. A body that is too long ends like one whose client is gone."""
+        message = await self._receive()
         if message["type"] == "http.request":
-            taken += len(message.get("body", b""))
-            if taken > most_bytes:
+            self._num_bytes += len(message.get("body", b""))
+            self._has_all = self._has_all or not message.get("more_body", False)
+            if self._num_bytes > self._most_bytes:
+                self.is_too_long = not self._has_begun
                 return {"type": "http.disconnect"}
         return message
 
-    return receives
+    async def send(self, message: Message) -> None:
+        """Send a message of the application."""
+        if not self.is_too_long:
+            await self.reply(message)
+
+    async def reply(self, message: Message) -> None:
+        """Send a message."""
+        self._has_begun = True
+        if message["type"] == "http.response.start":
+            close = [] if self._is_read_only else [(b"connection", b"close")]
+            message["headers"] = [*message.get("headers", []), *_HEADERS, *close]
+        elif message["type"] == "http.response.body" and not (self._has_all or message.get("more_body", False)):
+            await self._send({**message, "more_body": True})
+            await self._drop_rest()
+            message = {"type": "http.response.body"}
+        await self._send(message)
+
+    async def _drop_rest(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DROPPING_S):
+                while not self._has_all and self._num_bytes < _DROPPED_BYTES:
+                    message = await self._receive()
+                    self._num_bytes += len(message.get("body", b""))
+                    self._has_all = not message.get("more_body", False)  # also if the client is gone

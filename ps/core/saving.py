@@ -34,7 +34,7 @@ class Saving(RunState):
                 "elapsed_s": self.contributions.elapsed_s(at, self.has_training_ended),
                 "stats": stats,
                 "staleness": {str(versions): count for versions, count in behind.items() if count},
-                "out": sorted(self.policy.out),
+                "out": sorted(self.policy.finished_ranks),
                 **self.length.saved(),
                 "curve": self.curve.saved(),
                 "controls": changes.saved(self),
@@ -51,7 +51,7 @@ class Saving(RunState):
         self.model = model
         self.name, self.incarnation = saved["run"], saved["server_incarnation"] + 1
         self.roster.restore(saved["num_joins"])
-        self.policy.out = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
+        self.policy.finished_ranks = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
         try:
             self.policy.restore(version, saved["contributions"], saved["policy"])
             if (steps := _by_rank(saved["training"], "steps_done")) is not None:

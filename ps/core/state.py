@@ -91,7 +91,7 @@ class RunState:
         finished by itself. With another configured length, ranks of the second kind are asked again."""
         counted = self.policy.num_counted
         is_complete = len(counted) >= (self.options.num_workers or 1)
-        ranks = counted.keys() - (() if self.length.is_reconfigured else self.policy.out)
+        ranks = counted.keys() - (() if self.length.is_reconfigured else self.policy.finished_ranks)
         return is_complete and all(map(self.policy.is_through, ranks))
 
     @property

@@ -90,7 +90,7 @@ class Policy(Gates, ABC):
         self.members[rank] = member = Member(rank)
         insort(self._ranks, rank)
         self.committed_by = None
-        self.out.discard(rank)
+        self.finished_ranks.discard(rank)
         self._needed = self._num_needed()
         self._standing.put(rank, number)
         self._owe(member, Outcome.START)
@@ -110,7 +110,7 @@ class Policy(Gates, ABC):
 
     def finished(self, rank: int, now: float) -> list[Decision]:
         """Note that the worker takes no more training steps: as if it had left, but no other worker waits for it."""
-        self.out.add(rank)
+        self.finished_ranks.add(rank)
         self._needed = self._num_needed()
         return self.left(rank, now)
 

@@ -63,7 +63,7 @@ class BufferedPolicy(Policy):
 
     def _left(self, rank: int) -> list[Decision]:
         """Close the last step when the last worker leaves, since scripts decide themselves when they have finished."""
-        return [self._step()] if self._buffer and not self.members and rank in self.out else []
+        return [self._step()] if self._buffer and not self.members and rank in self.finished_ranks else []
 
     @property
     def _is_last(self) -> bool:

@@ -128,15 +128,15 @@ class FirstMessages:
 class Watched(Protocol):
     """A stream as `Watch` sees it. Times are the event loop's, in seconds."""
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """End the stream if its peer has kept the server waiting for too long."""
 
-    def stood_still(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Do not count these seconds as waiting."""
 
 
 class Watch:
-    """Calls `look` of all open streams every LOOK_S seconds."""
+    """Calls `check` of all open streams every LOOK_S seconds."""
 
     def __init__(self) -> None:
         self._streams: set[Watched] = set()
@@ -162,7 +162,7 @@ class Watch:
         pause_s = self._standstill.look(now)
         for stream in list(self._streams):
             if pause_s:
-                stream.stood_still(pause_s)
-            stream.look(now)
+                stream.exclude(pause_s)
+            stream.check(now)
         if self._streams:
             self._look_later()

@@ -307,7 +307,7 @@ class Receiver:
             raise refusal(Reason.BAD_REQUEST, "a Begin continues an upload in another codec, or in another memory")
         upload.in_segment = begin.in_shared_memory
         upload.restart(upload.reader.ranges)
-        self._stream.owe(upload.num_bytes - upload.reader.received)
+        self._stream.expect(upload.num_bytes - upload.reader.received)
 
     def _check(self, header: pb.Begin | PayloadInfo) -> tuple[Store, Codec]:
         """Return the store and codec of an announced payload. Raises a refusal for a wrong size or transport."""

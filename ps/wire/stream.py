@@ -72,12 +72,12 @@ class Stream:
         self._is_memory_wanted = is_memory_wanted
         self._pace = None if limits.upload_bytes_per_s is None else Pace(limits.upload_bytes_per_s)
         self._allowance = Allowance(limits.progress_s, CHUNK_BYTES)
-        self._owed = 0  # announced bytes that have not arrived
+        self._num_missing = 0  # announced bytes that have not arrived
         self._num_begins = 0  # Begin messages since the last Contribution
         self._reading_since: float | None = None  # None: no announced bytes are missing
         self._writing_since = 0.0  # when CHUNK_BYTES of this message were sent, or it began
         self._num_written = 0  # bytes of it since then
-        self._lent_since: float | None = None
+        self._taken_missing_since: float | None = None
         self._too_slow_at: float | None = None
         self._watch = watch
         watch.add(self)
@@ -91,7 +91,7 @@ class Stream:
         """
         if self._pace is not None and (wait_s := self._pace.wait_s()):
             await asyncio.sleep(wait_s)
-        if self._owed:
+        if self._num_missing:
             self._reading_since = self._time()
         try:
             raw = await (self._direct or self._context).read()
@@ -100,7 +100,7 @@ class Stream:
         except Exception as error:
             raise self._lost(error) from error
         if raw is grpc.aio.EOF or raw is None:
-            self._owed, self._reading_since = 0, None
+            self._num_missing, self._reading_since = 0, None
             return None
         received = parse(pb.WorkerMessage, raw)
         if self._pace is not None:
@@ -111,7 +111,7 @@ class Stream:
             raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a payload'}, expected {expected}")
         if received.header is not None:
             self._take_header(received.header)
-        if self._owed and received.kind != "rows":
+        if self._num_missing and received.kind != "rows":
             num_out_of_band = received.out_of_band if self._direct is None else 0
             self._take_piece(len(received.data) + num_out_of_band + received.left_out)
         return received
@@ -185,26 +185,26 @@ class Stream:
                 self._num_begins += 1
                 if self._num_begins > _MAX_BEGINS:
                     raise refusal(Reason.BAD_REQUEST, f"Begin came {_MAX_BEGINS + 1} times without a Contribution")
-                self.owe(header.num_bytes)
+                self.expect(header.num_bytes)
             case pb.Contribution():
                 if not self._num_begins:
-                    self.owe(header.payload.num_bytes)
+                    self.expect(header.payload.num_bytes)
                 self._num_begins = 0
             case pb.InitialWeights():
-                self.owe(header.payload_bytes)
+                self.expect(header.payload_bytes)
             case pb.Taken():
-                self._lent_since = None
+                self._taken_missing_since = None
             case pb.Finish() | pb.Leave():  # the worker will not complete an upload that it began
-                self._owed = self._num_begins = 0
+                self._num_missing = self._num_begins = 0
                 self._reading_since = None
 
-    def owe(self, num_bytes: int) -> None:
+    def expect(self, num_bytes: int) -> None:
         """Expect `num_bytes` from the peer."""
-        self._owed = num_bytes
+        self._num_missing = num_bytes
         self._allowance.renew()
 
     def _take_piece(self, num_bytes: int) -> None:
-        self._owed = max(0, self._owed - num_bytes)
+        self._num_missing = max(0, self._num_missing - num_bytes)
         if self._reading_since is not None:
             waited_s = self._time() - self._reading_since if self._is_pressing() else 0.0
             self._reading_since = None
@@ -304,9 +304,9 @@ class Stream:
         finally:
             waiting.cancel()
 
-    def lend(self) -> None:
+    def expect_taken(self) -> None:
         """Expect a Taken, because a whole reply is in shared memory."""
-        self._lent_since = self._time()
+        self._taken_missing_since = self._time()
 
     async def flush(self) -> None:
         """Wait until the connection has accepted all messages."""
@@ -349,7 +349,7 @@ class Stream:
             if self._too_slow_at is not None:
                 self._writing.cancel()
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """End the call if the peer keeps the server waiting for too long. `limits.Watch` calls this."""
         if self._too_slow_at is not None:
             if now - self._too_slow_at > _REFUSING_S:
@@ -372,18 +372,18 @@ class Stream:
         if self._reading_since is not None:
             waited_s = now - self._reading_since
             if waited_s > self._allowance.left_s and self._is_pressing():
-                return f"{self._owed} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
+                return f"{self._num_missing} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
         is_writing = self._writing is not None and not self._writing.done()
         if is_writing and now - self._writing_since > limit_s:
             return f"the worker read less than {CHUNK_BYTES} bytes of a reply"
-        if self._lent_since is not None and now - self._lent_since > limit_s:
+        if self._taken_missing_since is not None and now - self._taken_missing_since > limit_s:
             return "the worker sent no Taken for a reply in shared memory"
         return None
 
-    def stood_still(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Do not count `seconds` in which this process itself did not run."""
         if self._reading_since is not None:
             self._reading_since += seconds
-        if self._lent_since is not None:
-            self._lent_since += seconds
+        if self._taken_missing_since is not None:
+            self._taken_missing_since += seconds
         self._writing_since += seconds

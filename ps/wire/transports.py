@@ -137,7 +137,7 @@ class SharedTransport(Transport):
         if address is None:
             self.taken()  # without a segment, the worker sends no Taken
         else:
-            stream.lend()
+            stream.expect_taken()
 
 
 class Probe:

@@ -115,10 +115,10 @@ class Stopwatch:
         self.forgiven_s = 0.0
         self.num_looks = 0
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         self.num_looks += 1
 
-    def stood_still(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         self.forgiven_s += seconds
 
 

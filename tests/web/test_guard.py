@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -59,6 +60,21 @@ def test_bodies_that_are_none(client: Client, asked: list[dict[str, Any]]) -> No
     status, reply = client.ask("POST", CONTROL, b"{}", Content_Length=str(1 << 30), **shown)
     assert status == 413 and "65536 bytes" in reply["error"]
     assert not asked
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_client_that_sends_all_of_its_body_reads_the_refusal(client: Client, is_declared: bool) -> None:
+    """As most clients do, before they read. The connection is not closed while they send."""
+    host, _, port = client.address.rpartition(":")
+    body = b"x" * (4 << 20)
+    length = f"Content-Length: {len(body)}" if is_declared else "Transfer-Encoding: chunked"
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
+        head = f"POST {CONTROL} HTTP/1.1\r\nHost: {client.address}\r\nAuthorization: Bearer secret\r\n{length}\r\n\r\n"
+        connection.sendall(head.encode() + (b"" if is_declared else f"{len(body):x}\r\n".encode()) + body[:200_000])
+        select.select([connection], [], [], DEADLINE_S)  # the reply is there
+        connection.sendall(body[200_000:] + (b"" if is_declared else b"\r\n0\r\n\r\n"))
+        reply = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert reply.startswith(b"HTTP/1.1 413 ") and b"limit of 65536 bytes" in reply
 
 
 def test_a_gigabyte_that_does_not_say_how_long_it_is(client: Client) -> None:

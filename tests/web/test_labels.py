@@ -127,7 +127,7 @@ def test_the_page_has_the_same(
     shown.page.goto(f"http://{page.address}/")
     shown.page.locator("#snapshots").wait_for(state="visible" if kept else "hidden")
     shown.page.wait_for_function("said => document.querySelector('#more dd')?.textContent === said", arg=message)
-    assert shown.page.locator("#title").text_content() == "ssp (staleness 3) · digits"
+    assert shown.page.locator("#title").text_content() == "digits · ssp (staleness 3)"
     page.retell(about(mode="ssp", label="ssp (staleness 9)", lr_scale=0.5))
     page.push(tick(2, durable_version=version))
     shown.page.wait_for_function("() => document.getElementById('title').textContent.includes('staleness 9')")

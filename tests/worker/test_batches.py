@@ -50,7 +50,7 @@ def test_a_loop_may_fetch_ahead_and_takes_all_steps(num_ahead: int, accumulate: 
         num_used += 1
         if num_used % accumulate == 0:
             optimizer.step()
-            taken.append(run._taken.position)
+            taken.append(run._data.position)
     assert taken == [accumulate * step for step in range(1, 6)], "the place counts what was used"
     assert num_used == 5 * accumulate, "and no batch was asked for that no step needs"
     assert run.is_done
@@ -64,7 +64,7 @@ def test_a_loop_that_fetches_a_whole_step_at_once() -> None:
         for batch in fetched:
             use(model, batch)
         optimizer.step()
-    assert (run.step, run._taken.position, run.num_samples) == (4, 12, 40)
+    assert (run.step, run._data.position, run.num_samples) == (4, 12, 40)
 
 
 def test_the_length_is_what_is_left_of_the_run() -> None:
@@ -86,7 +86,7 @@ def test_batches_without_a_step_belong_to_the_next_one() -> None:
         use(model, batch)
         if number != 1:
             optimizer.step()
-    assert (run.step, run._taken.position) == (3, 4)
+    assert (run.step, run._data.position) == (3, 4)
 
 
 def test_two_loops_side_by_side_are_at_one_place() -> None:
@@ -95,7 +95,7 @@ def test_two_loops_side_by_side_are_at_one_place() -> None:
         use(model, item)
         use(model, other)
         optimizer.step()
-    assert run._taken.position == 4
+    assert run._data.position == 4
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def drawn(run: AloneSession, *args: object, **options: object) -> list[list[floa
     found = []
     for batch in run.shard(*args, **options):
         found.append((batch[0] if isinstance(batch, list) else batch).flatten().tolist())
-        run._taken.step()
+        run._data.step()
         run._progress.training_steps += 1
     return found
 

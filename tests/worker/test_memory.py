@@ -26,9 +26,9 @@ from paramserver.worker.session import Length, Progress
 from paramserver.worker.tensors.packed import pack, unpack
 from paramserver.worker.training.alone import AloneSession
 from paramserver.worker.training.optimizer import ExchangeOptimizer
+from paramserver.worker.training.position.data import DataPosition
 from paramserver.worker.training.position.memory import Memory
 from paramserver.worker.training.position.steps import Steps
-from paramserver.worker.training.position.taken import Taken
 from paramserver.worker.training.session import Session
 from paramserver.worker.training.slowdown import Slowdown
 
@@ -98,13 +98,13 @@ class OneSession(Session):
         self.settings = SimpleNamespace(batch_size=4, seed=0)  # type: ignore[assignment]
         inner = torch.optim.SGD(model.parameters(), lr=0.5)
         self.strategy = strategy
-        self.taken = Taken(lambda: strategy.progress, [inner], Length())
-        self._memory = Memory(strategy, self.taken, [inner])  # type: ignore[arg-type]
+        self.data = DataPosition(lambda: strategy.progress, [inner], Length())
+        self._memory = Memory(strategy, self.data, [inner])  # type: ignore[arg-type]
         slowdown = Slowdown(SlowdownConfig(), 0, 0)
-        self.opt = ExchangeOptimizer(inner, Steps(strategy, slowdown, self.taken, self._memory))  # type: ignore[arg-type]
+        self.opt = ExchangeOptimizer(inner, Steps(strategy, slowdown, self.data, self._memory))  # type: ignore[arg-type]
 
     def _joined(self) -> Any:
-        return lambda: self.strategy.progress, self.taken
+        return lambda: self.strategy.progress, self.data
 
     @property
     def step(self) -> int:

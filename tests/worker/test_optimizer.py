@@ -16,9 +16,9 @@ from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.worker.session import Length, Progress
 from paramserver.worker.training.optimizer import ExchangeOptimizer
+from paramserver.worker.training.position.data import DataPosition
 from paramserver.worker.training.position.memory import Memory
 from paramserver.worker.training.position.steps import Steps
-from paramserver.worker.training.position.taken import Taken
 from paramserver.worker.training.slowdown import Slowdown
 
 
@@ -48,9 +48,9 @@ def optimizer_of(
 ) -> tuple[ExchangeOptimizer, torch.optim.Optimizer]:
     inner = torch.optim.Adam(model.parameters(), lr=0.1)
     run = Run(kind)
-    taken = Taken(lambda: run.progress, [inner], Length())
+    data = DataPosition(lambda: run.progress, [inner], Length())
     slowdown = Slowdown(SlowdownConfig(), 0, 0)
-    steps = Steps(run, slowdown, taken, Memory(run, taken, [inner]))  # type: ignore[arg-type]
+    steps = Steps(run, slowdown, data, Memory(run, data, [inner]))  # type: ignore[arg-type]
     return ExchangeOptimizer(inner, steps), inner
 
 

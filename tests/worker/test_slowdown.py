@@ -15,9 +15,9 @@ from paramserver.common.config.schema import SlowdownConfig
 from paramserver.common.kinds import ContributionKind
 from paramserver.worker.session import Length, Progress
 from paramserver.worker.training.optimizer import ExchangeOptimizer
+from paramserver.worker.training.position.data import DataPosition
 from paramserver.worker.training.position.memory import Memory
 from paramserver.worker.training.position.steps import Steps
-from paramserver.worker.training.position.taken import Taken
 from paramserver.worker.training.slowdown import Slowdown
 
 
@@ -73,8 +73,8 @@ def test_what_is_slow_is_a_training_step_also_where_a_contribution_has_several()
     strategy = SimpleNamespace(
         kind=ContributionKind.WEIGHTS, progress=progress, went_on=lambda: None, before_step=lambda *_: None
     )
-    taken = Taken(lambda: progress, [inner], Length())
-    optimizer = ExchangeOptimizer(inner, Steps(strategy, slowdown, taken, Memory(strategy, taken, [inner])))
+    data = DataPosition(lambda: progress, [inner], Length())
+    optimizer = ExchangeOptimizer(inner, Steps(strategy, slowdown, data, Memory(strategy, data, [inner])))
     optimizer.step()
     optimizer.step()
     assert seen == [9, 10]

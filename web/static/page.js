@@ -19,7 +19,7 @@ function showMetrics(tick) {
   for (const metric of metrics.run) { found[metric.label] = written(metric, status[metric.name]); help[metric.label] = metric.help; }
   if (status.steps) found.step += ` / ${whole(status.steps)}`;
   if (tick.is_over) found.workers = whole(Math.max(status.num_workers, status.workers.length + status.left_out));
-  found['still to go'] = tick.is_over ? '–' : duration(status.eta_s);
+  found['time left'] = tick.is_over ? '–' : duration(status.eta_s);
   if (tick.cost) { found.cost = `${price(tick.cost.total)} ${tick.cost.currency}`; found['for waiting'] = price(tick.cost.waiting); }
   if (tick.cost && tick.cost.per_epoch !== null) found['an epoch'] = price(tick.cost.per_epoch);
   for (const [name, value] of Object.entries(tick.final)) found[`final ${name}`] = shortNumber(value);
@@ -65,7 +65,7 @@ function addRow(tick) {
 function gotWhole(event) {
   state = JSON.parse(event.data);
   connection('live', 'live');
-  $('title').textContent = [state.about.label || state.about.mode, state.about.task].filter(Boolean).join(' · ') || 'paramserver';
+  $('title').textContent = [state.about.task, state.about.label || state.about.mode].filter(Boolean).join(' · ') || 'paramserver';
   $('title').title = $('title').textContent;
   $('program').textContent = `paramserver ${state.about.version}`;
   $('settings').textContent = JSON.stringify(state.about.settings, null, 2);

@@ -10,19 +10,19 @@ const open = new Set(); // ranks whose row is open
 const logs = new Map(); // by rank: {lines} or {error}
 let run = 'live', now = null;
 
-const HIDDEN = ['contributions', 'received', 'stale max', 'restarts', 'transport', 'codec']; // at first
+const HIDDEN = ['contributions', 'samples', 'received', 'stale max', 'restarts', 'transport', 'codec']; // at first
 const kept = () => { try { return JSON.parse(localStorage.getItem(KEY)) || HIDDEN; } catch { return HIDDEN; } };
 const hidden = new Set(kept());
 // [heading, cell, class, help]: fixed columns, and the metrics of /api/metrics that some worker has between them.
 function columns(metrics, workers) {
   const known = metrics.filter(metric => !metric.is_rare || workers.some(worker => worker[metric.name] !== null && worker[metric.name] !== undefined));
   return [
-    ['worker', (worker, rates, node) => opener(worker, node)], ['state', (worker, rates, node) => stateMark(worker.state, node), 'text'],
+    ['worker', (worker, rates, node) => opener(worker, node)], ['state', (worker, rates, node) => stateMark(worker.state, node), 'text'], ['waits for', worker => worker.waiting_for, 'text why'],
     ...(areOfWorkers() ? [['controls', (worker, rates, node) => rowControls(worker, node), 'text']] : []),
     ['time', worker => shares(worker), '', 'Its time: computing, transfer, waiting.'],
     ...known.map(metric => [metric.label, worker => written(metric, worker[metric.name]), '', metric.help]),
-    ['lately', (worker, rates) => sparkline(rates), '', 'Samples a second, the last minute.'],
-    ['transport', worker => worker.transport, 'text'], ['codec', worker => worker.codec, 'text'], ['waits for', worker => worker.waiting_for, 'text why'],
+    ['last minute', (worker, rates) => sparkline(rates), '', 'Samples per second in the last minute.'],
+    ['transport', worker => worker.transport, 'text'], ['codec', worker => worker.codec, 'text'],
   ];
 }
 
@@ -110,8 +110,9 @@ export function showWorkers(tick, metrics, name = run, isNew = false) {
   inPlace(table.tBodies[0], keys, row => row.endsWith('more') ? make('tr', { class: 'more' }, make('td', { colspan: displayed.length }, details(Number.parseInt(row, 10)))) : make('tr', { 'data-rank': row }, ...displayed.map(([, , kind]) => make('td', { class: kind || '' }))),
     (node, row) => {
       if (row.endsWith('more')) { fillDetails(node.firstChild.firstChild, of.get(row.split(' ')[0])); return; }
-      displayed.forEach(([, cell], at) => {
+      displayed.forEach(([, cell, kind], at) => {
         const worker = of.get(row), value = cell(worker, past.get(worker.rank) || [], node.cells[at].firstElementChild);
+        if (kind === 'text why') node.cells[at].title = value; // it may be cut
         if (!(value instanceof Element)) say(node.cells[at], value); else if (value !== node.cells[at].firstElementChild) node.cells[at].replaceChildren(value);
       });
     });

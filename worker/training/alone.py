@@ -35,8 +35,8 @@ from ..session import Length
 from ..tensors.transfer import ModelTensors, named_tensors
 from .ending import ending_of, one_line
 from .evaluation import Evaluation
+from .position.data import DataPosition
 from .position.steps import after_the_end
-from .position.taken import Taken
 from .rows import Pull
 from .session import Offer, Session
 
@@ -104,10 +104,10 @@ class AloneSession(Session):
         self._averaged_buffers = averaged_buffers
         load_compiler(optimizers)
         self.started_at = time.perf_counter()
-        self._taken = taken = Taken(lambda: self._progress, optimizers, self.length)
+        self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda part, *_: self._check_step() if taken.begins(part) else None)
-            optimizer.register_step_post_hook(lambda part, *_: self._stepped() if taken.begins(part) else None)
+            optimizer.register_step_pre_hook(lambda part, *_: self._check_step() if data.begins(part) else None)
+            optimizer.register_step_post_hook(lambda part, *_: self._stepped() if data.begins(part) else None)
             optimizer.clip_grad_norm = partial(self._clip_grad_norm, optimizer)  # type: ignore[attr-defined]
             if self._tables:
                 optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
@@ -122,9 +122,9 @@ class AloneSession(Session):
         return table.rows
 
     def _check_step(self) -> None:
-        assert self._taken is not None
+        assert self._data is not None
         total = self._progress.total_steps
-        if total is not None and self.step >= total and not self._taken.drop():
+        if total is not None and self.step >= total and not self._data.drop():
             raise after_the_end(self._progress)
 
     def _stepped(self) -> None:
@@ -132,11 +132,11 @@ class AloneSession(Session):
             if (taken := rows.take()) is not None:
                 table.set_lr(rows.lr)
                 table.step(*taken)
-        assert self._taken is not None
-        self.evaluation.begin(self._progress, self._taken)
-        drawn = self._taken.step()[1]
+        assert self._data is not None
+        self.evaluation.begin(self._progress, self._data)
+        drawn = self._data.step()[1]
         self.num_samples += drawn
-        self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._taken.is_used)
+        self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._data.is_used)
         self._fresh_samples = 0
         self._progress.training_steps += 1
         if self._optimizer is not None:
@@ -144,7 +144,7 @@ class AloneSession(Session):
         now = time.perf_counter()
         self.stepped_at = now if self.step == 1 else self.stepped_at[0], now
         self.first_samples = self.num_samples if self.step == 1 else self.first_samples
-        if self.evaluation.is_due(self._progress, self._taken) and not self.is_done:
+        if self.evaluation.is_due(self._progress, self._data) and not self.is_done:
             self.evaluation.run()
 
     def finish(self) -> bool:

@@ -12,8 +12,8 @@ import torch
 from ...common.errors import UsageError
 from ..session import Progress
 from .data import Loader, Shares, epoch_batches, seed_everything, sharded_batches, step_seed
+from .position.data import DataPosition, FetchedBatches
 from .position.stream import check_stream
-from .position.taken import Hand, Taken
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 _SUMMED = 1 << 20  # elements of a tensor that are summed at once
@@ -36,7 +36,7 @@ class Batches:
     def __init__(
         self,
         shares: Shares,
-        taken: Taken,
+        data: DataPosition,
         progress: Callable[[], Progress],
         is_over: Callable[[], bool],
         options: dict[str, Any],
@@ -48,24 +48,24 @@ class Batches:
         `inner`: this process's group rank and the size of the replica group.
         """
         self._group_rank, self._group_size = inner
-        self._shares, self._taken, self._progress = shares, taken, progress
+        self._shares, self._data, self._progress = shares, data, progress
         self._is_over, self._options, self._epochs = is_over, options, epochs
-        self.hand = Hand()
+        self.fetched = FetchedBatches()
         self._is_of: tuple[int, int | None] | None = None  # (moves, epoch) that `_batches` was made for
         self._batches: Iterator[tuple[Any, int]] = iter(())
         self._loader = Loader(shares.dataset, options)
         self._check()
-        taken.epoch_batches = self._epoch_length  # raises UsageError early if the data cannot be divided
+        data.epoch_batches = self._epoch_length  # raises UsageError early if the data cannot be divided
         self._end = self._end_of_loop()
-        taken.add(self)
-        taken.num_samples = shares.num_samples
+        data.add(self)
+        data.num_samples = shares.num_samples
 
     def _check(self) -> None:
         """Raises UsageError for options that a data set without a length does not support."""
         if self._shares.is_stream:
-            has_steps = self._progress().total_steps is not None or self._taken.length.default is not None
+            has_steps = self._progress().total_steps is not None or self._data.length.default is not None
             options = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
-            check_stream(self._shares.dataset, has_steps and self._taken.epoch is None and not self._epochs, options)
+            check_stream(self._shares.dataset, has_steps and self._data.epoch is None and not self._epochs, options)
 
     def __iter__(self) -> Batches:
         if self._end is not None and self._at >= self._end:
@@ -77,20 +77,20 @@ class Batches:
 
         If a step takes several, it assumes as many as in the newest step.
         """
-        if self._taken.epoch is not None:
-            return max(0, self._epoch_length - self._taken.num_drawn - len(self.hand))
+        if self._data.epoch is not None:
+            return max(0, self._epoch_length - self._data.num_drawn - len(self.fetched))
         limits = [] if self._end is None else [self._end - self._at]
         if (num_in_run := self._num_in_run) is not None:
             limits.append(num_in_run)
         if not limits:  # only run.epochs is set, and no step was taken yet
-            limits.append((self._taken.length.epochs or 0) * self._taken.epoch_batches - self._at)
+            limits.append((self._data.length.epochs or 0) * self._data.epoch_batches - self._at)
         return max(0, min(limits))
 
     @property
     def _num_in_run(self) -> int | None:
         """Batches that this rank still needs for the run's remaining steps; None: the run has no number of steps."""
         steps = self._num_left
-        return None if steps is None else steps * max(1, self._taken.per_step) - len(self.hand)
+        return None if steps is None else steps * max(1, self._data.per_step) - len(self.fetched)
 
     @property
     def _num_left(self) -> int | None:
@@ -101,16 +101,16 @@ class Batches:
     @property
     def _at(self) -> int:
         """The rank's position, including batches that were fetched and not yet used."""
-        return self._taken.position + len(self.hand)
+        return self._data.position + len(self.fetched)
 
     @property
     def _has_ended(self) -> bool:
-        return self._taken.epoch is None and self._end is not None and self._at >= self._end
+        return self._data.epoch is None and self._end is not None and self._at >= self._end
 
     def _end_of_loop(self) -> int | None:
         """The position at which the loop ends; None: the loop ends with the run."""
-        each, progress = self._taken.epoch_batches, self._progress()
-        if progress.total_steps is not None or not self._taken.length.is_open:
+        each, progress = self._data.epoch_batches, self._progress()
+        if progress.total_steps is not None or not self._data.length.is_open:
             return None
         return each * (self._at // each + 1 if self._epochs is None else self._epochs)
 
@@ -126,62 +126,62 @@ class Batches:
                 "position in the training data, and training would miss it",
                 fix="use a DataLoader for validation data; request training batches outside of no_grad()",
             )
-        taken, memory = self._taken, self._taken.memory
-        if memory is not None and taken.is_through(self.hand):
-            self.hand.drop()
+        data, memory = self._data, self._data.memory
+        if memory is not None and data.is_through(self.fetched):
+            self.fetched.drop()
             memory.replayed()
-        if self._has_all or taken.ends_with(self.hand):
+        if self._has_all or data.ends_with(self.fetched):
             if memory is not None:
-                memory.note()  # the batches at hand still need a step
+                memory.note()  # the fetched batches still need a step
             raise StopIteration
         if self._has_ended or self._is_over():
             raise StopIteration
         if memory is not None and memory.has_moved:
-            if taken.epoch is not None:
+            if data.epoch is not None:
                 raise StopIteration  # ends the inner loop, so that the loop over epochs can go back
             memory.move()
-        if self._is_of != (taken.moves, taken.epoch):  # at the start, and after the run moved without this worker
+        if self._is_of != (data.moves, data.epoch):  # at the start, and after the run moved without this worker
             self._begin()
-        if taken.epoch is not None and not len(self):
-            if memory is not None and self.hand.is_ahead:
-                memory.note()  # the batches at hand still need a step
+        if data.epoch is not None and not len(self):
+            if memory is not None and self.fetched.is_ahead:
+                memory.note()  # the fetched batches still need a step
             self.end()
             raise StopIteration
         if memory is not None:
             memory.note()
-        position = taken.position + len(self.hand)
+        position = data.position + len(self.fetched)
         rank = (self._progress().rank or 0) * self._group_size + self._group_rank
         seed_everything(step_seed(self._shares.seed, rank, position))
         batch, num_samples = next(self._batches)
-        self.hand.batch_samples.append(num_samples)
+        self.fetched.batch_samples.append(num_samples)
         return batch
 
     def _begin(self) -> None:
         """Make the iterator of batches from this rank's position on."""
-        taken = self._taken
+        data = self._data
         self._check()
-        if self._is_of is None or self._is_of[0] != taken.moves:
-            self.hand.drop()
-        self._is_of = taken.moves, taken.epoch
-        if taken.epoch is None:
-            self._batches = sharded_batches(self._shares, lambda: self._division, taken.position, **self._options)
+        if self._is_of is None or self._is_of[0] != data.moves:
+            self.fetched.drop()
+        self._is_of = data.moves, data.epoch
+        if data.epoch is None:
+            self._batches = sharded_batches(self._shares, lambda: self._division, data.position, **self._options)
             return
-        taken.epoch_length = max(taken.epoch_length, self._epoch_length)
-        self._batches = epoch_batches(self._shares, taken.epoch, self._division, taken.num_drawn, self._loader)
+        data.epoch_length = max(data.epoch_length, self._epoch_length)
+        self._batches = epoch_batches(self._shares, data.epoch, self._division, data.num_drawn, self._loader)
 
     def end(self) -> None:
         """The epoch ends: hand over the batches that no step has taken yet."""
-        self._taken.leave(self.hand)
-        self.hand = Hand(self.hand.is_ahead)
+        self._data.leave(self.fetched)
+        self.fetched = FetchedBatches(self.fetched.is_ahead)
 
     @property
     def num_samples(self) -> int:
         """Weight of the newest batch in a mean: its number of samples."""
-        return self.hand.batch_samples[-1]
+        return self.fetched.batch_samples[-1]
 
     def void(self) -> None:
         """Give the batches since the last step the weight 0, because their gradient was discarded."""
-        self.hand.batch_samples = deque([0] * len(self.hand))
+        self.fetched.batch_samples = deque([0] * len(self.fetched))
 
     @property
     def _division(self) -> tuple[int, int]:
@@ -196,7 +196,7 @@ class Batches:
 
         The iterator must not wait for the end of the run then, because the loop has yet to take those steps.
         """
-        return bool(self.hand.is_ahead and self._taken.per_step and self._num_left and (self._num_in_run or 0) <= 0)
+        return bool(self.fetched.is_ahead and self._data.per_step and self._num_left and (self._num_in_run or 0) <= 0)
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:

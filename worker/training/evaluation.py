@@ -14,8 +14,8 @@ from ...common.config.conditions import Every, every
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ..session import Progress
+from .position.data import DataPosition
 from .position.memory import Generators
-from .position.taken import Taken
 
 log = get_logger()
 
@@ -52,12 +52,12 @@ class Evaluation:
         """Whether the function also evaluates the final weights."""
         return self._measure is not None and self.is_final_too
 
-    def begin(self, progress: Progress, taken: Taken) -> None:
+    def begin(self, progress: Progress, data: DataPosition) -> None:
         """Called before a step. Intervals that passed before the first step are not due."""
         if self._num_over is None and self._measure is not None:
-            self._num_over = self._over(progress, taken)
+            self._num_over = self._over(progress, data)
 
-    def is_due(self, progress: Progress, taken: Taken) -> bool:
+    def is_due(self, progress: Progress, data: DataPosition) -> bool:
         """Called after a step. Returns whether an interval has passed since the last call and this worker evaluates."""
         if self._measure is None:
             if not self._is_told:
@@ -66,12 +66,12 @@ class Evaluation:
                 fix = "session.evaluate(fn), fn(model) giving a dict of metrics"
                 log.warning("not_evaluated", reason=f"{setting} is set, and this script does not evaluate", fix=fix)
             return False
-        over = self._over(progress, taken)
+        over = self._over(progress, data)
         is_due = self._num_over is not None and over > self._num_over
         self._num_over = over  # smaller than before if the run went back
         return is_due and not progress.worker_index and not progress.has_evaluator
 
-    def _over(self, progress: Progress, taken: Taken) -> int:
+    def _over(self, progress: Progress, data: DataPosition) -> int:
         """The number of intervals that have passed."""
         assert self.every is not None
         match self.every.unit:
@@ -79,8 +79,8 @@ class Evaluation:
                 return int(progress.position // self.every.amount)
             case "seconds":
                 return int((time.monotonic() - self._began_at) // self.every.amount)
-        if taken.epoch_batches:
-            return int(taken.position // (self.every.amount * taken.epoch_batches))
+        if data.epoch_batches:
+            return int(data.position // (self.every.amount * data.epoch_batches))
         if progress.position == 0:
             return 0
 

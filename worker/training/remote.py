@@ -32,10 +32,10 @@ from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
 from .optimizer import ExchangeOptimizer
 from .pipeline import Example, LossFn, Pipeline, layers_of
+from .position.data import DataPosition
 from .position.memory import Memory
 from .position.restarted import Restarted
 from .position.steps import Steps
-from .position.taken import Taken
 from .rows import Pull
 from .session import Offer, Session
 from .slowdown import Slowdown
@@ -163,16 +163,16 @@ class RemoteSession(Session):
         self._strategy.start(tensors, described, is_parted=len(optimizers) > 1)
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
-        self._taken = taken = Taken(lambda: self._progress, optimizers, self.length)
-        self._strategy.num_samples_now = taken.num_samples_now
-        self._memory = Memory(self._strategy, taken, optimizers)
+        self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
+        self._strategy.num_samples_now = data.num_samples_now
+        self._memory = Memory(self._strategy, data, optimizers)
         self._restarted.optimizers = optimizers
         steps_alone = self._strategy.kind.worker_steps and not self._strategy.kind.has_peers
         if self._was_before and steps_alone and isinstance(model, Pipeline) and not self._inner[0]:
             meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
             log.warning("optimizer_state_anew", step=self._position, meaning=meaning)
         others = (self._tables, self.evaluation, self._restarted)
-        self._steps = Steps(self._strategy, slowdown, taken, self._memory, *others)
+        self._steps = Steps(self._strategy, slowdown, data, self._memory, *others)
         if self._exchange is not None:  # of several processes of a worker the first
             self._steps.readings = self.readings
         self._model = model

@@ -23,9 +23,9 @@ from .batches import Batches, read_options
 from .data import Shares
 from .evaluation import Evaluation, Measure
 from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_of, on_meta
+from .position.data import DataPosition
 from .position.loaders import Source, source_of
 from .position.memory import Memory, stateful
-from .position.taken import Taken
 from .readings import Readings
 from .rows import Pull, Rows
 from .tasks.init import load_weights
@@ -62,7 +62,7 @@ class Session:
         self._is_told = False  # whether the warning about no batches was logged
         self.evaluation = Evaluation()
         self._here = Progress()  # the progress without a server
-        self._taken: Taken | None = None  # set by `optimizer()`
+        self._data: DataPosition | None = None  # set by `optimizer()`
         self._memory: Memory | None = None  # set by `optimizer()`
         self._names: tuple[str, ...] = ()  # names of the parts, if there are several
         self.losses = Losses()
@@ -160,7 +160,7 @@ class Session:
         the stages have equal numbers of parameters. `init`: a file with initial weights. The layers may then be on the
         meta device, and each process reads only its own layers. Raises UsageError if the layers cannot be cut.
         """
-        if self._taken is not None:
+        if self._data is not None:
             message = "session.pipeline() was called after session.optimizer(), which already took the model"
             raise UsageError(message, fix="call session.pipeline() first, and create the optimizer with its parameters")
         loss = loss_of(loss_fn)
@@ -233,7 +233,7 @@ class Session:
 
     def _check_first(self, reduction: Reduction) -> None:
         """Raises UsageError for a second `optimizer()`, and for an unknown `reduction`."""
-        if self._taken is not None:
+        if self._data is not None:
             raise UsageError(
                 "a second session.optimizer(): a run gets its model and optimizers once",
                 fix="with several optimizers: session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))",
@@ -313,7 +313,7 @@ class Session:
         Before each batch torch's generator is seeded from the run's seed, the rank and the position. So random numbers
         for the batch (dropout, augmentation) are the same in a run that was killed and resumed.
         """
-        progress, taken = self._joined()
+        progress, data = self._joined()
         self._say_length(progress())
         if epochs is not None:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
@@ -326,7 +326,7 @@ class Session:
             )
         size //= self._data_share[1]
         shares = Shares(source.dataset, size, seed, source.shuffle, pad, source.drop_last, source.sampler)
-        return Batches(shares, taken, progress, self.is_over, read_options(source.options), epochs, self._data_share)
+        return Batches(shares, data, progress, self.is_over, read_options(source.options), epochs, self._data_share)
 
     def expect(self, steps: int) -> None:
         """Tell the session how many training steps this script takes. If the run is shorter, a warning says so."""
@@ -340,21 +340,21 @@ class Session:
         A process that takes over a rank begins at the rank's last step and computes it again without sending it. So the
         script repeats its work between two steps, including its work at the end of an epoch.
         """
-        _, taken = self._joined()
+        _, data = self._joined()
         memory = self._memory
         self.length.own_epochs = max(num, self.length.own_epochs or 0)
-        if taken.epoch is None:
+        if data.epoch is None:
             if memory is not None:
                 memory.use()
-            taken.begin_epochs()
+            data.begin_epochs()
         while not self.is_over():
             if memory is not None and memory.has_moved:
                 memory.move()
-            if taken.epoch_now >= num:
+            if data.epoch_now >= num:
                 return
-            yield taken.epoch_now
+            yield data.epoch_now
             if memory is None or not memory.has_moved:
-                taken.next_epoch()
+                data.next_epoch()
 
     def state(self, *, rng: bool = False, **objects: Any) -> None:
         """Save these objects with each contribution and in snapshots, and restore them after a resume.
@@ -380,14 +380,14 @@ class Session:
         if self._memory is not None:
             self._memory.mark()
 
-    def _joined(self) -> tuple[Callable[[], Progress], Taken]:
+    def _joined(self) -> tuple[Callable[[], Progress], DataPosition]:
         """Functions for this rank's progress, and its position in the data. Raises UsageError before `optimizer()`."""
-        if self._taken is None:
+        if self._data is None:
             raise UsageError(
                 "session.shard(), epochs() or state() was called before session.optimizer()",
                 fix="call session.optimizer(model, ...) first: it gives this rank its position",
             )
-        return lambda: self._progress, self._taken
+        return lambda: self._progress, self._data
 
     def _say_length(self, progress: Progress) -> None:
         """Warn once if a loop gets no batches because the run's steps are all taken."""

@@ -202,7 +202,7 @@ class AsyncDilocoPolicy(Policy):
         self._handed_over.pop(rank, None)
         self._speeds.forget(rank)
         self._weights.forget(rank)
-        is_last = self._round and not self.members and rank in self.out
+        is_last = self._round and not self.members and rank in self.finished_ranks
         return [self._close("the last worker has finished")] if is_last else []
 
     def _is_missing(self, rank: int) -> None:
@@ -227,7 +227,7 @@ class AsyncDilocoPolicy(Policy):
         steps = assigned if num_steps is None else num_steps
         self._count(member)
         self._too_many.pop(rank, None)  # counted here, and not when the version is there
-        self._offsets[rank] = self._offsets.get(rank, self._offset) - (self.local_steps - steps)
+        self._offsets[rank] = self._offsets.get(rank, self._default_offset) - (self.local_steps - steps)
         self._by_steps.put(rank, self.steps_done(rank))
         self._missing.pop(rank, None)
         if self.common.delayed_update:

@@ -36,7 +36,7 @@ class Gates(Ledger):
         if self.is_stopping:
             return 0
         to_start = 0 if self.has_started else self.common.num_workers or 0
-        return max(1, max(to_start, self.common.min_workers) - len(self.out))
+        return max(1, max(to_start, self.common.min_workers) - len(self.finished_ranks))
 
     def _let_go(self, now: float) -> list[Reply]:
         """Returns replies to all workers whose gate is open."""
@@ -94,6 +94,8 @@ class Gates(Ledger):
         if live >= self._needed:
             return None
         if not self.has_started and num_workers is not None and live < num_workers:
-            missing = (rank for rank in range(num_workers) if rank not in self.members and rank not in self.out)
+            missing = (
+                rank for rank in range(num_workers) if rank not in self.members and rank not in self.finished_ranks
+            )
             return f"{live} of {num_workers} workers have joined; missing rank {names(missing)}"
         return f"{live} of at least {self.common.min_workers} workers (policy.min_workers) are live"

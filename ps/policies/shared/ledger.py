@@ -28,7 +28,7 @@ class Ledger(Traits):
         # By rank: sequence number of the newest contribution that counts. It stays after the rank leaves, so that a
         # repeated contribution is recognized. A new rank in a running job begins at the slowest rank's number.
         self.num_counted: dict[int, int] = {}
-        self.out: set[int] = set()  # ranks that have finished: no worker waits for them
+        self.finished_ranks: set[int] = set()  # no worker waits for them
         self.is_stopping = False  # no worker begins another contribution
         self.committed_by: tuple[int, ...] | None = None  # members at the newest commit; None: they have changed
         # Only for a model that is stepped in parts. By rank: contributions that count in its newest training step. In
@@ -40,7 +40,7 @@ class Ledger(Traits):
         # By rank: its training steps minus `local_steps` for each contribution (or round). They differ after a change
         # of mode, after short contributions, and for a model that is stepped in parts.
         self._offsets: dict[int, int] = {}
-        self._offset = 0  # the same for ranks without an entry in `_offsets`
+        self._default_offset = 0  # the same for ranks without an entry in `_offsets`
         # By rank: training steps by which its open contribution is shorter than `local_steps`. The commit that contains
         # the contribution subtracts them.
         self._too_many: dict[int, int] = {}
@@ -49,10 +49,10 @@ class Ledger(Traits):
     def _copy_counts(self, other: Ledger) -> None:
         """Continue with the counts of a compatible mode's ledger."""
         self.common, self.training_steps, self.version = other.common, other.training_steps, other.version
-        self.members, self.num_counted, self.out = other.members, other.num_counted, other.out
+        self.members, self.num_counted, self.finished_ranks = other.members, other.num_counted, other.finished_ranks
         self.is_stopping, self.committed_by, self.in_step = other.is_stopping, other.committed_by, other.in_step
         self._num_open, self._ranks, self._first_number = other._num_open, other._ranks, other._first_number
-        self._offsets, self._offset, self._too_many = other._offsets, other._offset, other._too_many
+        self._offsets, self._default_offset, self._too_many = other._offsets, other._default_offset, other._too_many
         self._standing = other._standing
 
     # ---- questions ------------------------------------------------------------------------
@@ -89,7 +89,9 @@ class Ledger(Traits):
         """Returns the training steps (batches) of the rank that count."""
         most = self.training_steps  # called three times for every event: no further calls here
         steps = self.version if self.has_rounds else self.num_counted.get(rank, 0)  # contributions, or rounds
-        steps = steps * self.local_steps + (self._offsets.get(rank, self._offset) if self._offsets else self._offset)
+        steps = steps * self.local_steps + (
+            self._offsets.get(rank, self._default_offset) if self._offsets else self._default_offset
+        )
         return steps if most is None or steps < most else most
 
     @property
@@ -101,7 +103,7 @@ class Ledger(Traits):
         if not self.members or (self.in_step and not self.has_rounds):
             return min(map(self.steps_done, self.members or self.num_counted), default=0)
         rounds = self.version if self.has_rounds else self.slowest
-        steps = self._offset + rounds * self.local_steps
+        steps = self._default_offset + rounds * self.local_steps
         return steps if self.training_steps is None else min(self.training_steps, steps)
 
     def in_step_of(self, rank: int) -> int:
@@ -145,13 +147,13 @@ class Ledger(Traits):
         if not self.num_counted:
             return
         fewest = min(self.num_counted, key=lambda rank: self.num_counted[rank])
-        least = min(steps.get(rank, 0) for rank in (self.num_counted.keys() - self.out or self.num_counted))
+        least = min(steps.get(rank, 0) for rank in (self.num_counted.keys() - self.finished_ranks or self.num_counted))
         if self.has_rounds:
-            self._offset = least - self.version * self.local_steps
+            self._default_offset = least - self.version * self.local_steps
             return
         for rank in self.num_counted:
             self._offsets[rank] = steps.get(rank, least) - self.num_counted[rank] * self.local_steps
-        self._offset = self._offsets[fewest]
+        self._default_offset = self._offsets[fewest]
 
     # ---- counting --------------------------------------------------------------------------
 
@@ -169,10 +171,10 @@ class Ledger(Traits):
         if not continues:
             return
         if key == ROUNDS:
-            self._offset -= self.local_steps
+            self._default_offset -= self.local_steps
             self._offsets = {rank: offset - self.local_steps for rank, offset in self._offsets.items()}
         else:
-            self._offsets[key] = self._offsets.get(key, self._offset) - self.local_steps
+            self._offsets[key] = self._offsets.get(key, self._default_offset) - self.local_steps
 
     def _commit(self, ranks: tuple[int, ...], reason: str, scales: tuple[float, ...] = ()) -> Commit:
         """Returns the commit of all that was folded since the version before, from these ranks."""
@@ -182,7 +184,7 @@ class Ledger(Traits):
         for rank in ranks:
             self._num_open[rank] -= 1
         for rank in self._too_many.keys() & set(ranks) if self._too_many else ():
-            self._offsets[rank] = self._offsets.get(rank, self._offset) - self._too_many.pop(rank)
+            self._offsets[rank] = self._offsets.get(rank, self._default_offset) - self._too_many.pop(rank)
         return Commit(ranks, reason, scales, self._momentum_among())
 
     def _momentum_among(self) -> int:

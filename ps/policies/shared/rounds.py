@@ -135,7 +135,7 @@ class RoundPolicy(Policy):
         self._is_missing_no_more(rank)
         if rank in self._as_they_come:
             self._as_they_come.remove(rank)
-        elif self.has_fixed_set and rank not in self.out:
+        elif self.has_fixed_set and rank not in self.finished_ranks:
             self._vacant.add(rank)
         else:
             position = bisect_left(self._order, rank)

@@ -408,6 +408,6 @@ def test_who_was_evicted_stays_out_when_the_run_goes_back() -> None:
     keep_out(run, before.roster.evicted)
     (reply,) = run.apply(events.Joined(9, 1, process="another"))
     assert isinstance(reply, effects.NotSeated) and "was evicted" in reply.error.message
-    assert run.policy.out == {1}
+    assert run.policy.finished_ranks == {1}
     run.apply(events.Joined(10, 0, process="w0"))
     assert replied(run.apply(events.Offered(0, 2, "", ""))) == [0], "nobody waits for rank 1"

@@ -21,7 +21,7 @@ from ...conversation.messages import Begun
 from ...session import Progress
 from ...strategies.base import Strategy
 from ...tensors.packed import pack, unpack
-from .taken import Taken
+from .data import DataPosition
 
 log = get_logger()
 
@@ -33,8 +33,8 @@ _SHOWN = 200  # longest part of a script's own error that a message shows, in ch
 class Memory:
     """The memory of one rank's script. `strategy` says where this process begins."""
 
-    def __init__(self, strategy: Strategy, taken: Taken, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._strategy, self._taken, self._optimizers = strategy, taken, optimizers
+    def __init__(self, strategy: Strategy, data: DataPosition, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._strategy, self._data, self._optimizers = strategy, data, optimizers
         self._objects: dict[str, Any] = {}
         self._first = b""  # the packed state before the first batch
         self._noted: Begun | None = None  # state and position at the beginning of the open contribution
@@ -42,7 +42,7 @@ class Memory:
         self.is_used = False
         self.has_begun = self.is_marked = False  # a batch was requested or a step taken; mark() was called
         self.is_tried = False  # a scaler has looked for infinities, and no step() has followed yet
-        taken.memory = self
+        data.memory = self
 
     @property
     def _progress(self) -> Progress:
@@ -127,11 +127,11 @@ class Memory:
         """
         self.has_begun = True
         progress = self._progress
-        is_anew = self.is_tried and progress.steps_left == progress.local_steps and not self._taken.is_parted
+        is_anew = self.is_tried and progress.steps_left == progress.local_steps and not self._data.is_parted
         self.is_tried = False
         if self.is_used and (self._noted is None or is_anew) and not progress.is_replaying:
-            num_passed = self._taken.num_used if is_anew else 0
-            position = self._taken.where(progress.position, progress.local_steps, num_passed)
+            num_passed = self._data.num_used if is_anew else 0
+            position = self._data.where(progress.position, progress.local_steps, num_passed)
             self._noted = Begun(position, self._pack())
 
     def mark(self) -> None:
@@ -143,8 +143,8 @@ class Memory:
 
     def after_step(self) -> None:
         """Called after a contribution. A loop without `shard()` and `mark()` goes on with the batch it has."""
-        if self.has_moved and not (self._taken.is_used or self.is_marked):
-            self.move(may_replay=self._taken.is_parted)
+        if self.has_moved and not (self._data.is_used or self.is_marked):
+            self.move(may_replay=self._data.is_parted)
 
     def take(self) -> Begun | None:
         """Return the saved beginning of the contribution that is complete now."""
@@ -169,17 +169,17 @@ class Memory:
         if position is not None and may_replay:
             self._go_back(position)
         elif begun is None:
-            self._taken.begin_anew()
+            self._data.begin_anew()
 
     def _go_back(self, position: Position) -> None:
         log.info("replaying", step=position.step, meaning="this process computes the rank's last step again, unsent")
-        self._taken.go_back(position)
+        self._data.go_back(position)
         self._strategy.replay(position)
 
     def replayed(self) -> None:
         """The replay of the contribution is complete."""
         num_missed = self._strategy.replayed()
-        self._taken.go_on()
+        self._data.go_on()
         if num_missed:
             message = f"the run took {num_missed} training steps without this rank, so its script's state is older"
             log.warning("state_is_behind", meaning=message)

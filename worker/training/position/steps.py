@@ -17,9 +17,9 @@ from ..evaluation import Evaluation
 from ..readings import Readings
 from ..rows import Rows
 from ..slowdown import Slowdown
+from .data import DataPosition
 from .memory import Memory
 from .restarted import Restarted, rates_of
-from .taken import Taken
 
 if TYPE_CHECKING:
     from ..optimizer import ExchangeOptimizer
@@ -40,13 +40,13 @@ class Steps:
         self,
         strategy: Strategy,
         slowdown: Slowdown,
-        taken: Taken,
+        data: DataPosition,
         memory: Memory,
         tables: Sequence[Rows] = (),
         evaluation: Evaluation | None = None,
         restarted: Restarted | None = None,
     ) -> None:
-        self.strategy, self.taken, self.memory, self._slowdown = strategy, taken, memory, slowdown
+        self.strategy, self.data, self.memory, self._slowdown = strategy, data, memory, slowdown
         self.tables, self._evaluation = tables, evaluation or Evaluation()
         self._restarted = restarted or Restarted()
         self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
@@ -69,7 +69,7 @@ class Steps:
         self._digest = 0  # of the gradients of the first step after the newest start
         self._resumed_at = time.perf_counter()
         self._compute_s = 0.0
-        if taken.is_parted:  # a process may begin in the middle of a training step and does the rest of it
+        if data.is_parted:  # a process may begin in the middle of a training step and does the rest of it
             memory.use()
 
     @property
@@ -92,7 +92,7 @@ class Steps:
     def may_step(self, part: ExchangeOptimizer) -> bool:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         progress = self.progress
-        self._begins = self.taken.begins(part)
+        self._begins = self.data.begins(part)
         if self._num_starts != progress.num_starts:
             self._num_starts, self._num_known = progress.num_starts, max(1, progress.in_step)
             self._is_stale = progress.in_step > 0
@@ -100,7 +100,7 @@ class Steps:
         if self._is_stale:
             return False
         if self._begins and progress.is_done:
-            if self.taken.drop():
+            if self.data.drop():
                 return False
             raise after_the_end(progress)
         if self._begins:
@@ -109,8 +109,8 @@ class Steps:
                 self._first_rates = rates_of(self._restarted.optimizers)
             self.memory.is_tried = False
             self.memory.note()
-            self._evaluation.begin(progress, self.taken)
-        num_samples = self.taken.num_samples_at_hand if self._begins else 0
+            self._evaluation.begin(progress, self.data)
+        num_samples = self.data.num_samples_fetched if self._begins else 0
         losses, self._fresh_losses = self._fresh_losses, []
         mean_loss = sum(losses) / len(losses) if losses else float("nan")
         self.strategy.before_step(num_samples + self._fresh_samples, mean_loss, part.parameters)
@@ -125,7 +125,7 @@ class Steps:
             if self.readings is not None:
                 self.readings.note_step(part.param_groups)
             self.num_steps += 1
-            num_batches, num_samples = self.taken.step()
+            num_batches, num_samples = self.data.step()
             self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + num_samples
         if self.notice is not None and self.notice():
             self.notice = None
@@ -138,7 +138,7 @@ class Steps:
                 if not self._num_known:
                     self.memory.replayed()
                     # an evaluation that was due then has taken place
-                    self._evaluation.is_due(self.progress, self.taken)
+                    self._evaluation.is_due(self.progress, self.data)
                 self._begin_anew()
         elif self._begins:
             self.strategy.went_on()
@@ -153,17 +153,17 @@ class Steps:
     def _contribute(self, part: ExchangeOptimizer) -> None:
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
-        if self.taken.is_used:
+        if self.data.is_used:
             # A batch with a discarded gradient has weight 0, which would mean "unknown" in a message.
             num_samples = max(1, num_samples)
         hyperparameters = self._current_hyperparameters()
         if self._begins:
             self._began = self.memory.take()
-        drawn = self._num_batches if self.taken.is_used else None
-        is_due = self._begins and self._evaluation.is_due(self.progress, self.taken)
+        drawn = self._num_batches if self.data.is_used else None
+        is_due = self._begins and self._evaluation.is_due(self.progress, self.data)
         if self._begins and self._evaluation.every is not None:
             is_due = self.strategy.agreed(is_due)
-        number = self.parts.index(part) + 1 if self.taken.is_parted else 0
+        number = self.parts.index(part) + 1 if self.data.is_parted else 0
         num_steps = 0 if number and not self._begins else None  # the previous part counted the training step
         clip_norm, began = part.take_clip_norm(), self._began
         contribution = Contribution(
@@ -214,7 +214,7 @@ class Steps:
         if self._told_at == self.progress.num_starts:
             return None
         self._told_at = self.progress.num_starts
-        return FirstInfo(self.taken.num_samples, self._digest, self.taken.run_steps, self._first_rates or ())
+        return FirstInfo(self.data.num_samples, self._digest, self.data.run_steps, self._first_rates or ())
 
     def _note_gradients(self, part: ExchangeOptimizer) -> None:
         """Compute the digest of the first gradients after a start. Batches of `session.shard()` need none."""
@@ -222,7 +222,7 @@ class Steps:
             return
         self._digested_at = self.progress.num_starts
         gradients = [parameter.grad for parameter in part.parameters if parameter.grad is not None]
-        self._digest = 0 if self.taken.is_used else digest_of(gradients)
+        self._digest = 0 if self.data.is_used else digest_of(gradients)
 
     def _slow_down(self) -> None:
         """Sleep for the configured delay, and count the whole step as compute time."""

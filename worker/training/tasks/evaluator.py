@@ -22,7 +22,7 @@ from ...tensors.transfer import ModelTensors
 from ..batches import Batches
 from ..ending import ending_of
 from ..evaluation import Evaluation, untouched
-from ..position.taken import Taken
+from ..position.data import DataPosition
 from ..rows import Pull
 from ..session import Offer, Session
 
@@ -120,7 +120,7 @@ class EvaluatorSession(Session):
     def _begin(self, offer: Offer) -> tuple[torch.optim.Optimizer, ...]:
         model, optimizers, averaged_buffers, reduction = offer
         self._check_first(reduction)
-        self._model, self._taken = model, Taken(lambda: self._progress, optimizers, self.length)
+        self._model, self._data = model, DataPosition(lambda: self._progress, optimizers, self.length)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         stepped = (parameter for group in groups for parameter in group["params"])
         self._tensors = ModelTensors(model, stepped, averaged_buffers)

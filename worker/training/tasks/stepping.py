@@ -84,8 +84,8 @@ class Stepper:
             self._optimizer.step()
 
     def _set_rate(self) -> None:
-        _, taken = self._session._joined()
-        num_steps = taken.steps_of_run(self._train.accumulate) or TASK_STEPS
+        _, data = self._session._joined()
+        num_steps = data.steps_of_run(self._train.accumulate) or TASK_STEPS
         for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
             rate = rate_at(self._session.step, num_steps, lr, self._train)
             if rate != group["lr"]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = get_logger()
 
 
-class Hand:
+class FetchedBatches:
     """Batches that a loop has fetched and no step has used yet. Stores each batch's number of samples."""
 
     def __init__(self, is_ahead: bool | None = None) -> None:
@@ -69,7 +69,7 @@ class Hand:
         return num, sum(self.batch_samples.popleft() for _ in range(num))
 
 
-class Taken:
+class DataPosition:
     """Batches that steps have used, in all loops over `session.shard()`: this rank's position in its data."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Taken:
         self.run_steps = 0  # training steps of the run, if this worker has computed them
         self._has_compared = False
         self._loops: WeakSet[Batches] = WeakSet()
-        self._unused: list[Hand] = []  # batches that loops over an epoch had fetched and not used at its end
+        self._unused: list[FetchedBatches] = []  # batches that loops over an epoch had fetched and not used at its end
         self.memory: Memory | None = None
         self._first: object = None  # the optimizer that has stepped first, of several
         self.is_used = False  # this rank's batches come from `session.shard()`
@@ -143,9 +143,9 @@ class Taken:
         self._epoch_at += min(self.num_drawn, length)
         self.epoch, self.epoch_length = self.epoch + 1, 0
 
-    def leave(self, hand: Hand) -> None:
-        if hand:
-            self._unused.append(hand)
+    def leave(self, fetched: FetchedBatches) -> None:
+        if fetched:
+            self._unused.append(fetched)
 
     # ---- going back, and on -------------------------------------------------------------------
 
@@ -182,19 +182,19 @@ class Taken:
         if self.position != self._ends_at:
             self._go(self._ends_at)
 
-    def is_through(self, hand: Hand) -> bool:
+    def is_through(self, fetched: FetchedBatches) -> bool:
         """Whether the loop used all batches of the replay without a step, because a scaler found infinities."""
-        return 0 < len(hand) <= hand.num_computed and self._has_again(hand)
+        return 0 < len(fetched) <= fetched.num_computed and self._has_again(fetched)
 
-    def ends_with(self, hand: Hand) -> bool:
+    def ends_with(self, fetched: FetchedBatches) -> bool:
         """Whether the loop has fetched all batches of a replay that ends the run."""
-        return self._progress().is_last and self._has_again(hand)
+        return self._progress().is_last and self._has_again(fetched)
 
-    def _has_again(self, hand: Hand) -> bool:
+    def _has_again(self, fetched: FetchedBatches) -> bool:
         """Whether the loop has fetched all batches of the replay."""
-        if not hand or not self._progress().is_replaying:
+        if not fetched or not self._progress().is_replaying:
             return False
-        return self.position + sum(map(len, (*self._unused, hand))) >= self._ends_at
+        return self.position + sum(map(len, (*self._unused, fetched))) >= self._ends_at
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -209,9 +209,9 @@ class Taken:
         self._loops.add(loop)
 
     @property
-    def _hands(self) -> Iterator[Hand]:
+    def _all_fetched(self) -> Iterator[FetchedBatches]:
         yield from self._unused
-        yield from (loop.hand for loop in self._loops)
+        yield from (loop.fetched for loop in self._loops)
 
     @property
     def is_parted(self) -> bool:
@@ -227,36 +227,36 @@ class Taken:
         if not self.is_parted:
             return True
         self._first = self._first or part
-        hands = list(self._hands)
-        if self.is_used and not any(hand.is_ahead for hand in hands):
-            return any(map(len, hands))
+        all_fetched = list(self._all_fetched)
+        if self.is_used and not any(fetched.is_ahead for fetched in all_fetched):
+            return any(map(len, all_fetched))
         return part is self._first
 
     @property
     def num_used(self) -> int:
         """Batches that were used since the last step."""
         # Two parallel loops draw at the same position.
-        return sum(map(len, self._unused)) + max((loop.hand.num_used for loop in self._loops), default=0)
+        return sum(map(len, self._unused)) + max((loop.fetched.num_used for loop in self._loops), default=0)
 
     @property
-    def num_samples_at_hand(self) -> int:
+    def num_samples_fetched(self) -> int:
         """Samples of the next step."""
-        return sum(hand.num_samples for hand in self._hands)
+        return sum(fetched.num_samples for fetched in self._all_fetched)
 
     def num_samples_now(self) -> int:
         """Samples of the batch that the model computes now; 0: it does not come from `session.shard()`."""
-        return next((hand.num_samples_now for hand in self._hands if len(hand)), 0)
+        return next((fetched.num_samples_now for fetched in self._all_fetched if len(fetched)), 0)
 
     def _computed(self, _: torch.Tensor) -> None:
-        for hand in self._hands:
-            hand.computed(self.is_parted)
+        for fetched in self._all_fetched:
+            fetched.computed(self.is_parted)
 
     def step(self) -> tuple[int, int]:
         """Count a training step. Returns its (batches, samples); zeros if no batch came from `session.shard()`."""
         self._follow()
-        ended = [hand.take() for hand in self._unused]
-        self._unused = [hand for hand in self._unused if hand]
-        found = [loop.hand.take() for loop in self._loops]
+        ended = [fetched.take() for fetched in self._unused]
+        self._unused = [fetched for fetched in self._unused if fetched]
+        found = [loop.fetched.take() for loop in self._loops]
         # Two parallel loops draw at the same position.
         num_batches = sum(num for num, _ in ended) + max((num for num, _ in found), default=0)
         self._num_taken += num_batches if self.is_used else 1
@@ -294,4 +294,4 @@ class Taken:
 
     def drop(self) -> bool:
         """Discard batches that were fetched before the end of the run was known. Returns False if there were none."""
-        return sum(hand.drop() for hand in self._hands) > 0  # a sum, so that every hand drops
+        return sum(fetched.drop() for fetched in self._all_fetched) > 0  # a sum, so that each drops its batches
