@@ -85,7 +85,8 @@ class Policy(Gates, ABC):
         live rank's older process has left."""
         decisions = self.left(rank, now)
         if rank not in self.num_counted and self.in_step and not self.has_rounds:
-            self._offsets[rank] = self.min_steps_done - self.slowest  # contributions differ from training steps
+            # Contributions differ from training steps.
+            self._offsets[rank] = self.min_steps_done - self.slowest * self.local_steps
         number = self.num_counted.setdefault(rank, self.slowest)
         self.members[rank] = member = Member(rank)
         insort(self._ranks, rank)
@@ -140,8 +141,8 @@ class Policy(Gates, ABC):
             return [Discard(rank), refusal]
         assert member is not None
         if counts.part and self.replies_before_commit:
-            message = "this mode replies before a contribution is in a version, and cannot step a model in parts"
-            return [Discard(rank), Refuse(rank, "BAD_REQUEST", message)]
+            message = "session.optimizers(): this mode replies before a contribution is in a version; use --mode async"
+            return [Discard(rank), Refuse(rank, "OPTIMIZER_UNSUPPORTED", message)]
         num_steps = counts.num_training_steps
         if num_steps is not None and num_steps < self.local_steps and not counts.continues_step:
             self._too_many[rank] = self.local_steps - num_steps

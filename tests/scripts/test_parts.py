@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,27 @@ def test_one_worker_is_one_process_in_every_mode(cluster: Cluster, tmp_path: Pat
     assert_same(torch.load(out), wanted)
     assert_same(load_file(cluster.folder / "w.safetensors"), wanted)
     assert "finished_early" not in script.output
+
+
+@pytest.mark.parametrize(
+    "mode", ["async_diloco", *(pytest.param(mode, marks=slow) for mode in ("diloco", "dssp", "localsgd"))]
+)
+def test_a_run_of_several_optimizers_ends_after_its_steps(cluster: Cluster, mode: str) -> None:
+    """The last step of the generator is after the last training step began."""
+    script = str(HERE / "gan.py")
+    done = cluster.command(
+        "launch", "-n", "2", "--script", script, "--mode", mode, "--steps", "13", "--summary", "m.json",
+        EVERY="3", BATCH=str(BATCH), OUT="w.pt",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    workers = json.loads((cluster.folder / "m.json").read_text())["workers"]
+    assert [worker["training_steps"] for worker in workers] == [13, 13]
+
+
+@pytest.mark.parametrize("mode", ["buffered", "allreduce"])
+def test_modes_that_cannot_step_several_optimizers_name_another(cluster: Cluster, mode: str) -> None:
+    env = {"BATCH": str(BATCH), "OUT": "w.pt"}
+    done = cluster.command("launch", "-n", "2", "--script", str(HERE / "gan.py"), "--mode", mode, "--steps", "9", **env)
+    text = done.stdout + done.stderr
+    assert done.returncode == 2 and "session.optimizers()" in text and "started again" not in text, text
+    assert f"use --mode {'async' if mode == 'buffered' else 'sync'}" in text

@@ -56,6 +56,31 @@ def test_a_loop_may_fetch_ahead_and_takes_all_steps(num_ahead: int, accumulate: 
     assert run.is_done
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_a_backward_pass_need_not_reach_every_parameter(num_ahead: int) -> None:
+    """As in a mixture of experts."""
+    run = AloneSession(Config(run=RunConfig(steps=6)))
+    experts = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    optimizer = run.optimizer(experts, torch.optim.SGD(experts.parameters(), lr=0.01))
+    batches = run.shard(data(), batch_size=4)
+    fetched, counts = [next(batches) for _ in range(num_ahead)], []
+    while (batch := next(batches, None)) is not None or fetched:
+        fetched += [] if batch is None else [batch]
+        use(experts[len(counts) % 2], fetched.pop(0))
+        optimizer.step()
+        counts.append(run.num_samples)
+    assert counts == [4, 8, 10, 14, 18, 20]
+
+
+def test_a_model_without_trained_parameters() -> None:
+    run = AloneSession(Config(run=RunConfig(steps=3)))
+    model = torch.nn.Linear(1, 1).requires_grad_(False)
+    optimizer = run.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in run.shard(data(), batch_size=4):
+        optimizer.step()
+    assert (run.step, run.num_samples) == (3, 10)
+
+
 def test_a_loop_that_fetches_a_whole_step_at_once() -> None:
     """As the Trainer of transformers does when it accumulates."""
     run, model, optimizer = session(steps=4)

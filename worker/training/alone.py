@@ -136,7 +136,7 @@ class AloneSession(Session):
         self.evaluation.begin(self._progress, self._data)
         drawn = self._data.step()[1]
         self.num_samples += drawn
-        self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._data.is_used)
+        self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._data.uses_shard)
         self._fresh_samples = 0
         self._progress.training_steps += 1
         if self._optimizer is not None:

@@ -55,7 +55,7 @@ class Batches:
         self._batches: Iterator[tuple[Any, int]] = iter(())
         self._loader = Loader(shares.dataset, options)
         self._check()
-        data.epoch_batches = self._epoch_length  # raises UsageError early if the data cannot be divided
+        data.batches_per_epoch = self._epoch_length  # raises UsageError early if the data cannot be divided
         self._end = self._end_of_loop()
         data.add(self)
         data.num_samples = shares.num_samples
@@ -83,14 +83,14 @@ class Batches:
         if (num_in_run := self._num_in_run) is not None:
             limits.append(num_in_run)
         if not limits:  # only run.epochs is set, and no step was taken yet
-            limits.append((self._data.length.epochs or 0) * self._data.epoch_batches - self._at)
+            limits.append((self._data.length.epochs or 0) * self._data.batches_per_epoch - self._at)
         return max(0, min(limits))
 
     @property
     def _num_in_run(self) -> int | None:
         """Batches that this rank still needs for the run's remaining steps; None: the run has no number of steps."""
         steps = self._num_left
-        return None if steps is None else steps * max(1, self._data.per_step) - len(self.fetched)
+        return None if steps is None else steps * max(1, self._data.batches_per_step) - len(self.fetched)
 
     @property
     def _num_left(self) -> int | None:
@@ -109,7 +109,7 @@ class Batches:
 
     def _end_of_loop(self) -> int | None:
         """The position at which the loop ends; None: the loop ends with the run."""
-        each, progress = self._data.epoch_batches, self._progress()
+        each, progress = self._data.batches_per_epoch, self._progress()
         if progress.total_steps is not None or not self._data.length.is_open:
             return None
         return each * (self._at // each + 1 if self._epochs is None else self._epochs)
@@ -127,10 +127,10 @@ class Batches:
                 fix="use a DataLoader for validation data; request training batches outside of no_grad()",
             )
         data, memory = self._data, self._data.memory
-        if memory is not None and data.is_through(self.fetched):
+        if memory is not None and data.has_used_replay(self.fetched):
             self.fetched.drop()
             memory.replayed()
-        if self._has_all or data.ends_with(self.fetched):
+        if self._has_all or data.has_fetched_last_replay(self.fetched):
             if memory is not None:
                 memory.note()  # the fetched batches still need a step
             raise StopIteration
@@ -140,7 +140,7 @@ class Batches:
             if data.epoch is not None:
                 raise StopIteration  # ends the inner loop, so that the loop over epochs can go back
             memory.move()
-        if self._is_of != (data.moves, data.epoch):  # at the start, and after the run moved without this worker
+        if self._is_of != (data.num_jumps, data.epoch):  # at the start, and after the run moved without this worker
             self._begin()
         if data.epoch is not None and not len(self):
             if memory is not None and self.fetched.is_ahead:
@@ -160,18 +160,18 @@ class Batches:
         """Make the iterator of batches from this rank's position on."""
         data = self._data
         self._check()
-        if self._is_of is None or self._is_of[0] != data.moves:
+        if self._is_of is None or self._is_of[0] != data.num_jumps:
             self.fetched.drop()
-        self._is_of = data.moves, data.epoch
+        self._is_of = data.num_jumps, data.epoch
         if data.epoch is None:
             self._batches = sharded_batches(self._shares, lambda: self._division, data.position, **self._options)
             return
-        data.epoch_length = max(data.epoch_length, self._epoch_length)
+        data.current_epoch_batches = max(data.current_epoch_batches, self._epoch_length)
         self._batches = epoch_batches(self._shares, data.epoch, self._division, data.num_drawn, self._loader)
 
     def end(self) -> None:
         """The epoch ends: hand over the batches that no step has taken yet."""
-        self._data.leave(self.fetched)
+        self._data.keep_unused(self.fetched)
         self.fetched = FetchedBatches(self.fetched.is_ahead)
 
     @property
@@ -196,7 +196,9 @@ class Batches:
 
         The iterator must not wait for the end of the run then, because the loop has yet to take those steps.
         """
-        return bool(self.fetched.is_ahead and self._data.per_step and self._num_left and (self._num_in_run or 0) <= 0)
+        return bool(
+            self.fetched.is_ahead and self._data.batches_per_step and self._num_left and (self._num_in_run or 0) <= 0
+        )
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -79,8 +79,8 @@ class Evaluation:
                 return int(progress.position // self.every.amount)
             case "seconds":
                 return int((time.monotonic() - self._began_at) // self.every.amount)
-        if data.epoch_batches:
-            return int(data.position // (self.every.amount * data.epoch_batches))
+        if data.batches_per_epoch:
+            return int(data.position // (self.every.amount * data.batches_per_epoch))
         if progress.position == 0:
             return 0
 

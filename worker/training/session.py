@@ -346,7 +346,7 @@ class Session:
         if data.epoch is None:
             if memory is not None:
                 memory.use()
-            data.begin_epochs()
+            data.start_epochs()
         while not self.is_over():
             if memory is not None and memory.has_moved:
                 memory.move()

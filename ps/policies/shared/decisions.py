@@ -99,7 +99,7 @@ class Refuse:
     """End this worker's call: `kind` is a Reason of the proto."""
 
     rank: int
-    kind: Literal["NOT_JOINED", "SEQ_GAP", "BAD_REQUEST"]
+    kind: Literal["NOT_JOINED", "SEQ_GAP", "BAD_REQUEST", "OPTIMIZER_UNSUPPORTED"]
     reason: str
 
 

@@ -46,6 +46,14 @@ def test_a_rank_that_comes_to_a_running_job_begins_at_the_slowest_ones_training_
     assert (policy.steps_done(5), policy.min_steps_done) == (2, 1)
 
 
+def test_such_a_rank_where_a_contribution_has_several_training_steps() -> None:
+    policy = policy_of("async_diloco", num_workers=1, steps=1000)
+    for part, continues in ((1, False), (2, True)) * 2:
+        send(policy, 0, part, continues)
+    policy.joined(5, 0.0)
+    assert policy.local_steps > 1 and policy.steps_done(5) == policy.steps_done(0) > 0
+
+
 def test_a_round_is_of_one_part() -> None:
     policy = policy_of("sync")
     send(policy, 0, 1)

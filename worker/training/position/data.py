@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -28,12 +29,12 @@ class FetchedBatches:
     def __init__(self, is_ahead: bool | None = None) -> None:
         self.batch_samples: deque[int] = deque()
         self.num_computed = 0  # backward passes since the last step
-        self.is_ahead = is_ahead  # whether the loop fetches batches before it uses the current one; None: not known yet
+        self.is_ahead = is_ahead  # whether the loop prefetches; the first backward pass shows it. None: not known yet
 
     def __len__(self) -> int:
         return len(self.batch_samples)
 
-    def computed(self, is_parted: bool = False) -> None:
+    def note_backward(self, is_parted: bool = False) -> None:
         """A backward pass is done. With several optimizers there are several passes for one batch."""
         if self.is_ahead is None and self.batch_samples:
             self.is_ahead = len(self.batch_samples) > 1
@@ -46,7 +47,7 @@ class FetchedBatches:
 
     @property
     def num_used(self) -> int:
-        """Batches that the loop has used since the last step."""
+        """Batches used since the last step: all of them, or one per backward pass if the loop fetches ahead."""
         return min(len(self.batch_samples), self.num_computed) if self.is_ahead else len(self.batch_samples)
 
     @property
@@ -60,13 +61,11 @@ class FetchedBatches:
         at = self.num_computed if self.is_ahead else len(self.batch_samples) - 1
         return self.batch_samples[at] if 0 <= at < len(self.batch_samples) else 0
 
-    def take(self) -> tuple[int, int]:
-        """Remove the batches of the step just taken. Returns (batches, samples).
-
-        These are all fetched batches. If the loop fetches ahead, it is one batch per backward pass.
-        """
-        num, self.num_computed = self.num_used, 0
-        return num, sum(self.batch_samples.popleft() for _ in range(num))
+    def take(self) -> None:
+        """Remove the used batches, after a step."""
+        for _ in range(self.num_used):
+            self.batch_samples.popleft()
+        self.num_computed = 0
 
 
 class DataPosition:
@@ -76,56 +75,59 @@ class DataPosition:
         self, progress: Callable[[], Progress], optimizers: Sequence[torch.optim.Optimizer], length: Length
     ) -> None:
         self._progress, self._optimizers, self.length = progress, optimizers, length
-        self.epoch_batches = 0  # batches of this rank in an epoch
+        self.batches_per_epoch = 0  # batches of this rank in an epoch
         self.run_steps = 0  # training steps of the run, if this worker has computed them
-        self._has_compared = False
+        self._has_set_run_length = False
         self._loops: WeakSet[Batches] = WeakSet()
-        self._unused: list[FetchedBatches] = []  # batches that loops over an epoch had fetched and not used at its end
+        self._ended_loops: list[
+            FetchedBatches
+        ] = []  # batches that loops over an epoch had fetched and not used at its end
+        self._in_pass: set[int] = set()  # numbers of the parameters that the newest backward pass has reached
         self.memory: Memory | None = None
         self._first: object = None  # the optimizer that has stepped first, of several
-        self.is_used = False  # this rank's batches come from `session.shard()`
+        self.uses_shard = False  # this rank's batches come from `session.shard()`
         self.num_samples = 0  # samples of the data set
         self._num_starts = -1
-        self._num_moves = 0
-        self._begins_at = 0
-        self._num_taken = 0  # batches taken since `_begins_at`
-        self._ends_at = 0  # position where the replay ends
-        self.per_step = 0  # batches in the newest step; 0 before the first
+        self._num_jumps = 0
+        self._start_position = 0
+        self._num_used_since_start = 0  # batches taken since `_start_position`
+        self._replay_end = 0  # position where the replay ends
+        self.batches_per_step = 0  # batches in the newest step; 0 before the first
         self.epoch: int | None = None  # of the script's loop over epochs
-        self.epoch_length = 0  # batches in the epoch; 0: not known
+        self.current_epoch_batches = 0  # batches in the epoch; 0: not known
         self._epoch_at = 0  # position where the epoch began
         self._first_epoch = (0, 0)  # the epoch in which this process began, and the position where that epoch began
 
     @property
     def position(self) -> int:
         """Batches of this rank that steps have used."""
-        self._follow()
-        return self._begins_at + self._num_taken
+        self._apply_new_start()
+        return self._start_position + self._num_used_since_start
 
-    def _follow(self) -> None:
+    def _apply_new_start(self) -> None:
         """Go to the run's start position after a START, and forget batches taken before it."""
         progress = self._progress()
         if self._num_starts != progress.num_starts:
             self._num_starts = progress.num_starts
-            self._go(progress.batches)
+            self._jump_to(progress.batches)
 
-    def _go(self, position: int) -> None:
-        self._begins_at, self._num_taken = position, 0
-        self._num_moves += 1
-        self._unused.clear()
+    def _jump_to(self, position: int) -> None:
+        self._start_position, self._num_used_since_start = position, 0
+        self._num_jumps += 1
+        self._ended_loops.clear()
 
     @property
-    def moves(self) -> int:
+    def num_jumps(self) -> int:
         """How often the position has jumped."""
-        self._follow()
-        return self._num_moves
+        self._apply_new_start()
+        return self._num_jumps
 
     @property
     def num_drawn(self) -> int:
         """Batches of the epoch that steps have used, or that ended loops have fetched."""
-        return self.position - self._epoch_at + sum(map(len, self._unused))
+        return self.position - self._epoch_at + sum(map(len, self._ended_loops))
 
-    def where(self, step: int, local_steps: int, num_passed: int = 0) -> Position:
+    def position_record(self, step: int, local_steps: int, num_passed: int = 0) -> Position:
         """The position at the beginning of a contribution, or `num_passed` batches after it."""
         position = self.position + num_passed
         if self.epoch is None:
@@ -139,78 +141,79 @@ class DataPosition:
         assert self.epoch is not None
         for loop in self._loops:
             loop.end()
-        length = self.epoch_length or self.num_drawn  # before the run's start position, epochs have no batches
+        length = (
+            self.current_epoch_batches or self.num_drawn
+        )  # an epoch that lies wholly before the start position has none
         self._epoch_at += min(self.num_drawn, length)
-        self.epoch, self.epoch_length = self.epoch + 1, 0
+        self.epoch, self.current_epoch_batches = self.epoch + 1, 0
 
-    def leave(self, fetched: FetchedBatches) -> None:
+    def keep_unused(self, fetched: FetchedBatches) -> None:
         if fetched:
-            self._unused.append(fetched)
+            self._ended_loops.append(fetched)
 
     # ---- going back, and on -------------------------------------------------------------------
 
-    def go_back(self, position: Position) -> None:
+    def start_replay(self, position: Position) -> None:
         """Go back to the beginning of a contribution, to replay it."""
-        self._ends_at = self.position
-        self._go(position.batches)
-        self._stand_in(
+        self._replay_end = self.position
+        self._jump_to(position.batches)
+        self._set_first_epoch(
             position.epoch or 0, position.batches - position.epoch_batches if position.epoch is not None else 0
         )
 
-    def begin_anew(self) -> None:
+    def restart_epochs(self) -> None:
         """Start at the first epoch, because the script's position is unknown."""
-        self._stand_in(0, 0)
+        self._set_first_epoch(0, 0)
 
-    def _stand_in(self, epoch: int, begins_at: int) -> None:
+    def _set_first_epoch(self, epoch: int, begins_at: int) -> None:
         self._first_epoch = epoch, begins_at
         if self.epoch is not None:
-            self.begin_epochs()
+            self.start_epochs()
 
-    def begin_epochs(self) -> None:
+    def start_epochs(self) -> None:
         """Start the script's loop over epochs, or move it back, at the epoch where this process began."""
-        (self.epoch, self._epoch_at), self.epoch_length = self._first_epoch, 0
+        (self.epoch, self._epoch_at), self.current_epoch_batches = self._first_epoch, 0
 
     @property
     def epoch_now(self) -> int:
         """The epoch of the script's loop; without one, the epoch of the next batch."""
         if self.epoch is not None:
             return self.epoch
-        return self.position // self.epoch_batches if self.epoch_batches else self._first_epoch[0]
+        return self.position // self.batches_per_epoch if self.batches_per_epoch else self._first_epoch[0]
 
-    def go_on(self) -> None:
+    def end_replay(self) -> None:
         """The replay is complete: continue at the run's position."""
-        if self.position != self._ends_at:
-            self._go(self._ends_at)
+        if self.position != self._replay_end:
+            self._jump_to(self._replay_end)
 
-    def is_through(self, fetched: FetchedBatches) -> bool:
+    def has_used_replay(self, fetched: FetchedBatches) -> bool:
         """Whether the loop used all batches of the replay without a step, because a scaler found infinities."""
-        return 0 < len(fetched) <= fetched.num_computed and self._has_again(fetched)
+        return 0 < len(fetched) <= fetched.num_computed and self._has_fetched_replay(fetched)
 
-    def ends_with(self, fetched: FetchedBatches) -> bool:
+    def has_fetched_last_replay(self, fetched: FetchedBatches) -> bool:
         """Whether the loop has fetched all batches of a replay that ends the run."""
-        return self._progress().is_last and self._has_again(fetched)
+        return self._progress().is_last and self._has_fetched_replay(fetched)
 
-    def _has_again(self, fetched: FetchedBatches) -> bool:
+    def _has_fetched_replay(self, fetched: FetchedBatches) -> bool:
         """Whether the loop has fetched all batches of the replay."""
         if not fetched or not self._progress().is_replaying:
             return False
-        return self.position + sum(map(len, (*self._unused, fetched))) >= self._ends_at
+        return self.position + sum(map(len, (*self._ended_loops, fetched))) >= self._replay_end
 
     # ---- steps --------------------------------------------------------------------------------
 
     def add(self, loop: Batches) -> None:
-        if not self.is_used:
-            for optimizer in self._optimizers:
-                parameters = [
-                    param for group in optimizer.param_groups for param in group["params"] if param.requires_grad
-                ]
-                parameters[-1].register_post_accumulate_grad_hook(self._computed)
-        self.is_used = True
+        if not self.uses_shard:
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            for number, param in enumerate(param for group in groups for param in group["params"]):
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(partial(self._has_gradient, number))
+        self.uses_shard = True
         self._loops.add(loop)
 
     @property
     def _all_fetched(self) -> Iterator[FetchedBatches]:
-        yield from self._unused
+        yield from self._ended_loops
         yield from (loop.fetched for loop in self._loops)
 
     @property
@@ -228,18 +231,19 @@ class DataPosition:
             return True
         self._first = self._first or part
         all_fetched = list(self._all_fetched)
-        if self.is_used and not any(fetched.is_ahead for fetched in all_fetched):
+        if self.uses_shard and not any(fetched.is_ahead for fetched in all_fetched):
             return any(map(len, all_fetched))
         return part is self._first
 
     @property
     def num_used(self) -> int:
         """Batches that were used since the last step."""
-        # Two parallel loops draw at the same position.
-        return sum(map(len, self._unused)) + max((loop.fetched.num_used for loop in self._loops), default=0)
+        # Parallel loops yield the same positions, so only the longest counts.
+        in_loops = max((loop.fetched.num_used for loop in self._loops), default=0)
+        return sum(fetched.num_used for fetched in self._ended_loops) + in_loops
 
     @property
-    def num_samples_fetched(self) -> int:
+    def next_step_samples(self) -> int:
         """Samples of the next step."""
         return sum(fetched.num_samples for fetched in self._all_fetched)
 
@@ -247,46 +251,50 @@ class DataPosition:
         """Samples of the batch that the model computes now; 0: it does not come from `session.shard()`."""
         return next((fetched.num_samples_now for fetched in self._all_fetched if len(fetched)), 0)
 
-    def _computed(self, _: torch.Tensor) -> None:
-        for fetched in self._all_fetched:
-            fetched.computed(self.is_parted)
+    def _has_gradient(self, number: int, _: torch.Tensor) -> None:
+        """Count a backward pass at its first gradient. A pass need not reach every parameter."""
+        if not self._in_pass or number in self._in_pass:
+            self._in_pass.clear()
+            for fetched in self._all_fetched:
+                fetched.note_backward(self.is_parted)
+        self._in_pass.add(number)
 
     def step(self) -> tuple[int, int]:
         """Count a training step. Returns its (batches, samples); zeros if no batch came from `session.shard()`."""
-        self._follow()
-        ended = [fetched.take() for fetched in self._unused]
-        self._unused = [fetched for fetched in self._unused if fetched]
-        found = [loop.fetched.take() for loop in self._loops]
-        # Two parallel loops draw at the same position.
-        num_batches = sum(num for num, _ in ended) + max((num for num, _ in found), default=0)
-        self._num_taken += num_batches if self.is_used else 1
-        self.per_step = max(1, num_batches)
-        self._measure(self._progress())
-        return num_batches, sum(num_samples for _, num_samples in (*ended, *found))
+        self._apply_new_start()
+        self._in_pass.clear()
+        num_batches, num_samples = self.num_used, self.next_step_samples
+        for fetched in self._all_fetched:
+            fetched.take()
+        self._ended_loops = [fetched for fetched in self._ended_loops if fetched]
+        self._num_used_since_start += num_batches if self.uses_shard else 1
+        self.batches_per_step = max(1, num_batches)
+        self._set_run_length(self._progress())
+        return num_batches, num_samples
 
     def steps_of_run(self, per_step: int) -> int | None:
         """Training steps of the run, for `per_step` batches per step; None: the run has no number of steps."""
-        return self._progress().total_steps or self.length.of_run(self.epoch_batches, per_step)
+        return self._progress().total_steps or self.length.of_run(self.batches_per_epoch, per_step)
 
-    def _measure(self, progress: Progress) -> None:
+    def _set_run_length(self, progress: Progress) -> None:
         """Compute the run's length at the first step, before that step counts.
 
         Raises UsageError if `run.epochs` is set and the length of an epoch is not known.
         """
         length = self.length
-        if self._has_compared:
+        if self._has_set_run_length:
             return
-        self._has_compared = True
-        if length.epochs is not None and not self.epoch_batches:
+        self._has_set_run_length = True
+        if length.epochs is not None and not self.batches_per_epoch:
             raise UsageError(
                 f"run.epochs is {length.epochs}, and the length of an epoch of this script's own loader is not known",
                 fix="--steps N instead, or loop over session.shard(dataset)",
             )
-        if found := length.of_run(self.epoch_batches, self.per_step):
+        if found := length.of_run(self.batches_per_epoch, self.batches_per_step):
             self.run_steps = found
             if progress.total_steps is None:
                 progress.limit(found)
-        of_loop, total = length.of_loop(self.epoch_batches, self.per_step), progress.total_steps
+        of_loop, total = length.of_loop(self.batches_per_epoch, self.batches_per_step), progress.total_steps
         if of_loop is not None and total is not None and of_loop > total:
             setting = "run.steps" if length.epochs is None else f"run.epochs: {length.epochs}"
             message = f"the run ends after {total} training steps ({setting}); this script's loop has {of_loop}"

@@ -131,7 +131,7 @@ class Memory:
         self.is_tried = False
         if self.is_used and (self._noted is None or is_anew) and not progress.is_replaying:
             num_passed = self._data.num_used if is_anew else 0
-            position = self._data.where(progress.position, progress.local_steps, num_passed)
+            position = self._data.position_record(progress.position, progress.local_steps, num_passed)
             self._noted = Begun(position, self._pack())
 
     def mark(self) -> None:
@@ -143,7 +143,7 @@ class Memory:
 
     def after_step(self) -> None:
         """Called after a contribution. A loop without `shard()` and `mark()` goes on with the batch it has."""
-        if self.has_moved and not (self._data.is_used or self.is_marked):
+        if self.has_moved and not (self._data.uses_shard or self.is_marked):
             self.move(may_replay=self._data.is_parted)
 
     def take(self) -> Begun | None:
@@ -169,17 +169,17 @@ class Memory:
         if position is not None and may_replay:
             self._go_back(position)
         elif begun is None:
-            self._data.begin_anew()
+            self._data.restart_epochs()
 
     def _go_back(self, position: Position) -> None:
         log.info("replaying", step=position.step, meaning="this process computes the rank's last step again, unsent")
-        self._data.go_back(position)
+        self._data.start_replay(position)
         self._strategy.replay(position)
 
     def replayed(self) -> None:
         """The replay of the contribution is complete."""
         num_missed = self._strategy.replayed()
-        self._data.go_on()
+        self._data.end_replay()
         if num_missed:
             message = f"the run took {num_missed} training steps without this rank, so its script's state is older"
             log.warning("state_is_behind", meaning=message)

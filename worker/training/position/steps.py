@@ -110,7 +110,7 @@ class Steps:
             self.memory.is_tried = False
             self.memory.note()
             self._evaluation.begin(progress, self.data)
-        num_samples = self.data.num_samples_fetched if self._begins else 0
+        num_samples = self.data.next_step_samples if self._begins else 0
         losses, self._fresh_losses = self._fresh_losses, []
         mean_loss = sum(losses) / len(losses) if losses else float("nan")
         self.strategy.before_step(num_samples + self._fresh_samples, mean_loss, part.parameters)
@@ -153,13 +153,13 @@ class Steps:
     def _contribute(self, part: ExchangeOptimizer) -> None:
         mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
-        if self.data.is_used:
+        if self.data.uses_shard:
             # A batch with a discarded gradient has weight 0, which would mean "unknown" in a message.
             num_samples = max(1, num_samples)
         hyperparameters = self._current_hyperparameters()
         if self._begins:
             self._began = self.memory.take()
-        drawn = self._num_batches if self.data.is_used else None
+        drawn = self._num_batches if self.data.uses_shard else None
         is_due = self._begins and self._evaluation.is_due(self.progress, self.data)
         if self._begins and self._evaluation.every is not None:
             is_due = self.strategy.agreed(is_due)
@@ -222,7 +222,7 @@ class Steps:
             return
         self._digested_at = self.progress.num_starts
         gradients = [parameter.grad for parameter in part.parameters if parameter.grad is not None]
-        self._digest = 0 if self.data.is_used else digest_of(gradients)
+        self._digest = 0 if self.data.uses_shard else digest_of(gradients)
 
     def _slow_down(self) -> None:
         """Sleep for the configured delay, and count the whole step as compute time."""
