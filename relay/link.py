@@ -21,8 +21,8 @@ from ..worker.conversation.messages import Final, Goodbye, Outgoing
 from ..worker.conversation.security import worker_credentials
 from ..worker.conversation.threads import Helper
 from ..worker.strategies.base import Strategy
+from ..worker.strategies.blocking import BlockingStrategy
 from ..worker.strategies.delayed_update import Overlapped
-from ..worker.strategies.direct import Direct
 from ..worker.tensors.local_steps import RULES
 from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.readings import Readings
@@ -120,7 +120,7 @@ class Link:
         self._exchange = Exchange(worker, upstream.rank, None, credentials, region)
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
         has_fragments = self.settings.fragments > 1
-        self._strategy: Strategy = Overlapped(self._exchange) if has_fragments else Direct(self._exchange)
+        self._strategy: Strategy = Overlapped(self._exchange) if has_fragments else BlockingStrategy(self._exchange)
         # The region itself trains on during an exchange.
         self._strategy.settings = replace(self.settings, delayed_update=False)
         self.readings = Readings()  # of the region; the server above shows them

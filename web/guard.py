@@ -2,7 +2,8 @@
 
 * `Host` must be one of this server's names: otherwise 421. This stops a foreign page whose name was made to
   resolve to this server (DNS rebinding, as in CVE-2026-27482).
-* A request that changes something needs the token. A browser (`Origin`) may send it only from this server's page: 403.
+* A request with an `Origin` (a browser's) must come from this server's own page: otherwise 403.
+* A request that changes something needs the token: otherwise 401.
 * At an address that other machines can reach, every request needs the token: 401.
 * The size of bodies (413) and the number of viewers (503, in `app.py`) are limited.
 
@@ -27,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _READS = ("GET", "HEAD")
 _COOKIE = "paramserver"
-_DROPPED_BYTES, _DROPPING_S = 16 << 20, 2.0
+_MAX_DRAIN_BYTES, _MAX_DRAIN_S = 16 << 20, 2.0
 _HEADERS = [
     (b"content-security-policy", b"default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
      b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
@@ -56,22 +57,14 @@ class Rules:
 class Guard:
     """Wraps the application. `hosts`: valid names, without ports; empty: any, and every request needs the token.
 
-    `tokens`: any of them is valid. `is_open`: other machines can reach the address.
+    `tokens`: any of them is valid.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Iterable[str],
-        tokens: Iterable[str],
-        is_open: bool,
-        is_tls: bool,
-        rules: Rules = Rules(),
-    ) -> None:
+    def __init__(self, app: ASGIApp, hosts: Iterable[str], tokens: Iterable[str], is_tls: bool, rules: Rules) -> None:
         self._app = app
         self._hosts = frozenset(hosts)
         self._tokens = tuple(tokens)
-        self._is_open = is_open
+        self._is_public = not self._hosts
         self._is_tls, self._rules = is_tls, rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,45 +72,45 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        exchange = _Exchange(scope, receive, send, self._rules.max_body_bytes)
+        request = _LimitedRequest(scope, receive, send, self._rules.max_body_bytes)
         scope.setdefault("state", {})["may_control"] = self._has_token(headers)
         refused = self._refusal(scope, headers)
         if refused is not None:
             if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008, "reason": ""})
+                await send({"type": "websocket.close", "code": 1008})
             else:
-                await refused(scope, exchange.receive, exchange.reply)
+                await refused(scope, request.receive, request.reply)
             return
-        await self._app(scope, exchange.receive, exchange.send)
-        if exchange.is_too_long:
-            await self._too_long()(scope, exchange.receive, exchange.reply)
+        await self._app(scope, request.receive, request.send)
+        if request.is_body_too_long:
+            await self._payload_too_large()(scope, request.receive, request.reply)
 
-    def _too_long(self) -> Response:
+    def _payload_too_large(self) -> Response:
         most = self._rules.max_body_bytes
         return self._rules.refusal(413, f"the body is longer than the limit of {most} bytes", "send a shorter body")
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         refusal = self._rules.refusal
-        if self._hosts and _name_of(headers.get("host", "")) not in self._hosts:
+        if self._hosts and _hostname(headers.get("host", "")) not in self._hosts:
             return refusal(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
         origin = headers.get("origin")
-        if origin is not None and _address_of(origin) != headers.get("host"):
+        if origin is not None and _netloc(origin) != headers.get("host"):
             return refusal(403, f"a page of {origin[:100]} may not use this server", "open this server's own page")
         if int(headers.get("content-length") or 0) > self._rules.max_body_bytes:
-            return self._too_long()
+            return self._payload_too_large()
         if scope["type"] == "http" and scope["path"] in self._rules.pages and (token := _query_token(scope)):
             if not self._is_token(token):
                 return refusal(
                     403, "the token in this address is not this server's", "open the address that it printed last"
                 )
-            return self._logged_in(scope["path"], token, headers)
+            return self._redirect_with_cookie(scope["path"], token, headers)
         is_read = scope["type"] == "websocket" or scope.get("method") in _READS or not self._rules.writes_need_token
-        if (self._is_open or not is_read) and not scope["state"]["may_control"]:
+        if (self._is_public or not is_read) and not scope["state"]["may_control"]:
             fix = "open the address with ?token=... that the server printed, or send Authorization: Bearer TOKEN"
             return refusal(401, "this needs the token", fix)
         return None
 
-    def _logged_in(self, path: str, token: str, headers: Headers) -> Response:
+    def _redirect_with_cookie(self, path: str, token: str, headers: Headers) -> Response:
         """Redirect to the page, without the token in the address bar and the history."""
         response = RedirectResponse(path, 303)
         response.set_cookie(
@@ -133,7 +126,7 @@ class Guard:
             cookies = SimpleCookie(headers.get("cookie", ""))
         except CookieError:
             return False
-        # A browser gives one host's cookies to all its ports: so the dashboard may link to ps-serve.
+        # The cookie of any port will do, as the token is checked: so the dashboard may link to ps-serve.
         return any(name.startswith(_COOKIE) and self._is_token(found.value) for name, found in cookies.items())
 
     def _is_token(self, value: str) -> bool:
@@ -147,7 +140,7 @@ def cookie_of(host: str) -> str:
     return f"{_COOKIE}-{port}" if port.isascii() and port.isdigit() else _COOKIE
 
 
-def _name_of(host: str) -> str:
+def _hostname(host: str) -> str:
     """Returns the host without its port, and `::1` for `[::1]`."""
     try:
         return urlsplit(f"//{host}").hostname or ""
@@ -155,7 +148,7 @@ def _name_of(host: str) -> str:
         return ""
 
 
-def _address_of(origin: str) -> str:
+def _netloc(origin: str) -> str:
     """Returns host and port of an origin."""
     try:
         return urlsplit(origin).netloc
@@ -167,54 +160,57 @@ def _query_token(scope: Scope) -> str:
     return parse_qs(scope.get("query_string", b"").decode("ascii", "replace")).get("token", [""])[0]
 
 
-class _Exchange:
+class _LimitedRequest:
     """`receive` and `send` of one request: limits its body, adds headers to the reply, and ends the connection.
 
     Most clients send the whole body before they read the reply. If the connection closed earlier, they would see a
     reset connection instead of the reply (RFC 9112, 9.6). So the rest of a body is received and dropped after the
-    reply, up to _DROPPED_BYTES and for _DROPPING_S.
+    reply, up to _MAX_DRAIN_BYTES and for _MAX_DRAIN_S.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int) -> None:
         self._receive, self._send, self._most_bytes = receive, send, most_bytes
         self._is_read_only = scope.get("method") in _READS
-        self._has_all = self._is_read_only or scope["type"] != "http"
+        self._is_body_complete = self._is_read_only or scope["type"] != "http"
         self._num_bytes = 0
-        self._has_begun = False  # the reply
-        self.is_too_long = False  # the body; then no reply of the application is sent
+        self._has_response_started = False
+        self.is_body_too_long = False  # then no message of the application is sent
 
     async def receive(self) -> Message:
         """Receive a message. A body that is too long ends like one whose client is gone."""
         message = await self._receive()
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
-            self._has_all = self._has_all or not message.get("more_body", False)
+            self._is_body_complete = self._is_body_complete or not message.get("more_body", False)
             if self._num_bytes > self._most_bytes:
-                self.is_too_long = not self._has_begun
+                # Once a response has started there can be no 413: the application sees that the client is gone.
+                self.is_body_too_long = not self._has_response_started
                 return {"type": "http.disconnect"}
         return message
 
     async def send(self, message: Message) -> None:
-        """Send a message of the application."""
-        if not self.is_too_long:
+        """Send a message of the application, unless the body is too long."""
+        if not self.is_body_too_long:
             await self.reply(message)
 
     async def reply(self, message: Message) -> None:
-        """Send a message."""
-        self._has_begun = True
+        """Send a message of a response. Adds the headers, and receives the rest of the body before the last one."""
+        self._has_response_started = True
         if message["type"] == "http.response.start":
             close = [] if self._is_read_only else [(b"connection", b"close")]
             message["headers"] = [*message.get("headers", []), *_HEADERS, *close]
-        elif message["type"] == "http.response.body" and not (self._has_all or message.get("more_body", False)):
+        elif message["type"] == "http.response.body" and not (
+            self._is_body_complete or message.get("more_body", False)
+        ):
             await self._send({**message, "more_body": True})
-            await self._drop_rest()
+            await self._drain()
             message = {"type": "http.response.body"}
         await self._send(message)
 
-    async def _drop_rest(self) -> None:
+    async def _drain(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DROPPING_S):
-                while not self._has_all and self._num_bytes < _DROPPED_BYTES:
+            async with asyncio.timeout(_MAX_DRAIN_S):
+                while not self._is_body_complete and self._num_bytes < _MAX_DRAIN_BYTES:
                     message = await self._receive()
                     self._num_bytes += len(message.get("body", b""))
-                    self._has_all = not message.get("more_body", False)  # also if the client is gone
+                    self._is_body_complete = not message.get("more_body", False)  # also if the client is gone

@@ -87,7 +87,7 @@ class HttpServer:
         host, port = split_address(self._address)[0], listening.getsockname()[1]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         is_tls = self._security.cert is not None
-        door = Door(Guard(app, self._hosts, self._tokens, self.is_open, is_tls, self._rules))
+        door = Door(Guard(app, self._hosts, self._tokens, is_tls, self._rules))
         self._server = _Server(
             uvicorn.Config(
                 door, lifespan="off", access_log=False, log_level="critical", log_config=None, server_header=False,

@@ -20,7 +20,7 @@ import grpc.aio
 
 from ...common.errors import ParamServerError
 from ...common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
-from ...common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, length_of, on_the_wire
+from ...common.wire.direct import ACCEPTED, HELLO, LENGTH_BYTES, decode_length, to_buffers
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, message_frames, parse
 from ...common.wire.messages import contribution_message, read_reply
 from ...common.wire.protocol import SERVICE
@@ -82,8 +82,8 @@ class DirectCall(asyncio.Protocol):
     async def opened(cls, stream: Any, host: str, offered: messages.pb.Direct) -> DirectCall:
         _, call = await asyncio.get_running_loop().create_connection(lambda: cls(stream), host, offered.port)
         call._transport.write(HELLO + offered.ticket)
-        await call._until(len(TAKEN))
-        del call._came[: len(TAKEN)]
+        await call._until(len(ACCEPTED))
+        del call._came[: len(ACCEPTED)]
         return call
 
     def connection_made(self, transport: Any) -> None:
@@ -108,7 +108,7 @@ class DirectCall(asyncio.Protocol):
         """Read a message with its payload."""
         if not await self._until(LENGTH_BYTES):
             return await self.stream.read()
-        end = LENGTH_BYTES + length_of(self._came)
+        end = LENGTH_BYTES + decode_length(self._came)
         await self._until(end)
         message, self._came = bytes(self._came[LENGTH_BYTES:end]), self._came[end:]
         if num_bytes := parse(messages.pb.ServerMessage, message).out_of_band:
@@ -117,7 +117,7 @@ class DirectCall(asyncio.Protocol):
         return message
 
     async def write(self, raw: bytes) -> None:
-        self._transport.writelines(on_the_wire(raw))
+        self._transport.writelines(to_buffers(raw))
 
     async def done_writing(self) -> None:
         self._transport.write_eof()

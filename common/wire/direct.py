@@ -2,7 +2,7 @@
 
     worker                                  server
     HELLO, ticket (32 bytes)            ->           the ticket from Welcome, within TICKET_S
-                                        <-  TAKEN
+                                        <-  ACCEPTED
     messages ...                       <->  messages ...
 
 A message is its length (4 bytes, little-endian) and the protobuf bytes that the stream would carry. Payload bytes
@@ -24,15 +24,16 @@ Pieces = list[bytes | memoryview]
 
 HELLO = b"paramserver direct 1\n"
 TICKET_BYTES = 32
-TAKEN = b"\x06"
+ACCEPTED = b"\x06"
 TICKET_S = 10.0
 _LENGTH = struct.Struct("<I")
 LENGTH_BYTES = _LENGTH.size
-# Payload bytes behind one message. Between two messages the receiver pauses for up to 2 ms (docs/measurements.md).
+# Most payload bytes that one message announces. Between two messages the receiver pauses for up to 2 ms
+# (docs/measurements.md).
 OUT_OF_BAND_BYTES = 32 * CHUNK_BYTES
 # Bytes of one system call. Over loopback, longer calls take longer for the same bytes (docs/measurements.md).
-SENT_AT_ONCE = 1 << 20
-_BUFFERS_AT_ONCE = 64  # of one system call; the system's limit is 1,024
+MAX_SEND_BYTES = 1 << 20
+_MAX_SEND_BUFFERS = 64  # of one system call; the system's limit is 1,024
 # A receiver of a payload wakes up after so many bytes. Each wake-up costs the sender as much as copying 64 KiB.
 WAKE_BYTES = 512 << 10
 # Three probes after 4 s of silence, 2 s apart. TCP_USER_TIMEOUT is the limit for unacknowledged bytes, in ms.
@@ -46,13 +47,13 @@ class OutOfBand(NamedTuple):
     pieces: list[memoryview]
 
 
-def length_of(prefix: bytes | bytearray | memoryview, at: int = 0) -> int:
+def decode_length(prefix: bytes | bytearray | memoryview, at: int = 0) -> int:
     """Return the message length that the four bytes at `at` encode."""
     found: int = _LENGTH.unpack_from(prefix, at)[0]
     return found
 
 
-def on_the_wire(message: bytes | OutOfBand) -> Pieces:
+def to_buffers(message: bytes | OutOfBand) -> Pieces:
     """Return the buffers to write for `message`, in order."""
     if isinstance(message, OutOfBand):
         return [_LENGTH.pack(len(message.frame)) + message.frame, *message.pieces]
@@ -65,10 +66,10 @@ def out_of_band_messages(pieces: Iterable[memoryview], offset: int = 0) -> Itera
         yield OutOfBand(out_of_band_frame(at, sum(map(len, parts))), parts)
 
 
-def first_of(pieces: Pieces, num_bytes: int = SENT_AT_ONCE) -> list[memoryview]:
+def take_front(pieces: Pieces, num_bytes: int = MAX_SEND_BYTES) -> list[memoryview]:
     """Return at most `num_bytes` from the front of `pieces`, for one system call."""
     found: list[memoryview] = []
-    for piece in pieces[:_BUFFERS_AT_ONCE]:
+    for piece in pieces[:_MAX_SEND_BUFFERS]:
         found.append(memoryview(piece)[:num_bytes])
         num_bytes -= len(piece)
         if num_bytes <= 0:
@@ -76,7 +77,7 @@ def first_of(pieces: Pieces, num_bytes: int = SENT_AT_ONCE) -> list[memoryview]:
     return found
 
 
-def after(pieces: Pieces, num_bytes: int) -> Pieces:
+def drop_front(pieces: Pieces, num_bytes: int) -> Pieces:
     """Return the pieces without their first `num_bytes`."""
     for index, piece in enumerate(pieces):
         if num_bytes < len(piece):
@@ -86,9 +87,9 @@ def after(pieces: Pieces, num_bytes: int) -> Pieces:
 
 
 class LowWater:
-    """The number of bytes with which a poll of a socket returns (SO_RCVLOWAT); it also returns at the end.
+    """Sets SO_RCVLOWAT: a poll reports the socket readable once so many bytes are there, or at the end.
 
-    A blocking `recv` needs 1: after a partial read the kernel would wait for that many more, and fewer may be left.
+    Set 1 before a blocking `recv`, which would otherwise wait for so many more bytes after a partial read.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -109,7 +110,7 @@ def shut_down(connection: socket.socket, how: int) -> None:
     socket.socket.shutdown(connection, how)
 
 
-def prepare(connection: socket.socket) -> None:
+def set_socket_options(connection: socket.socket) -> None:
     """Set the socket's options: send small messages at once, and probe the other side.
 
     If the connection fails while the gRPC stream still works, both sides notice within about ten seconds. A side that
@@ -118,5 +119,5 @@ def prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:  # Linux
+        if (option := getattr(socket, name, None)) is not None:  # not every system has these options
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -145,9 +145,9 @@ class Policy(Gates, ABC):
             return [Discard(rank), Refuse(rank, "OPTIMIZER_UNSUPPORTED", message)]
         num_steps = counts.num_training_steps
         if num_steps is not None and num_steps < self.local_steps and not counts.continues_step:
-            self._too_many[rank] = self.local_steps - num_steps
-        elif self._too_many:
-            self._too_many.pop(rank, None)
+            self._missing_steps[rank] = self.local_steps - num_steps
+        elif self._missing_steps:
+            self._missing_steps.pop(rank, None)
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
         if counts.part and not self.has_rounds and self.num_counted[rank] > counted:

@@ -92,7 +92,7 @@ class Attendance:
         """Serve one call of a shard, until its last order or the end of the connection."""
         line: Line | None = None
         try:
-            first = await self._first.of(reports)
+            first = await self._first.first_of(reports)
             if first is None:
                 return
             register = LINES.read(first.message)

@@ -36,6 +36,9 @@ from ...common.tensors.optimizers import (
 from ..policies.shared.late import momentum_left
 from .windows import Window
 
+# Changes no result. torch's RMSprop makes the buffer of its momentum at its first step only, if momentum is above 0.
+_LEAST_MOMENTUM = 1e-30
+
 
 class TensorState(NamedTuple):
     """The state of one tensor. Both fields are empty before its first step.
@@ -221,7 +224,8 @@ class FlatOptimizer:
             before.append({"lr": group["lr"], "momentum": momentum} if momentum else {"lr": group["lr"]})
             group["lr"] = group["lr"] * lr_scale
             if momentum:
-                group["momentum"] = momentum_left(momentum, momentum_among)
+                least = 0.0 if "dampening" in group else _LEAST_MOMENTUM  # SGD makes its buffer when it needs one
+                group["momentum"] = max(least, momentum_left(momentum, momentum_among))
         return before if any(before) else []
 
     def restore(self, before: list[Hyperparameters]) -> None:

@@ -19,7 +19,16 @@ from functools import partial
 from typing import TypeVar
 
 from ...common.errors import Reason, refusal
-from ...common.wire.direct import LENGTH_BYTES, WAKE_BYTES, LowWater, Pieces, after, first_of, length_of, shut_down
+from ...common.wire.direct import (
+    LENGTH_BYTES,
+    WAKE_BYTES,
+    LowWater,
+    Pieces,
+    decode_length,
+    drop_front,
+    shut_down,
+    take_front,
+)
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 
 Result = TypeVar("Result")
@@ -91,12 +100,12 @@ class Connection:
 
     def _next_bytes(self) -> int:
         """Return the size of the next message, or 0 if it is not known yet."""
-        return length_of(self._view, self._start) if self._end - self._start >= LENGTH_BYTES else 0
+        return decode_length(self._view, self._start) if self._end - self._start >= LENGTH_BYTES else 0
 
     def _take_message(self) -> bytes | None:
         """Return the next message if all of it is in the buffer, else None."""
         start = self._start + LENGTH_BYTES
-        if start > self._end or (end := start + length_of(self._view, self._start)) > self._end:
+        if start > self._end or (end := start + decode_length(self._view, self._start)) > self._end:
             return None
         self._start = end
         return bytes(self._view[start:end])
@@ -205,10 +214,10 @@ class Connection:
                     with self._lock:
                         num_sent = self._socket.send(pieces[0])
                 else:
-                    num_sent = self._socket.sendmsg(first_of(pieces))
+                    num_sent = self._socket.sendmsg(take_front(pieces))
             except _WAITS:
                 break
-            pieces = after(pieces, num_sent)
+            pieces = drop_front(pieces, num_sent)
         return pieces
 
     async def send(self, pieces: Pieces, progress: Callable[[int], object] = lambda _: None) -> None:

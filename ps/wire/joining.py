@@ -24,7 +24,7 @@ from ..engine.peers import Peer
 from ..policies.base import Policy
 from ..tensors.model import names_of
 from .codecs import codec_named, unusable
-from .limits import Joins
+from .limits import JoinQueue
 from .partial_transfers import PartialTransfers
 from .port import Port
 from .security import certificate_name, check_rank
@@ -46,7 +46,7 @@ class Joining:
         self._engine, self._run, self._model = engine, engine.run, engine.model
         self._folding, self._tensors = engine.folding, engine.tensors
         self._config = config
-        self._joins = Joins(config.limits.joins_per_s, config.run.workers or config.limits.workers)
+        self._joins = JoinQueue(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._probe = Probe(config.server.shared_memory)
         self._port = port
         self.partials = PartialTransfers(engine)
@@ -60,7 +60,7 @@ class Joining:
             return None
         join = first.of(pb.Join)
         rank = check_rank(context, join.rank if join.rank >= 0 else None)
-        if wait_s := self._joins.turn():
+        if wait_s := self._joins.reserve():
             await stream.wait(asyncio.sleep(wait_s), lambda: "many workers join at once (limits.joins_per_s)")
         while engine.why_not_ready():  # workers join only once all shards are present
             await stream.wait(engine.until(lambda: not engine.why_not_ready()), engine.why_not_ready)

@@ -1,6 +1,7 @@
-"""Limits on the cost of one peer for the server: joins, bytes of uploads, and the time that others wait for it.
+"""Limits what one peer can cost the server: joins, bytes of uploads, and the time that others wait for it.
 
-Messages need no timers. A stream records since when it waits, and `Watch` checks all streams five times a second.
+There is no timer per message. A stream records since when it waits, and `Watchdog` checks all streams five times a
+second.
 """
 
 from __future__ import annotations
@@ -15,65 +16,67 @@ from ...common.standstill import Standstill
 
 Message = TypeVar("Message")
 
-LOOK_S = 0.2
+_CHECK_INTERVAL_S = 0.2
 _LOG_INTERVAL_S = 1.0
 
 
-class Pace:
+class RateLimiter:
     """A token-bucket rate limit: `per_s` units per second, with bursts of the units of `burst_s` seconds."""
 
     def __init__(self, per_s: float, now: Callable[[], float] = time.monotonic, burst_s: float = 1.0) -> None:
-        self.unit_s = 1 / per_s
+        self.s_per_unit = 1 / per_s
         self._burst_s = burst_s
         self._now = now
         self._free_at = float("-inf")
 
-    def take(self, count: int) -> None:
+    def consume(self, count: int) -> None:
         """Use `count` units, without waiting."""
-        self._free_at = max(self._free_at, self._now() - self._burst_s) + count * self.unit_s
+        self._free_at = max(self._free_at, self._now() - self._burst_s) + count * self.s_per_unit
 
     def wait_s(self) -> float:
         """Return the seconds until the caller may use more units."""
         return max(0.0, self._free_at - self._now())
 
 
-class Seldom:
+class LogThrottle:
     """Limits log lines to one per second, so that a peer that calls repeatedly cannot fill the disk."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._next_s, self._num_left_out = float("-inf"), 0
+        self._next_s, self._num_suppressed = float("-inf"), 0
 
-    def left_out(self) -> int | None:
+    def num_suppressed(self) -> int | None:
         """Return the number of lines suppressed since the last one, or None if this line is suppressed too."""
         if (now := self._now()) < self._next_s:
-            self._num_left_out += 1
+            self._num_suppressed += 1
             return None
-        left_out, self._num_left_out, self._next_s = self._num_left_out, 0, now + _LOG_INTERVAL_S
-        return left_out
+        num_suppressed, self._num_suppressed, self._next_s = self._num_suppressed, 0, now + _LOG_INTERVAL_S
+        return num_suppressed
 
 
-class Joins:
+class JoinQueue:
     """Admits `per_s` joins per second, and as many at once. At most `limit` further joins wait in a queue.
 
     A worker that leaves the queue still uses its turn.
     """
 
     def __init__(self, per_s: float, limit: int, now: Callable[[], float] = time.monotonic) -> None:
-        self._pace = Pace(per_s, now, burst_s=max(0.0, 1.0 - 1 / per_s))
+        # A burst has `per_s` joins, because the delay is read before a join is counted.
+        self._limiter = RateLimiter(per_s, now, burst_s=max(0.0, 1.0 - 1 / per_s))
         self._limit = limit
 
-    def turn(self) -> float:
+    def reserve(self) -> float:
         """Enter the queue, and return the seconds until the turn. Raises a NOT_READY refusal if the queue is full."""
-        wait_s, unit_s = self._pace.wait_s(), self._pace.unit_s
-        if wait_s / unit_s > self._limit + 1e-3:
-            problem = f"{self._limit} workers wait to join, at {1 / unit_s:g} joins in a second (limits.joins_per_s)"
+        wait_s, s_per_unit = self._limiter.wait_s(), self._limiter.s_per_unit
+        if wait_s / s_per_unit > self._limit + 1e-3:  # the clock is rounded
+            rate = f"{1 / s_per_unit:g} joins in a second (limits.joins_per_s)"
+            problem = f"{self._limit} workers wait to join, at {rate}"
             raise refusal(Reason.NOT_READY, problem, fix="try again in a moment")
-        self._pace.take(1)
+        self._limiter.consume(1)
         return wait_s
 
 
-class Allowance:
+class TimeBudget:
     """The time for which a sender may keep the server waiting, at most `limit_s` seconds.
 
     Waiting reduces the allowance, and received bytes restore it: `bytes_per_limit` bytes restore all of it. So one
@@ -85,11 +88,11 @@ class Allowance:
         self.limit_s = self.left_s = limit_s
         self._s_per_byte = limit_s / bytes_per_limit
 
-    def came(self, num_bytes: int, waited_s: float) -> None:
+    def add_bytes(self, num_bytes: int, waited_s: float) -> None:
         """Count `num_bytes` that arrived after `waited_s` seconds."""
         self.left_s = min(self.limit_s, self.left_s - waited_s + num_bytes * self._s_per_byte)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Restore the whole allowance."""
         self.left_s = self.limit_s
 
@@ -106,7 +109,7 @@ class FirstMessages:
         self._limit_s, self._limit = limit_s, limit
         self._deadlines: list[asyncio.Timeout] = []  # of silent calls, oldest first
 
-    async def of(self, messages: AsyncIterator[Message]) -> Message | None:
+    async def first_of(self, messages: AsyncIterator[Message]) -> Message | None:
         """Return the first message, or None if the call ended. Raises a BAD_REQUEST refusal if it is late."""
         deadline = asyncio.timeout(self._limit_s)
         try:
@@ -125,8 +128,8 @@ class FirstMessages:
                 self._deadlines.remove(deadline)
 
 
-class Watched(Protocol):
-    """A stream as `Watch` sees it. Times are the event loop's, in seconds."""
+class WatchedStream(Protocol):
+    """A stream as `Watchdog` sees it. Times are the event loop's, in seconds."""
 
     def check(self, now: float) -> None:
         """End the stream if its peer has kept the server waiting for too long."""
@@ -135,28 +138,28 @@ class Watched(Protocol):
         """Do not count these seconds as waiting."""
 
 
-class Watch:
-    """Calls `check` of all open streams every LOOK_S seconds."""
+class Watchdog:
+    """Calls `check` of all open streams every _CHECK_INTERVAL_S seconds."""
 
     def __init__(self) -> None:
-        self._streams: set[Watched] = set()
+        self._streams: set[WatchedStream] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._standstill = Standstill(LOOK_S)
+        self._standstill = Standstill(_CHECK_INTERVAL_S)
 
-    def add(self, stream: Watched) -> None:
+    def add(self, stream: WatchedStream) -> None:
         """Watch a stream until `remove`."""
         self._streams.add(stream)
         if self._timer is None:
             self._standstill.look(asyncio.get_running_loop().time())
-            self._look_later()
+            self._check_later()
 
-    def remove(self, stream: Watched) -> None:
+    def remove(self, stream: WatchedStream) -> None:
         self._streams.discard(stream)
 
-    def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+    def _check_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_CHECK_INTERVAL_S, self._check_all)
 
-    def _look(self) -> None:
+    def _check_all(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
         pause_s = self._standstill.look(now)
@@ -165,4 +168,4 @@ class Watch:
                 stream.exclude(pause_s)
             stream.check(now)
         if self._streams:
-            self._look_later()
+            self._check_later()

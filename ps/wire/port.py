@@ -14,9 +14,9 @@ from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
-from ...common.wire.direct import HELLO, TAKEN, TICKET_BYTES, TICKET_S, prepare
+from ...common.wire.direct import ACCEPTED, HELLO, TICKET_BYTES, TICKET_S, set_socket_options
 from .connection import Connection
-from .limits import Seldom
+from .limits import LogThrottle
 from .security import Contexts
 
 log = get_logger()
@@ -54,7 +54,7 @@ class Port:
         self._tickets: dict[bytes, Ticket] = {}
         self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
         self._contexts = Contexts(config.security) if config.security.cert is not None else None
-        self._seldom_refused, self._seldom_accepted = Seldom(), Seldom()
+        self._throttle_refused, self._throttle_accepted = LogThrottle(), LogThrottle()
         self._accepting: asyncio.Task[None] | None = None
         self.number = 0
 
@@ -102,8 +102,8 @@ class Port:
             try:
                 stranger, _ = await loop.sock_accept(listening)
             except OSError as error:  # usually because no descriptors are left
-                if (left_out := self._seldom_accepted.left_out()) is not None:
-                    log.warning("direct_not_accepted", reason=error.strerror or str(error), left_out=left_out)
+                if (num_suppressed := self._throttle_accepted.num_suppressed()) is not None:
+                    log.warning("direct_not_accepted", reason=error.strerror or str(error), left_out=num_suppressed)
                 self._drop_oldest()
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
@@ -125,7 +125,7 @@ class Port:
         try:
             async with asyncio.timeout(_HELLO_S):
                 stranger.setblocking(False)
-                prepare(stranger)
+                set_socket_options(stranger)
                 if self._contexts is not None:
                     stranger = self._contexts.current().wrap_socket(
                         stranger, server_side=True, do_handshake_on_connect=False
@@ -139,7 +139,7 @@ class Port:
                     connection.close()
                     return
                 ticket.arrived.set_result(connection)
-                await connection.send([TAKEN])
+                await connection.send([ACCEPTED])
         except (OSError, TimeoutError, asyncio.CancelledError) as error:
             if connection is not None:
                 connection.close()
@@ -156,8 +156,8 @@ class Port:
             why = f"the ticket belongs to another peer than {(name or '')[:100]!a}"
         elif ticket is not None and not ticket.arrived.done():
             return self._tickets.pop(secret)
-        if (left_out := self._seldom_refused.left_out()) is not None:
-            log.info("direct_refused", reason=why, left_out=left_out)
+        if (num_suppressed := self._throttle_refused.num_suppressed()) is not None:
+            log.info("direct_refused", reason=why, left_out=num_suppressed)
         return None
 
     async def close(self) -> None:

@@ -31,7 +31,7 @@ from ...common.security import (
     warn_of_readable_secrets,
 )
 from ...common.wire.protocol import refusal_to_status
-from .limits import Seldom
+from .limits import LogThrottle
 
 log = get_logger()
 
@@ -213,7 +213,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self._seldom = Seldom()
+        self._throttle = LogThrottle()
 
     async def intercept_service(
         self,
@@ -240,8 +240,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _report(self, peer: str, message: str) -> None:
-        if (left_out := self._seldom.left_out()) is not None:
-            log.warning("refused", peer=peer, reason=Reason.UNAUTHENTICATED, message=message, left_out=left_out)
+        if (num_suppressed := self._throttle.num_suppressed()) is not None:
+            log.warning("refused", peer=peer, reason=Reason.UNAUTHENTICATED, message=message, left_out=num_suppressed)
 
 
 # ---- identity -------------------------------------------------------------------------------------

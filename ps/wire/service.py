@@ -29,7 +29,7 @@ from ..observe import reports
 from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
 from .joining import Joining, settings_of
-from .limits import FirstMessages, Watch
+from .limits import FirstMessages, Watchdog
 from .port import Port
 from .receiver import evaluation_event
 from .stream import Stream, StreamBroken, StreamLost
@@ -55,7 +55,7 @@ class ParameterServerService:
         self._copies = engine.copies
         self._config = config
         self._attend = attend or self._not_the_coordinator
-        self._watch = Watch()
+        self._watch = Watchdog()
         self._joining = Joining(engine, config, direct)
         # A worker may have two calls while its process restarts.
         num_heartbeats = 2 * (config.run.workers or config.limits.workers) + _NUM_EVALUATORS
@@ -100,7 +100,7 @@ class ParameterServerService:
         """Receive the heartbeats of one process. It counts as alive while this call is open and heartbeats arrive."""
         process, engine, run = "", self._engine, self._run
         try:
-            heartbeat = await self._first_heartbeats.of(heartbeats)
+            heartbeat = await self._first_heartbeats.first_of(heartbeats)
             while heartbeat is not None:
                 check_header(heartbeat)
                 if not process and heartbeat.process:

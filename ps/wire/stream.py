@@ -19,11 +19,11 @@ from google.protobuf.message import Message
 from ...common.config.schema import LimitsConfig
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.wire.checks import check_header
-from ...common.wire.direct import OutOfBand, on_the_wire
+from ...common.wire.direct import OutOfBand, to_buffers
 from ...common.wire.frames import CHUNK_BYTES, Frame, PayloadReader, out_of_band_frame, parse
 from ...proto import parameter_server_pb2 as pb
 from .connection import Connection, is_large
-from .limits import Allowance, Pace, Watch
+from .limits import RateLimiter, TimeBudget, Watchdog
 
 Result = TypeVar("Result")
 
@@ -58,7 +58,7 @@ class Stream:
         self,
         context: grpc.aio.ServicerContext,
         limits: LimitsConfig,
-        watch: Watch,
+        watch: Watchdog,
         is_memory_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._context = context
@@ -70,8 +70,8 @@ class Stream:
         self._time = asyncio.get_running_loop().time
         self._task = asyncio.current_task()
         self._is_memory_wanted = is_memory_wanted
-        self._pace = None if limits.upload_bytes_per_s is None else Pace(limits.upload_bytes_per_s)
-        self._allowance = Allowance(limits.progress_s, CHUNK_BYTES)
+        self._limiter = None if limits.upload_bytes_per_s is None else RateLimiter(limits.upload_bytes_per_s)
+        self._time_budget = TimeBudget(limits.progress_s, CHUNK_BYTES)
         self._num_missing = 0  # announced bytes that have not arrived
         self._num_begins = 0  # Begin messages since the last Contribution
         self._reading_since: float | None = None  # None: no announced bytes are missing
@@ -89,7 +89,7 @@ class Stream:
 
         The kind "" is a piece of a payload without a header.
         """
-        if self._pace is not None and (wait_s := self._pace.wait_s()):
+        if self._limiter is not None and (wait_s := self._limiter.wait_s()):
             await asyncio.sleep(wait_s)
         if self._num_missing:
             self._reading_since = self._time()
@@ -103,8 +103,8 @@ class Stream:
             self._num_missing, self._reading_since = 0, None
             return None
         received = parse(pb.WorkerMessage, raw)
-        if self._pace is not None:
-            self._pace.take(len(raw))
+        if self._limiter is not None:
+            self._limiter.consume(len(raw))
         self.num_received += len(raw) + received.out_of_band
         if (received.kind or "") not in kinds:
             expected = " or ".join(kind or "a piece of a payload" for kind in kinds)
@@ -129,7 +129,7 @@ class Stream:
     @property
     def direct(self) -> Connection | None:
         """The direct connection, if code outside of this stream's task may use it: not with a limit on uploads."""
-        return self._direct if self._pace is None else None
+        return self._direct if self._limiter is None else None
 
     def go_direct(self, connection: Connection) -> None:
         """Use this connection for all further messages."""
@@ -144,8 +144,8 @@ class Stream:
         done = given = 0
         while done < len(target):
             end = len(target)
-            if self._pace is not None:
-                await asyncio.sleep(self._pace.wait_s())
+            if self._limiter is not None:
+                await asyncio.sleep(self._limiter.wait_s())
                 end = min(end, done + CHUNK_BYTES)
             self._reading_since = self._time()
             try:
@@ -154,8 +154,8 @@ class Stream:
                 raise self._lost(error) from error
             if not num_bytes:
                 raise StreamLost
-            if self._pace is not None:
-                self._pace.take(num_bytes)
+            if self._limiter is not None:
+                self._limiter.consume(num_bytes)
             self._take_piece(num_bytes)
             done += num_bytes
             if done - given >= CHUNK_BYTES or done == len(target):
@@ -201,14 +201,14 @@ class Stream:
     def expect(self, num_bytes: int) -> None:
         """Expect `num_bytes` from the peer."""
         self._num_missing = num_bytes
-        self._allowance.renew()
+        self._time_budget.reset()
 
     def _take_piece(self, num_bytes: int) -> None:
         self._num_missing = max(0, self._num_missing - num_bytes)
         if self._reading_since is not None:
             waited_s = self._time() - self._reading_since if self._is_pressing() else 0.0
             self._reading_since = None
-            self._allowance.came(num_bytes, waited_s)
+            self._time_budget.add_bytes(num_bytes, waited_s)
 
     def _is_pressing(self) -> bool:
         """Whether the time limit applies to the upload.
@@ -253,7 +253,7 @@ class Stream:
             self._writing = asyncio.ensure_future(self._context.write(message))
 
     def _write_direct(self, connection: Connection, message: bytes | OutOfBand) -> None:
-        pieces = on_the_wire(message)
+        pieces = to_buffers(message)
         try:
             unsent = pieces if is_large(pieces) else connection.send_now(pieces)
         except OSError as error:
@@ -350,7 +350,7 @@ class Stream:
                 self._writing.cancel()
 
     def check(self, now: float) -> None:
-        """End the call if the peer keeps the server waiting for too long. `limits.Watch` calls this."""
+        """End the call if the peer keeps the server waiting for too long. `limits.Watchdog` calls this."""
         if self._too_slow_at is not None:
             if now - self._too_slow_at > _REFUSING_S:
                 self._too_slow_at = now
@@ -360,7 +360,7 @@ class Stream:
             self.end(
                 refusal(
                     Reason.TOO_SLOW,
-                    f"{overdue} within {self._allowance.limit_s:g} s (limits.progress_s)",
+                    f"{overdue} within {self._time_budget.limit_s:g} s (limits.progress_s)",
                     fix="the worker joins again by itself; for a slower connection start ps-server with "
                     "--set limits.progress_s=...",
                 )
@@ -368,10 +368,10 @@ class Stream:
 
     def _overdue(self, now: float) -> str | None:
         """Return the peer's missing action as a phrase, or None if the peer is in time."""
-        limit_s = self._allowance.limit_s
+        limit_s = self._time_budget.limit_s
         if self._reading_since is not None:
             waited_s = now - self._reading_since
-            if waited_s > self._allowance.left_s and self._is_pressing():
+            if waited_s > self._time_budget.left_s and self._is_pressing():
                 return f"{self._num_missing} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
         is_writing = self._writing is not None and not self._writing.done()
         if is_writing and now - self._writing_since > limit_s:

@@ -22,7 +22,7 @@ import pytest
 
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.common.wire.direct import HELLO, TAKEN
+from paramserver.common.wire.direct import ACCEPTED, HELLO
 from paramserver.common.wire.frames import frame, message_frames, parse
 from paramserver.common.wire.protocol import SERVICE, layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
@@ -161,7 +161,7 @@ class DirectPeer(Peer):
         with contextlib.suppress(OSError):
             connection.sendall(HELLO + offered.ticket)
             taken = connection.recv(1)
-        if taken != TAKEN:  # what was said before has ended the stream
+        if taken != ACCEPTED:  # what was said before has ended the stream
             connection.close()
             return raw
         self.socket, self._file = connection, connection.makefile("rb")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.wire.direct import HELLO, TAKEN
+from paramserver.common.wire.direct import ACCEPTED, HELLO
 from paramserver.common.wire.frames import out_of_band_frame
 from paramserver.proto import parameter_server_pb2 as pb
 
@@ -58,7 +58,7 @@ def test_no_ticket_of_ours(server: Server) -> None:
 def test_a_ticket_is_good_once(server: Server) -> None:
     _, offered = welcomed(server)
     first = knock(offered.port, HELLO + offered.ticket)
-    assert first.recv(1) == TAKEN
+    assert first.recv(1) == ACCEPTED
     assert is_closed(knock(offered.port, HELLO + offered.ticket))
     shows_it_works(server)
 
@@ -67,7 +67,7 @@ def test_a_ticket_is_for_the_stream_that_was_given_it(server: Server) -> None:
     """Another one says that it has gone direct: it has shown no ticket of its own."""
     item, offered = welcomed(server)
     other, _ = welcomed(server)
-    assert knock(offered.port, HELLO + offered.ticket).recv(1) == TAKEN
+    assert knock(offered.port, HELLO + offered.ticket).recv(1) == ACCEPTED
     model = pb.WorkerMessage.FromString(model_bytes())
     model.model.direct = True
     other.send(model.SerializeToString())
@@ -79,7 +79,7 @@ def test_a_ticket_is_for_the_stream_that_was_given_it(server: Server) -> None:
 def test_a_ticket_ends_with_its_stream(server: Server) -> None:
     peer, offered = welcomed(server)
     taken = knock(offered.port, HELLO + offered.ticket)
-    assert taken.recv(1) == TAKEN
+    assert taken.recv(1) == ACCEPTED
     peer.close()
     assert is_closed(taken)
     assert is_closed(knock(offered.port, HELLO + offered.ticket))
@@ -89,7 +89,7 @@ def direct_peer(server: Server) -> tuple[Any, socket.socket]:
     """One that is through with joining: initial weights brought, replied, all over the socket."""
     peer, offered = welcomed(server)
     connection = knock(offered.port, HELLO + offered.ticket)
-    assert connection.recv(1) == TAKEN
+    assert connection.recv(1) == ACCEPTED
     model = pb.WorkerMessage.FromString(model_bytes())
     model.model.direct = True
     peer.send(model.SerializeToString())

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.common.wire.direct import HELLO, LENGTH_BYTES, TAKEN, length_of
+from paramserver.common.wire.direct import ACCEPTED, HELLO, LENGTH_BYTES, decode_length
 from paramserver.common.wire.frames import parse
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.wire.limits import Allowance, Joins, Pace, Seldom, Watch
+from paramserver.ps.wire.limits import JoinQueue, LogThrottle, RateLimiter, TimeBudget, Watchdog
 
 NUM_JOINS = 200
 
@@ -35,13 +35,13 @@ class Clock:
 @given(st.floats(0.2, 1000), st.integers(1, 300), st.lists(st.floats(0, 0.5), max_size=60))
 def test_joins_keep_to_their_rate_and_none_within_the_limit_is_refused(per_s, limit, pauses):
     clock = Clock()
-    joins = Joins(per_s, limit, clock)
+    joins = JoinQueue(per_s, limit, clock)
     turns, waiting, refused = [], [], []
     for pause in pauses:
         clock.now += pause
         waiting = [turn for turn in waiting if turn > clock.now]
         try:
-            turns.append(clock.now + joins.turn())
+            turns.append(clock.now + joins.reserve())
             waiting.append(turns[-1])
         except ParamServerError as error:
             refused.append((error.reason, len(waiting)))
@@ -55,23 +55,23 @@ def test_joins_keep_to_their_rate_and_none_within_the_limit_is_refused(per_s, li
 
 def test_a_queue_of_joins_is_bounded_and_drains():
     clock = Clock()
-    joins = Joins(10.0, 50, clock)
-    waits = [joins.turn() for _ in range(60)]
+    joins = JoinQueue(10.0, 50, clock)
+    waits = [joins.reserve() for _ in range(60)]
     assert waits[:10] == pytest.approx([0.0] * 10, abs=1e-6)
     assert waits[-1] == pytest.approx(5.0)
     with pytest.raises(ParamServerError, match="50 workers wait to join"):
-        joins.turn()
+        joins.reserve()
     clock.now += 5.1
-    assert [joins.turn(), joins.turn()] == pytest.approx([0.0, 0.1], abs=1e-6)
+    assert [joins.reserve(), joins.reserve()] == pytest.approx([0.0, 0.1], abs=1e-6)
 
 
 def test_bytes_keep_to_their_rate():
     clock = Clock()
-    pace = Pace(1000.0, clock)
+    limiter = RateLimiter(1000.0, clock)
     taken = 0
     for _ in range(100):
-        clock.now += pace.wait_s()
-        pace.take(300)
+        clock.now += limiter.wait_s()
+        limiter.consume(300)
         taken += 300
     assert taken <= 1000 * (clock.now - 1000.0) + 1301
     assert clock.now - 1000.0 == pytest.approx(29, abs=1)
@@ -79,10 +79,10 @@ def test_bytes_keep_to_their_rate():
 
 def test_a_line_in_a_second_says_how_many_were_left_out():
     clock = Clock()
-    seldom = Seldom(clock)
+    throttle = LogThrottle(clock)
     lines = []
     for _ in range(25):
-        lines.append(seldom.left_out())
+        lines.append(throttle.num_suppressed())
         clock.now += 0.1
     assert [(index, left_out) for index, left_out in enumerate(lines) if left_out is not None] == [
         (0, 0),
@@ -94,13 +94,13 @@ def test_a_line_in_a_second_says_how_many_were_left_out():
 @given(st.floats(1, 100), st.integers(1000, 10**6), st.floats(0.01, 3))
 def test_who_keeps_the_least_pace_is_never_late_and_who_does_not_is(limit_s, bytes_per_limit, factor):
     """Pieces of a tenth of what must come in the time; `factor` times as fast as they must be."""
-    allowance = Allowance(limit_s, bytes_per_limit)
+    budget = TimeBudget(limit_s, bytes_per_limit)
     piece = bytes_per_limit // 10
     pause_s = limit_s * piece / bytes_per_limit / factor
     num_pieces, least_s = 0, limit_s
-    while num_pieces < 2000 and pause_s <= allowance.left_s:
-        allowance.came(piece, pause_s)
-        least_s = min(least_s, allowance.left_s)
+    while num_pieces < 2000 and pause_s <= budget.left_s:
+        budget.add_bytes(piece, pause_s)
+        least_s = min(least_s, budget.left_s)
         num_pieces += 1
     if factor >= 1.01:
         assert num_pieces == 2000
@@ -109,7 +109,7 @@ def test_who_keeps_the_least_pace_is_never_late_and_who_does_not_is(limit_s, byt
 
 
 class Stopwatch:
-    """What `Watch` does to a stream."""
+    """What `Watchdog` does to a stream."""
 
     def __init__(self) -> None:
         self.forgiven_s = 0.0
@@ -124,7 +124,7 @@ class Stopwatch:
 
 def test_time_in_which_the_server_itself_stood_still_is_nobodys_fault():
     async def main() -> None:
-        watch, stream, began = Watch(), Stopwatch(), time.monotonic()
+        watch, stream, began = Watchdog(), Stopwatch(), time.monotonic()
         watch.add(stream)
         while stream.num_looks < 2:
             await asyncio.sleep(0.05)
@@ -169,12 +169,12 @@ class Joiner:
     async def _connect(self, offered: pb.Direct) -> None:
         self._reader, self._writer = await asyncio.open_connection(self._host, offered.port)
         self._writer.write(HELLO + offered.ticket)
-        assert await self._reader.readexactly(1) == TAKEN
+        assert await self._reader.readexactly(1) == ACCEPTED
 
     async def _next(self, kind: str) -> Any:
         while True:
             if self._reader is not None:
-                raw = await self._reader.readexactly(length_of(await self._reader.readexactly(LENGTH_BYTES)))
+                raw = await self._reader.readexactly(decode_length(await self._reader.readexactly(LENGTH_BYTES)))
             else:
                 raw = await self._call.read()
                 assert raw is not grpc.aio.EOF, await self._call.details()

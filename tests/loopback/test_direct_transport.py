@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from paramserver.common.security import PLAINTEXT
-from paramserver.worker.conversation.direct import Direct, DirectError
+from paramserver.worker.conversation.direct import DirectConnection, DirectError
 
 from ..certificates import certs, flags
 from ..faults.proxy import Proxy
@@ -125,7 +125,7 @@ def test_why_there_is_none_is_a_phrase() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port, began = other.getsockname()[1], time.monotonic()
         with pytest.raises(DirectError, match=rf"port {port} \(server.direct_port\): no reply"):
-            Direct("127.0.0.1:1", port, bytes(32), PLAINTEXT)
+            DirectConnection("127.0.0.1:1", port, bytes(32), PLAINTEXT)
         assert time.monotonic() - began < 5  # after one second
     with pytest.raises(DirectError, match=rf"port {port} \(server.direct_port\): connection refused"):
-        Direct("127.0.0.1:1", port, bytes(32), PLAINTEXT)
+        DirectConnection("127.0.0.1:1", port, bytes(32), PLAINTEXT)

@@ -18,7 +18,7 @@ from paramserver.worker.replica_group.group import _compare
 from paramserver.worker.replica_group.rendezvous import find_member
 from paramserver.worker.replica_group.start import reserved_port
 from paramserver.worker.replica_group.strategy import Grouped
-from paramserver.worker.strategies.direct import Direct
+from paramserver.worker.strategies.blocking import BlockingStrategy
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 
@@ -83,7 +83,7 @@ def test_devices_of_a_host_are_divided(tmp_path) -> None:
 def test_a_model_in_parts_outside_of_a_group_is_refused() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    grouped, alone = Grouped.__new__(Grouped), Direct.__new__(Direct)
+    grouped, alone = Grouped.__new__(Grouped), BlockingStrategy.__new__(BlockingStrategy)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = fully_shard(nn.Linear(4, 4))

@@ -13,8 +13,8 @@ import time
 import pytest
 
 from paramserver.common.security import Credentials
-from paramserver.common.wire.direct import HELLO, TAKEN, TICKET_BYTES, WAKE_BYTES
-from paramserver.worker.conversation.direct import Direct
+from paramserver.common.wire.direct import ACCEPTED, HELLO, TICKET_BYTES, WAKE_BYTES
+from paramserver.worker.conversation.direct import DirectConnection
 from paramserver.worker.transports.limit import NO_LIMIT, Limit
 
 NUM_BYTES = 600_000
@@ -27,7 +27,7 @@ def num_unread(connection: socket.socket) -> int:
     return found[0]
 
 
-def connected(limit: Limit = NO_LIMIT) -> tuple[Direct, socket.socket]:
+def connected(limit: Limit = NO_LIMIT) -> tuple[DirectConnection, socket.socket]:
     """A worker's end and the server's."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -35,13 +35,13 @@ def connected(limit: Limit = NO_LIMIT) -> tuple[Direct, socket.socket]:
         def take() -> None:
             server, _ = listening.accept()
             server.recv(len(HELLO) + TICKET_BYTES, socket.MSG_WAITALL)
-            server.sendall(TAKEN)
+            server.sendall(ACCEPTED)
             accepted.append(server)
 
         accepted: list[socket.socket] = []
         taking = threading.Thread(target=take)
         taking.start()
-        direct = Direct(f"127.0.0.1:{port}", port, bytes(TICKET_BYTES), Credentials(), limit)
+        direct = DirectConnection(f"127.0.0.1:{port}", port, bytes(TICKET_BYTES), Credentials(), limit)
         taking.join()
     return direct, accepted[0]
 

@@ -14,9 +14,9 @@ import pytest
 
 from paramserver.common.config.schema import SecurityConfig
 from paramserver.common.security import Credentials
-from paramserver.common.wire.direct import HELLO, TAKEN, TICKET_BYTES, OutOfBand
+from paramserver.common.wire.direct import ACCEPTED, HELLO, TICKET_BYTES, OutOfBand
 from paramserver.launch.certs.authority import issue, make_ca
-from paramserver.worker.conversation.direct import Direct
+from paramserver.worker.conversation.direct import DirectConnection
 
 NUM_BYTES = 4_000_000
 PAYLOAD = bytes(range(250)) * (NUM_BYTES // 250)
@@ -31,7 +31,7 @@ def received(connection: ssl.SSLSocket, num_bytes: int) -> bytes:
 
 
 @contextmanager
-def connected(folder: Path) -> Iterator[tuple[Direct, ssl.SSLSocket]]:
+def connected(folder: Path) -> Iterator[tuple[DirectConnection, ssl.SSLSocket]]:
     """The worker's end, and a server's."""
     ca = make_ca("test")
     identity = issue(ca, "server", 1, ["127.0.0.1"])
@@ -46,14 +46,14 @@ def connected(folder: Path) -> Iterator[tuple[Direct, ssl.SSLSocket]]:
         servers.append(context.wrap_socket(bare, server_side=True))
         servers[0].settimeout(WAIT_S)
         received(servers[0], len(HELLO) + TICKET_BYTES)
-        servers[0].sendall(TAKEN)
+        servers[0].sendall(ACCEPTED)
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         taking = threading.Thread(target=take, args=(listening,))
         taking.start()
         trusted = Credentials(SecurityConfig(), ca=ca.certificate_pem)
-        direct = Direct(f"127.0.0.1:{port}", port, bytes(TICKET_BYTES), trusted)
+        direct = DirectConnection(f"127.0.0.1:{port}", port, bytes(TICKET_BYTES), trusted)
         taking.join()
     try:
         yield direct, servers[0]
@@ -101,8 +101,8 @@ def test_two_threads_are_never_in_one_tls_connection_and_neither_waits_for_the_o
         assert not alone.were_two
 
 
-@pytest.mark.parametrize("ends", [Direct.hang_up, Direct.half_close])
-def test_what_comes_after_the_end_is_no_payload(tmp_path: Path, ends: Callable[[Direct], None]) -> None:
+@pytest.mark.parametrize("ends", [DirectConnection.hang_up, DirectConnection.half_close])
+def test_what_comes_after_the_end_is_no_payload(tmp_path: Path, ends: Callable[[DirectConnection], None]) -> None:
     """Another thread hangs up while a payload comes: what lies in the system's memory is encrypted, and no weights."""
     with connected(tmp_path) as (direct, server):
         server.sendall(PAYLOAD[:50_000])

@@ -22,19 +22,19 @@ from urllib.parse import SplitResult, urlsplit
 from ...common.config.addresses import split_address
 from ...common.security import Credentials, client_context
 from ...common.wire.direct import (
+    ACCEPTED,
     HELLO,
     LENGTH_BYTES,
-    SENT_AT_ONCE,
-    TAKEN,
+    MAX_SEND_BYTES,
     WAKE_BYTES,
     LowWater,
     OutOfBand,
-    after,
-    first_of,
-    length_of,
-    on_the_wire,
-    prepare,
+    decode_length,
+    drop_front,
+    set_socket_options,
     shut_down,
+    take_front,
+    to_buffers,
 )
 from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
 from ..transports.limit import NO_LIMIT, Limit
@@ -43,7 +43,7 @@ _CONNECT_S = 1.0
 _BUFFER_BYTES = 64 << 10
 _LINGER_S = 2.0
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # the variables that gRPC reads
-_AROUND = ("no_grpc_proxy", "no_proxy")
+_NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 Message = bytes | OutOfBand
 
@@ -65,7 +65,7 @@ class _Incoming(io.RawIOBase):
         return self._receive(target)
 
 
-class Direct:
+class DirectConnection:
     """One connection, made with a ticket. Raises OSError if it is lost, and EOFError if the server has ended it."""
 
     def __init__(
@@ -77,13 +77,13 @@ class Direct:
         with contextlib.ExitStack() as on_failure:
             try:
                 self._socket = on_failure.enter_context(connect(host, port, deadline))
-                prepare(self._socket)
+                set_socket_options(self._socket)
                 if credentials.ca is not None:
                     self._socket = client_context(credentials).wrap_socket(self._socket, server_hostname=host)
                     on_failure.push(self._socket)
                 self._socket.sendall(HELLO + ticket)
                 self._socket.settimeout(left_s(deadline))
-                if self._socket.recv(1) != TAKEN:
+                if self._socket.recv(1) != ACCEPTED:
                     raise DirectError(f"port {port} (server.direct_port): the server did not take the ticket")
             except OSError as error:
                 why = "no reply" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
@@ -91,75 +91,75 @@ class Direct:
             on_failure.pop_all()
         self._socket.settimeout(0 if isinstance(self._socket, ssl.SSLSocket) else None)
         self._reader = io.BufferedReader(_Incoming(self._receive), _BUFFER_BYTES)
-        self._tls_alone = threading.Lock()
+        self._tls_lock = threading.Lock()
         self._low_water = LowWater(self._socket)
-        self._waiting: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
-        self._num_waiting = 0  # message lists that are queued for the thread, or that it sends
+        self._outgoing: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
+        self._num_unsent = 0  # message lists that are queued for the thread, or that it sends
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     # ---- out --------------------------------------------------------------------------------
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Send messages in order. `receive` reports write errors."""
+        """Send messages in order. A write error is ignored here: the connection is lost, and `receive` raises."""
         with self._lock:
-            if self._num_waiting == 0 and isinstance(messages, list) and _num_bytes(messages) <= 2 * INLINE_BYTES:
+            if self._num_unsent == 0 and isinstance(messages, list) and _num_bytes(messages) <= 2 * INLINE_BYTES:
                 with contextlib.suppress(OSError):
                     self._write(messages)
                 return
-            self._num_waiting += 1
+            self._num_unsent += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="direct", daemon=True)
                 self._thread.start()
-        self._waiting.put(messages)
+        self._outgoing.put(messages)
 
     def _run(self) -> None:
-        while (messages := self._waiting.get()) is not None:
+        while (messages := self._outgoing.get()) is not None:
             try:
                 with contextlib.suppress(OSError):
                     self._write(messages)
             except BaseException:  # the generator failed, so no reply will come
                 self.hang_up()
                 raise
-            del messages
+            del messages  # frees the payload while the thread waits
             with self._lock:
-                self._num_waiting -= 1
+                self._num_unsent -= 1
 
     def _write(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            pieces = on_the_wire(message)
+            pieces = to_buffers(message)
             while pieces:
-                now = first_of(pieces, self._limit.at_once or SENT_AT_ONCE)
+                now = take_front(pieces, self._limit.at_once or MAX_SEND_BYTES)
                 if isinstance(self._socket, ssl.SSLSocket):
-                    num_bytes = self._in_turn(self._socket.send, now[0])
+                    num_bytes = self._retry_tls(self._socket.send, now[0])
                 else:
                     num_bytes = self._socket.sendmsg(now)
                 self._limit.sent(num_bytes)
-                pieces = after(pieces, num_bytes)
+                pieces = drop_front(pieces, num_bytes)
 
     # ---- in ---------------------------------------------------------------------------------
 
     def receive(self) -> bytes:
         """Receive the next message."""
-        num_bytes = length_of(self._reader.read(LENGTH_BYTES))
+        num_bytes = decode_length(self._reader.read(LENGTH_BYTES))
         if num_bytes > MAX_MESSAGE_BYTES:
             raise OSError(f"a message of {num_bytes} bytes")
         return self._reader.read(num_bytes)
 
     def receive_into(self, targets: Iterator[memoryview]) -> None:
-        """Receive the bytes that follow a message."""
+        """Receive the bytes that follow a message. Each target is filled: at the end of the stream this raises."""
         for target in targets:
             self._reader.readinto(target)
 
     def _receive(self, target: memoryview) -> int:
         """Receive at least one byte. Raises EOFError at the end.
 
-        Without TLS, a large target first waits for WAKE_BYTES, for fewer wake-ups.
+        Without TLS, a read into a large target waits until WAKE_BYTES have arrived, which saves wake-ups.
         """
         if self._limit.at_once:
             target = target[: self._limit.at_once]
         if isinstance(self._socket, ssl.SSLSocket):
-            num_bytes = self._in_turn(self._socket.recv_into, target)
+            num_bytes = self._retry_tls(self._socket.recv_into, target)
         else:
             num_bytes = self._receive_plain(target)
         if not num_bytes:
@@ -177,14 +177,14 @@ class Direct:
             with contextlib.suppress(BlockingIOError):
                 return self._socket.recv_into(target, len(target), socket.MSG_DONTWAIT)
 
-    def _in_turn(self, call: Callable[[memoryview], int], data: memoryview) -> int:
+    def _retry_tls(self, call: Callable[[memoryview], int], data: memoryview) -> int:
         """Repeat a non-blocking TLS call until it succeeds.
 
         OpenSSL allows only one thread per connection at a time, so a blocking call would stop the other thread.
         """
         while True:
             try:
-                with self._tls_alone:
+                with self._tls_lock:
                     return call(data)
             except ssl.SSLWantReadError:
                 event = select.POLLIN
@@ -204,7 +204,7 @@ class Direct:
     def half_close(self) -> None:
         """Send the pending messages, then no more."""
         if self._thread is not None:
-            self._waiting.put(None)
+            self._outgoing.put(None)
             self._thread.join(_LINGER_S)
         with contextlib.suppress(OSError):
             shut_down(self._socket, socket.SHUT_WR)
@@ -215,8 +215,9 @@ class Direct:
             shut_down(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """End the connection, its thread and its socket."""
         self.hang_up()
-        self._waiting.put(None)
+        self._outgoing.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_LINGER_S)
         self._socket.close()
@@ -242,7 +243,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
             connection.connect(address)
             connection.settimeout(left_s(deadline))
             if proxy is not None:
-                _go_through(connection, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+                _http_connect(connection, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
             return connection
         except OSError:
             connection.close()
@@ -263,13 +264,13 @@ def _proxy_of(host: str) -> SplitResult | None:
     url = next((found for name in _PROXIES if (found := os.environ.get(name))), "")
     if not url:
         return None
-    around = next((found for name in _AROUND if (found := os.environ.get(name))), "")
-    if any(host.endswith(part) for name in around.split(",") if (part := name.strip())):
+    no_proxy = next((found for name in _NO_PROXY if (found := os.environ.get(name))), "")
+    if any(host.endswith(part) for name in no_proxy.split(",") if (part := name.strip())):
         return None
     return urlsplit(url if "//" in url else f"//{url}")
 
 
-def _go_through(connection: socket.socket, target: str) -> None:
+def _http_connect(connection: socket.socket, target: str) -> None:
     connection.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
     reply = b""
     while not reply.endswith(b"\r\n\r\n"):

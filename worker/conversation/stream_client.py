@@ -17,7 +17,7 @@ from ...common.wire.frames import Frame, PayloadReader, parse
 from ...proto import parameter_server_pb2 as pb
 from ..transports.limit import Limit
 from .channel import Channel, Lost, collect, next_frame
-from .direct import Direct, DirectError
+from .direct import DirectConnection, DirectError
 from .interrupts import uninterrupted
 from .messages import message
 
@@ -30,8 +30,8 @@ class StreamClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
-        self._connected: Direct | None = None  # the direct connection
-        self._direct: Direct | None = None  # set once messages use the direct connection
+        self._connected: DirectConnection | None = None  # the direct connection
+        self._direct: DirectConnection | None = None  # set once messages use the direct connection
         self._call: Any = None
         self._is_reading = False
         atexit.register(self.close_stream)  # runs before the channel is closed
@@ -53,7 +53,7 @@ class StreamClient:
             return "the server has no direct port"
         channel, offer = self._channel, welcome.direct
         try:
-            direct = self._connected = Direct(
+            direct = self._connected = DirectConnection(
                 channel.address, offer.port, offer.ticket, channel.credentials, channel.limit
             )
         except DirectError as error:

@@ -6,8 +6,8 @@ from ...common.errors import UsageError
 from ...common.registry import WITHIN_WORKER, check_codec_of_peers, check_zero
 from ..conversation.exchange import Exchange
 from .base import Exchanger, Strategy
+from .blocking import BlockingStrategy
 from .delayed_update import DelayedUpdate, Overlapped
-from .direct import Direct
 
 
 def make_strategy(exchange: Exchange, may_send_early: bool) -> Strategy:
@@ -46,4 +46,4 @@ def make_server_strategy(exchange: Exchanger, early: Exchange | None = None) -> 
     settings = exchange.settings
     if settings.kind.holds_differences and (settings.delayed_update or settings.fragments > 1):
         return Overlapped(exchange)
-    return DelayedUpdate(exchange) if settings.delayed_update else Direct(exchange, early)
+    return DelayedUpdate(exchange) if settings.delayed_update else BlockingStrategy(exchange, early)

@@ -226,7 +226,7 @@ class AsyncDilocoPolicy(Policy):
         num_steps = contribution.counts.num_training_steps
         steps = assigned if num_steps is None else num_steps
         self._count(member)
-        self._too_many.pop(rank, None)  # counted here, and not when the version is there
+        self._missing_steps.pop(rank, None)  # counted here, and not when the version is there
         self._offsets[rank] = self._offsets.get(rank, self._default_offset) - (self.local_steps - steps)
         self._by_steps.put(rank, self.steps_done(rank))
         self._missing.pop(rank, None)

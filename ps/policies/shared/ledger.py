@@ -1,7 +1,8 @@
 """Counts versions, and contributions and training steps of each rank, for the policy and its snapshots.
 
-Contributions have sequence numbers from 1, per rank. A training step is a batch. In localsgd a contribution covers
-several training steps. If a script steps a model in parts, a training step has several contributions.
+Contributions have sequence numbers from 1, per rank. A training step is one `step()` of a rank. In localsgd a
+contribution covers several training steps. If a script steps a model in parts, a training step has several
+contributions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ROUNDS = -1  # key of `in_step` in modes with rounds, where one count is for all
 
 
 class Ledger(Traits):
-    """The members and their progress. The time of a query does not grow with the number of workers."""
+    """The members and their progress. `slowest`, `lead` and `steps_done` take constant time."""
 
     def __init__(self, common: Common) -> None:
         self.common = common
@@ -34,16 +35,16 @@ class Ledger(Traits):
         # Only for a model that is stepped in parts. By rank: contributions that count in its newest training step. In
         # modes with rounds, the only key is ROUNDS, and the value counts rounds.
         self.in_step: dict[int, int] = {}
-        self._num_open: dict[int, int] = {}  # by rank: contributions that count, but are not in a version yet
+        self._num_uncommitted: dict[int, int] = {}  # by rank: contributions that count, but are not in a version yet
         self._ranks: list[int] = []  # of the members, ascending
-        self._first_number = 0  # the `num_counted` with which a new rank begins if no rank is live
-        # By rank: its training steps minus `local_steps` for each contribution (or round). They differ after a change
+        self._start_number = 0  # the `num_counted` with which a new rank begins if no rank is live
+        # By rank: training steps = contributions (or rounds) times `local_steps`, plus this. It is not 0 after a change
         # of mode, after short contributions, and for a model that is stepped in parts.
         self._offsets: dict[int, int] = {}
         self._default_offset = 0  # the same for ranks without an entry in `_offsets`
-        # By rank: training steps by which its open contribution is shorter than `local_steps`. The commit that contains
-        # the contribution subtracts them.
-        self._too_many: dict[int, int] = {}
+        # By rank: training steps that its uncommitted contribution has fewer than `local_steps`. The commit subtracts
+        # them from the offset.
+        self._missing_steps: dict[int, int] = {}
         self._standing = Standing[int]()  # the live ranks, ordered by `num_counted`
 
     def _copy_counts(self, other: Ledger) -> None:
@@ -51,8 +52,16 @@ class Ledger(Traits):
         self.common, self.training_steps, self.version = other.common, other.training_steps, other.version
         self.members, self.num_counted, self.finished_ranks = other.members, other.num_counted, other.finished_ranks
         self.is_stopping, self.committed_by, self.in_step = other.is_stopping, other.committed_by, other.in_step
-        self._num_open, self._ranks, self._first_number = other._num_open, other._ranks, other._first_number
-        self._offsets, self._default_offset, self._too_many = other._offsets, other._default_offset, other._too_many
+        self._num_uncommitted, self._ranks, self._start_number = (
+            other._num_uncommitted,
+            other._ranks,
+            other._start_number,
+        )
+        self._offsets, self._default_offset, self._missing_steps = (
+            other._offsets,
+            other._default_offset,
+            other._missing_steps,
+        )
         self._standing = other._standing
 
     # ---- questions ------------------------------------------------------------------------
@@ -61,7 +70,7 @@ class Ledger(Traits):
     def slowest(self) -> int:
         """The lowest `num_counted` of the live workers. If none is live, the number with which a new rank begins."""
         least = self._standing.least
-        return self._first_number if least is None else least
+        return self._start_number if least is None else least
 
     def slowest_members(self, most: int) -> list[int]:
         """Returns the `most` live ranks with the fewest contributions."""
@@ -87,11 +96,9 @@ class Ledger(Traits):
 
     def steps_done(self, rank: int) -> int:
         """Returns the training steps (batches) of the rank that count."""
-        most = self.training_steps  # called three times for every event: no further calls here
+        most = self.training_steps  # a hot path, three times for every event: no method calls
         steps = self.version if self.has_rounds else self.num_counted.get(rank, 0)  # contributions, or rounds
-        steps = steps * self.local_steps + (
-            self._offsets.get(rank, self._default_offset) if self._offsets else self._default_offset
-        )
+        steps = steps * self.local_steps + self._offsets.get(rank, self._default_offset)
         return steps if most is None or steps < most else most
 
     @property
@@ -118,7 +125,7 @@ class Ledger(Traits):
 
     def committed_of(self, rank: int) -> int:
         """Returns the sequence number of the rank's newest contribution that is in a version."""
-        return self.num_counted.get(rank, 0) - self._num_open.get(rank, 0)
+        return self.num_counted.get(rank, 0) - self._num_uncommitted.get(rank, 0)
 
     def num_committed(self) -> dict[int, int]:
         return {rank: self.committed_of(rank) for rank in self.num_counted}
@@ -128,7 +135,7 @@ class Ledger(Traits):
         done = {rank: self.steps_done(rank) for rank in self.num_counted}
         if self.has_rounds:
             return done
-        return {rank: steps - self._num_open.get(rank, 0) * self.local_steps for rank, steps in done.items()}
+        return {rank: steps - self._num_uncommitted.get(rank, 0) * self.local_steps for rank, steps in done.items()}
 
     def saved_state(self) -> dict[str, Any]:
         """Returns the mode's other state at the newest version, as JSON, without anything that came after it."""
@@ -139,27 +146,27 @@ class Ledger(Traits):
         `saved_state` returned at that version. Any workers may join."""
         self.version = version
         self.num_counted = dict(contributions)
-        self._first_number = min(contributions.values(), default=0)
+        self._start_number = min(contributions.values(), default=0)
 
     def count_from(self, steps: Mapping[int, int]) -> None:
         """Set the training steps of each rank (`committed_steps`) after `restore`, in whichever mode it took them.
-        Rounds are common to all, and begin at the slowest rank that takes more steps."""
+        In modes with rounds all ranks share one count, which begins at the slowest unfinished rank's."""
         if not self.num_counted:
             return
-        fewest = min(self.num_counted, key=lambda rank: self.num_counted[rank])
-        least = min(steps.get(rank, 0) for rank in (self.num_counted.keys() - self.finished_ranks or self.num_counted))
+        unfinished = self.num_counted.keys() - self.finished_ranks
+        least = min(steps.get(rank, 0) for rank in unfinished or self.num_counted)
         if self.has_rounds:
             self._default_offset = least - self.version * self.local_steps
             return
         for rank in self.num_counted:
             self._offsets[rank] = steps.get(rank, least) - self.num_counted[rank] * self.local_steps
-        self._default_offset = self._offsets[fewest]
+        self._default_offset = self._offsets[min(self.num_counted, key=lambda rank: self.num_counted[rank])]
 
     # ---- counting --------------------------------------------------------------------------
 
     def _count_contribution(self, rank: int) -> None:
         self.num_counted[rank] = number = self.num_counted[rank] + 1
-        self._num_open[rank] = self._num_open.get(rank, 0) + 1
+        self._num_uncommitted[rank] = self._num_uncommitted.get(rank, 0) + 1
         self._standing.put(rank, number)
 
     def _count_part(self, key: int, continues: bool) -> None:
@@ -182,9 +189,9 @@ class Ledger(Traits):
         if self.committed_by is None:
             self.committed_by = tuple(self._ranks)
         for rank in ranks:
-            self._num_open[rank] -= 1
-        for rank in self._too_many.keys() & set(ranks) if self._too_many else ():
-            self._offsets[rank] = self._offsets.get(rank, self._default_offset) - self._too_many.pop(rank)
+            self._num_uncommitted[rank] -= 1
+            if missing := self._missing_steps.pop(rank, 0):
+                self._offsets[rank] = self._offsets.get(rank, self._default_offset) - missing
         return Commit(ranks, reason, scales, self._momentum_among())
 
     def _momentum_among(self) -> int:

@@ -409,18 +409,30 @@ def test_a_commit_with_a_scale_steps_like_torch_with_that_rate(name, extra, lr_s
     assert store.optimizer.torch.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_a_commit_among_late_workers_steps_like_torch_with_the_momentum_that_is_left(nesterov: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "extra", "amongs"),
+    [
+        ("SGD", {"nesterov": False}, (1, 4, 4, 10, 2, 1)),
+        ("SGD", {"nesterov": True}, (1, 4, 4, 10, 2, 1)),
+        ("SGD", {"dampening": 0.5}, (11, 4, 11, 1)),
+        ("RMSprop", {"eps": 1e-3}, (4, 10, 2, 1)),
+        ("RMSprop", {"eps": 1e-3}, (11, 4, 11, 1)),  # at first there is no momentum left
+    ],
+)
+def test_a_commit_among_late_workers_steps_like_torch_with_the_momentum_that_is_left(
+    name: str, extra: dict[str, Any], amongs: tuple[int, ...]
+) -> None:
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (64,))])
-    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    settings = {"lr": 0.1, "momentum": 0.9, **extra}
     start = torch.linspace(-1, 1, 64, dtype=torch.float64)
-    store = Store(layout, start.clone().view(torch.uint8), OptimizerSpec("SGD", (GroupSpec(("w",), settings),)))
+    store = Store(layout, start.clone().view(torch.uint8), OptimizerSpec(name, (GroupSpec(("w",), settings),)))
     parameter = torch.nn.Parameter(start.clone())
-    plain = torch.optim.SGD([parameter], **settings)
-    for among in (1, 4, 4, 10, 2, 1):
+    plain = getattr(torch.optim, name)([parameter], **settings)
+    least = 0.0 if name == "SGD" else 1e-30  # RMSprop makes its buffer only if momentum is above 0 at the first step
+    for among in amongs:
         gradient = torch.randn(64, dtype=torch.float64)
         parameter.grad = gradient
-        plain.param_groups[0]["momentum"] = max(0.0, 1 - among * (1 - 0.9))
+        plain.param_groups[0]["momentum"] = max(least, 1 - among * (1 - 0.9))
         plain.step()
         store.fold(gradient.clone().view(torch.uint8), 1.0, 0)
         store.commit(Step(1, 0, momentum_among=among))

@@ -25,7 +25,7 @@ from paramserver.launch.certs.authority import issue, make_ca
 from paramserver.ps.wire import port as ports
 from paramserver.ps.wire.connection import Connection
 from paramserver.ps.wire.port import Port
-from paramserver.worker.conversation.direct import Direct, DirectError
+from paramserver.worker.conversation.direct import DirectConnection, DirectError
 
 from ...certificates import certs, secured, write
 
@@ -294,9 +294,9 @@ def test_a_ticket_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     def arrive(port: int, ticket: bytes) -> None:
         time.sleep(0.1)  # that time passes is what is tested
         with pytest.raises(DirectError, match="did not take the ticket"):
-            Direct("127.0.0.1:1", port, ticket, PLAINTEXT)
+            DirectConnection("127.0.0.1:1", port, ticket, PLAINTEXT)
 
-    assert met(config_of(), lambda port, ticket: Direct("127.0.0.1:1", port, ticket, PLAINTEXT).close())
+    assert met(config_of(), lambda port, ticket: DirectConnection("127.0.0.1:1", port, ticket, PLAINTEXT).close())
     monkeypatch.setattr(ports, "TICKET_S", 0.05)
     assert not met(config_of(), arrive)
 
@@ -318,14 +318,17 @@ def test_tls_against_plaintext_and_back(tmp_path: Path, monkeypatch: pytest.Monk
     def refused(credentials: Credentials) -> Callable[[int, bytes], None]:
         def arrive(port: int, ticket: bytes) -> None:
             with pytest.raises(DirectError, match=r"\(server.direct_port\): ") as failed:
-                Direct("127.0.0.1:1", port, ticket, credentials)
+                DirectConnection("127.0.0.1:1", port, ticket, credentials)
             assert "\n" not in str(failed.value)
 
         return arrive
 
     assert not met(config_of(), refused(in_tls))
     assert not met(config_of(cert=cert, key=key), refused(PLAINTEXT))
-    assert met(config_of(cert=cert, key=key), lambda port, ticket: Direct("127.0.0.1:1", port, ticket, in_tls).close())
+    assert met(
+        config_of(cert=cert, key=key),
+        lambda port, ticket: DirectConnection("127.0.0.1:1", port, ticket, in_tls).close(),
+    )
     assert shaken_on == {"handshake_0"}  # never the event loop's
 
 
@@ -340,8 +343,8 @@ def test_a_ticket_belongs_to_the_name_of_a_certificate(tmp_path: Path) -> None:
     def arrive(port: int, ticket: bytes) -> None:
         for wrong in (of_both[0], Credentials(ca=of_both[0].ca)):
             with pytest.raises(DirectError):
-                Direct("127.0.0.1:1", port, ticket, wrong)
-        Direct("127.0.0.1:1", port, ticket, of_both[1]).close()
+                DirectConnection("127.0.0.1:1", port, ticket, wrong)
+        DirectConnection("127.0.0.1:1", port, ticket, of_both[1]).close()
 
     assert met(config, arrive, "rank-1")
 
@@ -409,7 +412,7 @@ def test_no_descriptors_are_left(capfd: pytest.CaptureFixture[str]) -> None:
     def arrive(port: int, ticket: bytes) -> None:
         silent = socket.create_connection(("127.0.0.1", port), timeout=5)
         with pytest.raises(DirectError):
-            Direct("127.0.0.1:1", port, bytes(32), PLAINTEXT)  # the silent one has been let in before
+            DirectConnection("127.0.0.1:1", port, bytes(32), PLAINTEXT)  # the silent one has been let in before
         late = [socket.socket() for _ in range(2)]
         was, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), most))
@@ -422,7 +425,7 @@ def test_no_descriptors_are_left(capfd: pytest.CaptureFixture[str]) -> None:
             assert silent.recv(1) == b""
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (was, most))
-        Direct("127.0.0.1:1", port, ticket, PLAINTEXT).close()
+        DirectConnection("127.0.0.1:1", port, ticket, PLAINTEXT).close()
         for number in (silent, *late):
             number.close()
 
@@ -442,7 +445,7 @@ def test_what_cannot_be_made_ends_the_connection() -> None:
         raise MemoryError
 
     def arrive(port: int, ticket: bytes) -> None:
-        connection = Direct("127.0.0.1:1", port, ticket, PLAINTEXT)
+        connection = DirectConnection("127.0.0.1:1", port, ticket, PLAINTEXT)
         connection._socket.settimeout(5)
         connection.send(payload())
         with pytest.raises(EOFError):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.errors import Reason, refusal
-from paramserver.common.wire.direct import on_the_wire
+from paramserver.common.wire.direct import to_buffers
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core.effects import SendReply
 from paramserver.ps.engine.peers import Go, Item, Peer
@@ -49,14 +49,14 @@ class Stage:
         return self._taken(self)
 
     def write_now(self, raw: bytes, is_counted: bool) -> bool:
-        return not self.is_stuck and not self.connection.send_now(on_the_wire(raw))
+        return not self.is_stuck and not self.connection.send_now(to_buffers(raw))
 
     def take_sent(self) -> int:
         return 0
 
     def contribute(self, count: int = 1) -> None:
         message = pb.WorkerMessage(contribution=contribution_proto(1)).SerializeToString()
-        self.worker.sendall(b"".join(map(bytes, on_the_wire(message))) * count)
+        self.worker.sendall(b"".join(map(bytes, to_buffers(message))) * count)
 
     def replies(self) -> int:
         try:
@@ -106,7 +106,7 @@ def test_what_is_none_is_read_by_the_conversation() -> None:
     async def play() -> None:
         stage = Stage(replied)
         stage.contribute()
-        stage.worker.sendall(b"".join(map(bytes, on_the_wire(pb.WorkerMessage(leave={}).SerializeToString()))))
+        stage.worker.sendall(b"".join(map(bytes, to_buffers(pb.WorkerMessage(leave={}).SerializeToString()))))
         assert await asyncio.wait_for(stage.other, 5) is False
         raw = await asyncio.wait_for(stage.connection.read(), 5)
         assert raw is not None and pb.WorkerMessage.FromString(raw).HasField("leave")

@@ -14,7 +14,7 @@ from .base import Exchanger, Strategy
 from .early import MIN_MODEL_BYTES, EarlySender
 
 
-class Direct(Strategy):
+class BlockingStrategy(Strategy):
     """Waits for a contribution's reply and its weights before the next step begins.
 
     With `early`, gradients are sent through that exchange during backward.
