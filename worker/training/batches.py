@@ -51,7 +51,7 @@ class Batches:
         self._shares, self._data, self._progress = shares, data, progress
         self._is_over, self._options, self._epochs = is_over, options, epochs
         self.fetched = FetchedBatches()
-        self._is_of: tuple[int, int | None] | None = None  # (moves, epoch) that `_batches` was made for
+        self._made_for: tuple[int, int | None] | None = None  # (moves, epoch) that `_batches` was made for
         self._batches: Iterator[tuple[Any, int]] = iter(())
         self._loader = Loader(shares.dataset, options)
         self._check()
@@ -95,8 +95,8 @@ class Batches:
     @property
     def _num_left(self) -> int | None:
         """Training steps that are left in the run; None: the run has no number of steps, or not yet."""
-        total, progress = self._progress().total_steps, self._progress()
-        return None if total is None else max(0, total - progress.position)
+        progress = self._progress()
+        return None if progress.total_steps is None else max(0, progress.total_steps - progress.position)
 
     @property
     def _at(self) -> int:
@@ -119,7 +119,6 @@ class Batches:
         return self._shares.num_batches(self._division[0])
 
     def __next__(self) -> Any:
-
         if not torch.is_grad_enabled():
             raise UsageError(
                 "a batch of session.shard() was requested under torch.no_grad(): it counts towards this rank's "
@@ -131,8 +130,7 @@ class Batches:
             self.fetched.drop()
             memory.replayed()
         if self._has_all or data.has_fetched_last_replay(self.fetched):
-            if memory is not None:
-                memory.note()  # the fetched batches still need a step
+            self._note()  # the fetched batches still need a step
             raise StopIteration
         if self._has_ended or self._is_over():
             raise StopIteration
@@ -140,36 +138,38 @@ class Batches:
             if data.epoch is not None:
                 raise StopIteration  # ends the inner loop, so that the loop over epochs can go back
             memory.move()
-        if self._is_of != (data.num_jumps, data.epoch):  # at the start, and after the run moved without this worker
+        if self._made_for != (data.num_jumps, data.epoch):  # at the start, and after the run moved without this worker
             self._begin()
         if data.epoch is not None and not len(self):
-            if memory is not None and self.fetched.is_ahead:
-                memory.note()  # the fetched batches still need a step
-            self.end()
+            if self.fetched.is_ahead:
+                self._note()  # the fetched batches still need a step
+            self.end_epoch()
             raise StopIteration
-        if memory is not None:
-            memory.note()
-        position = data.position + len(self.fetched)
+        self._note()
         rank = (self._progress().rank or 0) * self._group_size + self._group_rank
-        seed_everything(step_seed(self._shares.seed, rank, position))
+        seed_everything(step_seed(self._shares.seed, rank, self._at))
         batch, num_samples = next(self._batches)
         self.fetched.batch_samples.append(num_samples)
         return batch
+
+    def _note(self) -> None:
+        if self._data.memory is not None:
+            self._data.memory.note()
 
     def _begin(self) -> None:
         """Make the iterator of batches from this rank's position on."""
         data = self._data
         self._check()
-        if self._is_of is None or self._is_of[0] != data.num_jumps:
+        if self._made_for is None or self._made_for[0] != data.num_jumps:
             self.fetched.drop()
-        self._is_of = data.num_jumps, data.epoch
+        self._made_for = data.num_jumps, data.epoch
         if data.epoch is None:
             self._batches = sharded_batches(self._shares, lambda: self._division, data.position, **self._options)
             return
         data.current_epoch_batches = max(data.current_epoch_batches, self._epoch_length)
         self._batches = epoch_batches(self._shares, data.epoch, self._division, data.num_drawn, self._loader)
 
-    def end(self) -> None:
+    def end_epoch(self) -> None:
         """The epoch ends: hand over the batches that no step has taken yet."""
         self._data.keep_unused(self.fetched)
         self.fetched = FetchedBatches(self.fetched.is_ahead)
@@ -179,7 +179,7 @@ class Batches:
         """Weight of the newest batch in a mean: its number of samples."""
         return self.fetched.batch_samples[-1]
 
-    def void(self) -> None:
+    def zero_sample_weights(self) -> None:
         """Give the batches since the last step the weight 0, because their gradient was discarded."""
         self.fetched.batch_samples = deque([0] * len(self.fetched))
 
@@ -192,9 +192,9 @@ class Batches:
 
     @property
     def _has_all(self) -> bool:
-        """Whether a loop that fetches ahead has all batches of the run's last steps.
+        """Whether a prefetching loop has fetched the batches of all remaining steps.
 
-        The iterator must not wait for the end of the run then, because the loop has yet to take those steps.
+        Then `__next__` must end at once: `is_over()` would wait for the end of the run, which needs these steps first.
         """
         return bool(
             self.fetched.is_ahead and self._data.batches_per_step and self._num_left and (self._num_in_run or 0) <= 0
@@ -206,8 +206,8 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     tensors = [tensor.to_local() if isinstance(tensor, _InParts) else tensor for tensor in tensors]
     dense = [tensor.detach().flatten() for tensor in tensors if not tensor.is_sparse]
     begins = [tensor[:_NUM_DIGESTED].double() for tensor in dense]
-    # needed because many batches do not touch the first rows
-    # On the CPU torch copies what it sums in another dtype.
+    # The sums cover rows beyond the first ones, which many batches do not touch. They are made in parts, because torch
+    # on the CPU first copies what it sums in another dtype.
     parts = [torch.stack([part.sum(dtype=torch.float64) for part in tensor.split(_SUMMED)]) for tensor in dense]
     sums = [part.sum().reshape(1) for part in parts]
     seen = torch.cat([*begins, *sums]).cpu() if dense else torch.zeros(1)

@@ -104,7 +104,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for hooks and profilers, which are rare
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if not self._steps.may_step(self):
+        if not self._steps.prepare_step(self):
             return closure() if closure is not None else None
         loss = self._step(closure)
         self._steps.stepped(self)

@@ -140,7 +140,7 @@ class DataPosition:
         """Begin the next epoch. Batches that loops have fetched still belong to the next step."""
         assert self.epoch is not None
         for loop in self._loops:
-            loop.end()
+            loop.end_epoch()
         length = (
             self.current_epoch_batches or self.num_drawn
         )  # an epoch that lies wholly before the start position has none

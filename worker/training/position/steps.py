@@ -58,18 +58,18 @@ class Steps:
         self._newest: ExchangeOptimizer | None = None  # the optimizer that began the newest training step
         self._began: Begun | None = None  # where the newest training step's contribution began
         self._num_starts = -1
-        self._num_known = 0  # contributions that count already, of the training step that is replayed
-        self._is_stale = False  # the current step() belongs to a training step from before the run moved
+        self._replays_left = 0  # contributions that count already, of the training step that is replayed
+        self._skips_step = False  # the current step() belongs to a training step from before the run moved
         self._num_batches = self._num_samples = 0
         self._step_samples = 0  # of the newest training step
         self._losses: list[float] = []
         self._fresh_samples, self._fresh_losses = 0, list[float]()  # since the last step
         self._hyperparameters: tuple[Hyperparameters, ...] = ()
-        self._told_at = self._digested_at = -1  # values of `num_starts`
+        self._sent_first_for = self._digest_for = -1  # `num_starts` when FirstInfo was sent, and the digest made
         self._digest = 0  # of the gradients of the first step after the newest start
         self._resumed_at = time.perf_counter()
         self._compute_s = 0.0
-        if data.is_parted:  # a process may begin in the middle of a training step and does the rest of it
+        if data.is_parted:  # a process may take over in the middle of a training step
             memory.use()
 
     @property
@@ -89,32 +89,31 @@ class Steps:
             self._losses.append(loss)
             self._fresh_losses.append(loss)
 
-    def may_step(self, part: ExchangeOptimizer) -> bool:
+    def prepare_step(self, part: ExchangeOptimizer) -> bool:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         progress = self.progress
         self._begins = self.data.begins(part)
         if self._num_starts != progress.num_starts:
-            self._num_starts, self._num_known = progress.num_starts, max(1, progress.in_step)
-            self._is_stale = progress.in_step > 0
-        self._is_stale &= not self._begins
-        if self._is_stale:
+            self._num_starts, self._replays_left = progress.num_starts, max(1, progress.in_step)
+            self._skips_step = progress.in_step > 0
+        self._skips_step &= not self._begins
+        if self._skips_step:
             return False
-        if self._begins and progress.is_done:
-            if self.data.drop():
-                return False
-            raise after_the_end(progress)
+        num_samples = self._fresh_samples
         if self._begins:
+            if progress.is_done:
+                if self.data.drop():  # batches that were fetched before the end was known
+                    return False
+                raise after_the_end(progress)
             self._restarted.look(progress)
             if self._first_rates is None:
                 self._first_rates = rates_of(self._restarted.optimizers)
             self.memory.is_tried = False
             self.memory.note()
             self._evaluation.begin(progress, self.data)
-        num_samples = self.data.next_step_samples if self._begins else 0
-        losses, self._fresh_losses = self._fresh_losses, []
-        mean_loss = sum(losses) / len(losses) if losses else float("nan")
-        self.strategy.before_step(num_samples + self._fresh_samples, mean_loss, part.parameters)
-        self._fresh_samples = 0
+            num_samples += self.data.next_step_samples
+        self.strategy.before_step(num_samples, _mean(self._fresh_losses), part.parameters)
+        self._fresh_samples, self._fresh_losses = 0, []
         return True
 
     def stepped(self, part: ExchangeOptimizer) -> None:
@@ -134,8 +133,8 @@ class Steps:
             if not self.progress.is_replaying:
                 self._contribute(part)
             else:
-                self._num_known -= 1
-                if not self._num_known:
+                self._replays_left -= 1
+                if not self._replays_left:
                     self.memory.replayed()
                     # an evaluation that was due then has taken place
                     self._evaluation.is_due(self.progress, self.data)
@@ -147,22 +146,23 @@ class Steps:
     def _is_due(self) -> bool:
         if self._begins:
             return self.progress.took_step()
-        # localsgd sends other optimizers' steps with the next training step, which does not exist after the last one.
+        # With local steps, the other optimizers' steps go with the next contribution. After the last training step
+        # there is none, so they are sent now.
         return not self.strategy.kind.worker_steps or self.progress.is_last
 
     def _contribute(self, part: ExchangeOptimizer) -> None:
-        mean_loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
         if self.data.uses_shard:
             # A batch with a discarded gradient has weight 0, which would mean "unknown" in a message.
             num_samples = max(1, num_samples)
         hyperparameters = self._current_hyperparameters()
+        drawn = self._num_batches if self.data.uses_shard else None
+        is_due = False
         if self._begins:
             self._began = self.memory.take()
-        drawn = self._num_batches if self.data.uses_shard else None
-        is_due = self._begins and self._evaluation.is_due(self.progress, self.data)
-        if self._begins and self._evaluation.every is not None:
-            is_due = self.strategy.agreed(is_due)
+            is_due = self._evaluation.is_due(self.progress, self.data)
+            if self._evaluation.every is not None:
+                is_due = self.strategy.agreed(is_due)
         number = self.parts.index(part) + 1 if self.data.is_parted else 0
         num_steps = 0 if number and not self._begins else None  # the previous part counted the training step
         clip_norm, began = part.take_clip_norm(), self._began
@@ -170,7 +170,7 @@ class Steps:
             kind=self.strategy.kind,
             counts=Counts(num_samples, num_steps, drawn, number),
             timing=Timing(self._compute_s),
-            training=TrainingInfo(hyperparameters, clip_norm, mean_loss, evaluates=is_due),
+            training=TrainingInfo(hyperparameters, clip_norm, _mean(self._losses), evaluates=is_due),
             first=self._first(),
             position=began.position if began is not None else None,
         )
@@ -178,7 +178,7 @@ class Steps:
         self.strategy.contribute(outgoing, part.parameters if number else None)
         self._begin_anew()
         self.memory.after_step()
-        if is_due and not self.progress.is_done:  # at the end `finish` evaluates the final weights
+        if is_due and not self.progress.is_done:  # at the end `session.finish()` evaluates the final weights
             self._evaluation.run()
 
     def _rows(self) -> tuple[RowGradients, ...]:
@@ -211,16 +211,16 @@ class Steps:
 
     def _first(self) -> FirstInfo | None:
         """Facts about the data for the first contribution after each start, as a restarted server lost them."""
-        if self._told_at == self.progress.num_starts:
+        if self._sent_first_for == self.progress.num_starts:
             return None
-        self._told_at = self.progress.num_starts
+        self._sent_first_for = self.progress.num_starts
         return FirstInfo(self.data.num_samples, self._digest, self.data.run_steps, self._first_rates or ())
 
     def _note_gradients(self, part: ExchangeOptimizer) -> None:
         """Compute the digest of the first gradients after a start. Batches of `session.shard()` need none."""
-        if self._digested_at == self.progress.num_starts or self.progress.is_replaying:
+        if self._digest_for == self.progress.num_starts or self.progress.is_replaying:
             return
-        self._digested_at = self.progress.num_starts
+        self._digest_for = self.progress.num_starts
         gradients = [parameter.grad for parameter in part.parameters if parameter.grad is not None]
         self._digest = 0 if self.data.uses_shard else digest_of(gradients)
 
@@ -230,3 +230,7 @@ class Steps:
         if delay_s > 0:
             time.sleep(delay_s)
         self._compute_s += time.perf_counter() - self._resumed_at
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

@@ -79,7 +79,7 @@ class Stepper:
         self._scaler.unscale_(self._optimizer)
         self._scaler.update()
         if self._scaler.get_scale() < scale and scale > _LEAST_SCALE:
-            batches.void()
+            batches.zero_sample_weights()
         else:
             self._optimizer.step()
 
