@@ -89,7 +89,7 @@ class Delivery:
             await self._send_encoded(self._peer.reply_codec, header, go)
         else:
             await self._send(self.transport, header, version, go)
-        self._peer.traffic.num_received += self._stream.take_sent()
+        self._peer.traffic.num_received += self._stream.pop_bytes_written()
 
     async def final(self, done: Done) -> None:
         """Send the run's final weights."""

@@ -336,7 +336,7 @@ class Receiver:
     ) -> None:
         """Stage a complete contribution, and offer it to the run."""
         peer, stream, traffic = self._peer, self._stream, self._peer.traffic
-        traffic.num_sent, stream.num_received = traffic.num_sent + stream.num_received, 0
+        traffic.num_sent += stream.pop_bytes_read()
         traffic.num_peers += contribution.completion.peer_bytes
         rows, optimizer = self._attachments.take()
         if self._rejected and payload is not None:

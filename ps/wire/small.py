@@ -86,7 +86,7 @@ class SmallExchanges:
             return True
         if is_reply:
             self._is_due = False
-            self._peer.traffic.num_received += self._stream.take_sent()
+            self._peer.traffic.num_received += self._stream.pop_bytes_written()
             if self._is_paused:
                 self._is_paused = False
                 self._connection.watch(self._readable)

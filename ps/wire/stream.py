@@ -29,9 +29,8 @@ Result = TypeVar("Result")
 
 # A worker begins an upload again if a gradient changed after it was sent.
 _MAX_BEGINS = 8
-# Time for a peer to receive earlier messages and a refusal before the call ends anyway.
-_SETTLE_S = 0.5
-_REFUSING_S = 2.0
+_SETTLE_S = 0.5  # for the peer to receive earlier messages before the status
+_REFUSING_S = 2.0  # after a refusal, before the call is cancelled again
 _SAY_WAITING_S = 1.0
 
 
@@ -65,7 +64,7 @@ class Stream:
         self._direct: Connection | None = None  # if set, messages use it instead of gRPC
         self._writing: asyncio.Future[None] | None = None
         self.rank: int | None = None  # None until the worker has a rank
-        self.num_received = self.num_sent = 0  # bytes since the last reading, without Waiting messages
+        self._bytes_read = self._bytes_written = 0  # since the last `pop_`, without Waiting messages
         self.refused: ParamServerError | None = None
         self._time = asyncio.get_running_loop().time
         self._task = asyncio.current_task()
@@ -74,7 +73,9 @@ class Stream:
         self._time_budget = TimeBudget(limits.progress_s, CHUNK_BYTES)
         self._num_missing = 0  # announced bytes that have not arrived
         self._num_begins = 0  # Begin messages since the last Contribution
-        self._reading_since: float | None = None  # None: no announced bytes are missing
+        self._reading_since: float | None = (
+            None  # since when the server waits for bytes of an upload; None: it does not
+        )
         self._writing_since = 0.0  # when CHUNK_BYTES of this message were sent, or it began
         self._num_written = 0  # bytes of it since then
         self._taken_missing_since: float | None = None
@@ -105,7 +106,7 @@ class Stream:
         received = parse(pb.WorkerMessage, raw)
         if self._limiter is not None:
             self._limiter.consume(len(raw))
-        self.num_received += len(raw) + received.out_of_band
+        self._bytes_read += len(raw) + received.out_of_band
         if (received.kind or "") not in kinds:
             expected = " or ".join(kind or "a piece of a payload" for kind in kinds)
             raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a payload'}, expected {expected}")
@@ -121,9 +122,9 @@ class Stream:
         received = parse(pb.WorkerMessage, raw)
         if received.header is not None:
             check_header(received.header)
-        self.num_received += len(raw)
+        self._bytes_read += len(raw)  # before `take`, which moves the count to the worker's traffic
         if not (is_taken := take(received)):
-            self.num_received -= len(raw)
+            self._bytes_read -= len(raw)
         return is_taken
 
     @property
@@ -213,7 +214,7 @@ class Stream:
     def _is_pressing(self) -> bool:
         """Whether the time limit applies to the upload.
 
-        Before its Contribution message, a payload arrives as fast as the worker computes. That may be slow, unless
+        Before its Contribution message, a payload arrives as fast as backward runs. The limit then applies only if
         other workers wait for the memory.
         """
         return not self._num_begins or self._is_memory_wanted()
@@ -235,20 +236,19 @@ class Stream:
 
     # ---- out ------------------------------------------------------------------------------
 
-    async def write(self, message: bytes | OutOfBand) -> None:
+    async def write(self, message: bytes | OutOfBand, is_counted: bool = True) -> None:
         """Send a message. On a direct connection, payload bytes may follow it.
 
         This returns once the connection has accepted the previous message, so that the caller continues while this one
         is sent.
         """
-        self.num_sent += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
-        await self._write(message)
-
-    async def _write(self, message: bytes | OutOfBand) -> None:
+        if is_counted:
+            self._bytes_written += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
         await self.flush()
         if self._direct is not None:
             self._write_direct(self._direct, message)
-        elif isinstance(message, bytes):
+        else:
+            assert isinstance(message, bytes)
             self._writing_since = self._time()
             self._writing = asyncio.ensure_future(self._context.write(message))
 
@@ -272,7 +272,7 @@ class Stream:
         assert self._direct is not None
         if self._writing is not None:
             return False
-        self.num_sent += len(raw) if is_counted else 0
+        self._bytes_written += len(raw) if is_counted else 0
         self._write_direct(self._direct, raw)
         return True
 
@@ -282,16 +282,21 @@ class Stream:
 
     async def say_waiting(self, reason: str) -> None:
         """Send the worker the reason for its wait. The bytes are not counted, as their number depends on time."""
-        await self._write(pb.ServerMessage(waiting=pb.Waiting(reason=reason)).SerializeToString())
+        await self.write(pb.ServerMessage(waiting=pb.Waiting(reason=reason)).SerializeToString(), is_counted=False)
 
-    def take_sent(self) -> int:
+    def pop_bytes_read(self) -> int:
+        """Return the bytes received since the last call."""
+        num_bytes, self._bytes_read = self._bytes_read, 0
+        return num_bytes
+
+    def pop_bytes_written(self) -> int:
         """Return the bytes sent since the last call."""
-        num_sent, self.num_sent = self.num_sent, 0
-        return num_sent
+        num_bytes, self._bytes_written = self._bytes_written, 0
+        return num_bytes
 
     async def write_out_of_band(self, start: int, end: int) -> None:
         """Announce bytes of a payload that are in shared memory. They count as sent."""
-        self.num_sent += end - start
+        self._bytes_written += end - start
         await self.write(out_of_band_frame(start, end - start))
 
     async def wait(self, result: Awaitable[Result], why: Callable[[], str]) -> Result:

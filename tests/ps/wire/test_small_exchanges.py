@@ -51,7 +51,7 @@ class Stage:
     def write_now(self, raw: bytes, is_counted: bool) -> bool:
         return not self.is_stuck and not self.connection.send_now(to_buffers(raw))
 
-    def take_sent(self) -> int:
+    def pop_bytes_written(self) -> int:
         return 0
 
     def contribute(self, count: int = 1) -> None:
