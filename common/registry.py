@@ -223,6 +223,9 @@ def _check_delayed_update(mode: str, options: Any) -> None:
         able = _modes_that(lambda policy: policy.may_delay_update)
         message = f"{setting}: its workers compute on nothing but the newest weights"
         raise UsageError(message, fix=f"leave it out, or take a mode that can: {able}")
+    if getattr(options, "late_cut", None) == 1:
+        message = f"{setting} and late_cut 1: every contribution is one version late, and would be dropped"
+        raise UsageError(message, fix="--set policy.late_cut=2 or more")
     least = policy.least_delayed_staleness
     staleness = getattr(options, "staleness", least)
     if staleness < least:

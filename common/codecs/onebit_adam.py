@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..errors import UsageError
 from ..tensors.layout import Layout, new_payload
 from ..tensors.optimizers import Hyperparameters
 from .base import Codec
@@ -65,6 +66,10 @@ class _Momentum:
         self._sent: tuple[tuple[Hyperparameters, ...], tuple[Hyperparameters, ...]] | None = None
 
     def begin(self, groups: Sequence[Hyperparameters]) -> None:
+        """Raises UsageError if groups have different betas or warm-ups: there is one momentum for all."""
+        if len({(*group["betas"], group["warmup_steps"]) for group in groups}) > 1:
+            message = "codec onebit_adam with parameter groups of different betas or warmup_steps"
+            raise UsageError(message, fix="the same for all groups; or another codec, e.g. --set worker.codec=int8")
         self._beta, self._warmup_steps = groups[0]["betas"][0], int(groups[0]["warmup_steps"])
 
     def codec(self, version: int) -> Codec:

@@ -225,6 +225,16 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     return cls
 
 
+def check_class(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for another class with the name of one of torch's, which a server would step instead."""
+    cls = type(optimizer)
+    if known_optimizers().get(cls.__name__.lower(), cls) is not cls:
+        raise UsageError(
+            f"optimizer {cls.__module__}.{cls.__name__} is not torch.optim.{cls.__name__}, which the server would step",
+            fix=f"torch.optim.{cls.__name__}; or --mode localsgd, where workers step; or another name for the class",
+        )
+
+
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
     """Return the class if torch accepts `arguments` for it. Raises UsageError that names the argument."""
     cls = find_optimizer(name)
@@ -294,10 +304,18 @@ def build_optimizer(
         _is_fused_right(name, parameter.dtype) for parameter in parameters if parameter.device.type == "cpu"
     ):
         try:
-            return cls(groups, **arguments, fused=True)  # type: ignore[call-arg]
+            return _with_sums(cls(groups, **arguments, fused=True))  # type: ignore[call-arg]
         except (RuntimeError, ValueError):
             pass  # this dtype or device has no fused step
-    return cls(groups, **arguments)
+    return _with_sums(cls(groups, **arguments))
+
+
+def _with_sums(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Set Adagrad's first sums to each group's value. torch takes one value for all groups."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if "initial_accumulator_value" in group else ():
+            optimizer.state[param]["sum"].fill_(group["initial_accumulator_value"])
+    return optimizer
 
 
 def has_fused(name: str) -> bool:

@@ -91,10 +91,13 @@ class Ending(Saving):
             self.initializer = None
         if self.is_closed:
             return
-        was_member = rank in self.policy.members
-        yield from self.performed(self.policy.left(rank, at), at)
-        if was_member and not is_goodbye and not self.policy.is_through(rank):
-            self.lost_at[rank] = at
+        if rank in self.policy.members:
+            if self.policy.is_through(rank):  # nobody waits for it: its script has no more steps to take
+                yield from self.performed(self.policy.finished(rank, at), at)
+            else:
+                yield from self.performed(self.policy.left(rank, at), at)
+                if not is_goodbye:
+                    self.lost_at[rank] = at
         yield from self._end_if_over(at)
 
     def _pass_on(self, departed: Worker) -> Iterator[Effect]:
@@ -167,9 +170,11 @@ class Ending(Saving):
         if not roster.workers:
             is_through = self.is_done or self.has_finished or self.is_any_rank_through
             if roster.was_anyone_here and is_through:
+                yield from self.performed(self.policy.last_commit(), at)
                 self.is_closed = True
                 yield effects.End(self.failure)
             return
+        yield from self.performed(self.policy.last_commit(), at)
         if self.has_weights and self.rhythm.wants_last(self.policy.version):
             # Once a worker has left, its work cannot be repeated.
             if not self.rhythm.is_writing:

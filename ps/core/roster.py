@@ -20,6 +20,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from ...common.errors import ParamServerError, Reason, refusal
@@ -149,6 +150,8 @@ class Roster:
     def _free_rank(self) -> int:
         # The list ascends: below the first free rank, each rank equals its position.
         rank = bisect_left(range(len(self._ranks)), 1, key=lambda position: int(self._ranks[position] > position))
+        if self.evicted:
+            rank = next(free for free in count(rank) if free not in self.workers and free not in self.evicted)
         if self.num_workers is not None and rank >= self.num_workers:
             raise refusal(
                 Reason.RUN_FULL,

@@ -114,7 +114,8 @@ class Run(Ending):
         except ParamServerError as error:
             yield effects.NotSeated(joined.stream, error)
             return
-        self.lost_at.pop(worker.rank, None)
+        self.lost_at |= dict.fromkeys(self.returning, joined.at)
+        self.returning = []
         if old is not None:
             if may_resume:
                 worker.goes_on_from(old)
@@ -216,6 +217,7 @@ class Run(Ending):
         if not self.policy.members and not self.policy.has_newest_weights:
             yield from self._ask_for_newest("all workers that had the newest are gone")
             return
+        self.lost_at.pop(worker.rank, None)
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)
         yield Log("routine", "admitted", {"rank": worker.rank, "seq": self.policy.num_counted[worker.rank]})

@@ -68,6 +68,8 @@ class Saving(RunState):
         self.curve.restore(saved["training"].get("curve"))
         changes.restore(self, saved["training"].get("controls"))
         self.rhythm.restore(version, self.policy.min_steps_done)
+        ranks = sorted(self.policy.num_counted.keys() - self.policy.finished_ranks)
+        self.returning = [rank for rank in ranks if not self.policy.is_through(rank)]
         self.has_weights = self.may_change_optimizer = True
 
     def digest(self) -> str:

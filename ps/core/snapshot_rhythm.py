@@ -42,8 +42,11 @@ class Rhythm:
             return True
         if self._last_at is None:  # the time since the start of this process counts from its first commit
             self._last_at = at
-        if self._every_steps is not None and min_training_steps() - self._last_steps >= self._every_steps:
-            return True
+        if self._every_steps is not None:
+            least = min_training_steps()
+            self._last_steps = min(self._last_steps, least)  # a rank that comes back may be far behind
+            if least - self._last_steps >= self._every_steps:
+                return True
         return self._every_s is not None and at - self._last_at >= self._every_s
 
     def begin(self, version: int, min_training_steps: int, at: float) -> int:

@@ -69,6 +69,7 @@ class RunState:
         # Options that were set during the run, by name: the configured value, and the new one.
         self.changed: dict[str, tuple[Any, Any]] = {}
         self.lost_at: dict[int, float] = {}  # by rank, before its last training step
+        self.returning: list[int] = []  # ranks of a snapshot with steps left; they count as lost at the first join
 
     def use_policy(self, mode: str, policy: Policy) -> None:
         """Continue with this mode."""

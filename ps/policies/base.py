@@ -93,7 +93,7 @@ class Policy(Gates, ABC):
         self.committed_by = None
         self.finished_ranks.discard(rank)
         self._needed = self._num_needed()
-        self._standing.put(rank, number)
+        self._standing.put(rank, number + self._shifts.get(rank, 0))
         self._owe(member, Outcome.START)
         return decisions + self._joined(rank) + self._settle(now)
 
@@ -102,6 +102,8 @@ class Policy(Gates, ABC):
         if self.members.pop(rank, None) is None:
             return []
         del self._ranks[bisect_left(self._ranks, rank)]
+        if not (self.members or self.has_rounds):
+            self._start_number = self._standing.number_of[rank]
         self.committed_by = None
         self._needed = self._num_needed()
         self._standing.remove(rank)
@@ -122,6 +124,10 @@ class Policy(Gates, ABC):
         self.paused.clear()
         self._waiting.ask_all()
         return self._settle(now)
+
+    def last_commit(self) -> list[Decision]:
+        """Commit what is folded. No worker contributes any more."""
+        return []
 
     def disconnected(self, rank: int) -> None:
         """Note a lost connection: the worker is still a member, but no reply would reach it. It will ask again."""

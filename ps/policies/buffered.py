@@ -65,6 +65,9 @@ class BufferedPolicy(Policy):
         """Close the last step when the last worker leaves, since scripts decide themselves when they have finished."""
         return [self._step()] if self._buffer and not self.members and rank in self.finished_ranks else []
 
+    def last_commit(self) -> list[Decision]:
+        return [self._step()] if self._buffer else []
+
     @property
     def _is_last(self) -> bool:
         """Whether no worker will contribute any more."""

@@ -73,7 +73,7 @@ class DsspPolicy(SspPolicy):
         if ahead <= self.options.staleness:
             self._extra.pop(rank, None)
             return
-        if not self._extra.get(rank) and self._standing.most == self.num_counted[rank]:
+        if not self._extra.get(rank) and self._standing.most == self._standing.number_of[rank]:
             self._extra[rank] = self._most_useful(rank)
         if self._extra.get(rank):
             self._extra[rank] -= 1

@@ -31,7 +31,8 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
         files[TABLES] = _tables_together([part.files[TABLES] for part in parts], mine.tables)
     if (outer := manifest.outer) is not None:
         outer = outer_spec(outer.name, outer.groups[0].hyperparameters, share.layout)
-    manifest = manifest.model_copy(update={"tensors": share.layout.specs, "optimizer": mine, "outer": outer})
+    changed = {"tensors": share.layout.specs, "optimizer": mine, "outer": outer, "scalars": _scalars(parts)}
+    manifest = manifest.model_copy(update=changed)
     return Loaded(parts[0].path, manifest, share.layout, whole, optimizer, files, states)
 
 
@@ -57,15 +58,25 @@ def _tables_together(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> d
     found: dict[str, torch.Tensor] = {}
     for table in tables:
         before = [table.part(number, len(files)) for number in range(len(files))]
-        for full in (full for full in files[0] if full.partition("/")[2] == table.name):
-            tensors = [file[full] for file in files]
-            rows = [
+        known = {
+            full: tensor for file in files for full, tensor in file.items() if full.partition("/")[2] == table.name
+        }
+        for full, example in known.items():  # a shard whose rows were never stepped has no state of them
+            if not example.dim():
+                found[full] = torch.stack([file[full] for file in files if full in file]).max()
+                continue
+            empty = [example.new_zeros(part.end - part.first, *example.shape[1:]) for part in before]
+            tensors = [file.get(full, other) for file, other in zip(files, empty, strict=True)]
+            found[full] = torch.cat([
                 tensor[max(0, table.first - part.first) : max(0, table.end - part.first)]
                 for tensor, part in zip(tensors, before, strict=True)
-                if tensor.dim()
-            ]
-            found[full] = torch.cat(rows) if rows else tensors[0]
+            ])  # fmt: skip
     return found
+
+
+def _scalars(parts: Sequence[Loaded]) -> tuple[str, ...]:
+    """Return the keys with one value per parameter. A shard whose tensors have no state names none."""
+    return tuple(sorted({key for part in parts for key in part.manifest.scalars}))
 
 
 def _state_together(parts: list[Loaded], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
@@ -74,9 +85,9 @@ def _state_together(parts: list[Loaded], before: list[Share], share: Share) -> d
     for full, tensor in (item for part in parts for item in part.state.items()):
         key, _, name = full.partition("/")
         by_key.setdefault(key, {})[name] = tensor
-    found: dict[str, torch.Tensor] = {}
+    scalars, found = _scalars(parts), dict[str, torch.Tensor]()
     for key, tensors in by_key.items():
-        if key in parts[0].manifest.scalars:
+        if key in scalars:
             values = {
                 part.spec.name: tensors[part.name] for share in before for part in share.parts if part.name in tensors
             }

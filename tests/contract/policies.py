@@ -196,6 +196,7 @@ class World:
         self.events: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self.decided: list[list[Any]] = []
         self.last_seqs: dict[int, int] = {}
+        self.last_left = 0  # the number of the last live rank, once it has left a mode without rounds
         self.is_sound = True  # False from the first broken promise on
 
     def event(
@@ -217,8 +218,8 @@ class World:
     # ---- events ----
 
     def join(self, rank: int) -> None:
-        # A rank new to a running job starts where the slowest live one is, one that returns where it was.
-        slowest = min((worker.seq for worker in self.store.live.values()), default=0)
+        # A rank new to a running job starts where the slowest live one is, or the last was. One that returns goes on.
+        slowest = min((worker.seq for worker in self.store.live.values()), default=self.last_left)
         seq = self.last_seqs.setdefault(rank, slowest)
         if seq < slowest:
             for worker in self.store.live.values():
@@ -228,6 +229,8 @@ class World:
 
     def leave(self, rank: int) -> None:
         worker = self.store.live.pop(rank, None)
+        if worker is not None and not self.store.live and not self.policy.has_rounds:
+            self.last_left = self.last_seqs[rank]
         self.store.forget(rank)
         decisions = self.event("left", rank)
         assert worker is not None or decisions == []

@@ -46,6 +46,7 @@ TOLD = {
     "frozen": "none of its 2 tensors is a parameter with requires_grad",
     "shared": "parameter 'a.0.weight' is in two parameter groups",
     "parts": "takes NAME=(model, optimizer) for each part",
+    "namesake": "optimizer __main__.Adam is not torch.optim.Adam, which the server would step",
     "max_norm": "embedding '1' has a max_norm",
     "lazy": "'0.weight' of a lazy module has no shape yet",
     "second": "session.optimizers(generator=",

@@ -60,6 +60,7 @@ class FakeExchange:
         self.progress = Progress(total_steps=steps)
         self.sent: list[tuple[float, float, int]] = []  # (parameter or gradient, buffer, base version)
         self.cut: list[int | None] = []  # local steps of each, where they are fewer than the server expects
+        self.without: list[tuple[int, ...]] = []  # positions of the parameters without a gradient
         self.threads: set[str] = set()
         self.may_land = threading.Semaphore(0)
         self.landings: list[Any] = []  # of each flight: outcome, or an exception
@@ -80,6 +81,7 @@ class FakeExchange:
         self.cut.append(self.progress.local_steps if self.progress.is_cut_short else None)
         w, _, seen = self.model.sources(self.settings.kind)
         self.sent.append((w.item(), seen.item(), self.progress.version))
+        self.without.append(outgoing.contribution.payload.without_gradient)
         landing = self.landings.pop(0) if self.landings else "APPLIED"
         if isinstance(landing, BaseException):
             raise landing
@@ -171,6 +173,7 @@ def test_memory_is_kept_and_a_missing_gradient_is_zero() -> None:
         places.add(tuple(t.data_ptr() for t in [*model.sources(ContributionKind.GRADIENT), *model.tensors]))
         assert bench.exchange.model.sources(ContributionKind.GRADIENT)[1].item() == 0.0
         bench.land()
+    assert bench.exchange.without == [(1,)] * 4, "so that the server does not decay it"
     assert len(places) == 1
     pointers = {tensor.data_ptr() for tensor in (bench.net.w, bench.net.seen, bench.net.w.grad)}
     assert not pointers & set(next(iter(places)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from paramserver.common.codecs.raw import RawCodec
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import Kind, as_bytes, new_payload
+from paramserver.common.tensors.sharding import divide
+from paramserver.worker.tensors import staged
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
-from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
+from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors, part_of
+from paramserver.worker.transports.up import Up
 
 Make = Callable[[ModelTensors], DirectTransfer]
 TRANSFERS: list[Make] = [DirectTransfer, StagedTransfer]
@@ -352,3 +358,56 @@ def test_tensors_that_are_left_out_are_as_they_were(transfer: Callable[[ModelTen
     receiving.finish_write(len(payload), [(kept.offset, kept.end)])
     for entry, found, old, new in zip(mine.layout.entries, mine.tensors, before, other.tensors, strict=True):
         assert torch.equal(found, old if entry is kept else new), entry.spec.name
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_a_shard_with_as_many_bytes_as_the_model_gets_its_own_part(num_shards: int) -> None:
+    """The bytes of each part are rounded up, so they may equal the whole's."""
+    net = nn.Linear(4, 1, bias=False)
+    net.weight = nn.Parameter(torch.zeros(4))
+    net.register_buffer("scale", torch.tensor(1.0))
+    net.weight.grad = torch.arange(1.0, 5.0)
+    model = ModelTensors(net)
+    found: list[float] = []
+    for share in divide(model.layout, num_shards):
+        part = part_of(model, share)
+        sources = part.sources(ContributionKind.GRADIENT, range(part.num_exchanged))
+        for entry, source in zip(part.layout.entries, sources, strict=False):
+            if "weight" in entry.spec.name and source is not None:
+                found += source.tolist()
+    assert found == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_copies_of_gradients_that_have_changed_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU. The script clips after backward, and no gradient has been sent yet. The stream is the CPU's."""
+
+    class Stream:
+        device = "cuda:0"
+
+        def __init__(self, _tensors: object) -> None: ...
+        def copies(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        def precede(self) -> None: ...
+        def event(self) -> SimpleNamespace:
+            return SimpleNamespace(synchronize=lambda: None)
+
+        def synchronize(self) -> None: ...
+        def new_payload(self, num_bytes: int) -> torch.Tensor:
+            return new_payload(num_bytes)
+
+    monkeypatch.setattr(staged, "SideStream", Stream)
+    net = nn.Linear(4, 2)
+    model = ModelTensors(net)
+    transfer = StagedTransfer(model)
+    up = Up(RawCodec(), model, transfer, lambda _messages: None)
+    up.transport = SimpleNamespace(segment=None, is_beside_stream=False, messages=None)  # type: ignore[assignment]
+    net(torch.ones(3, 4)).sum().backward()
+    up.prepare([0, 1])
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.01)
+    up.recall()
+    sent = joined(transfer.gather(ContributionKind.GRADIENT, None)[0].pieces)
+    wanted = joined(DirectTransfer(model).gather(ContributionKind.GRADIENT, None)[0].pieces)
+    assert sent == wanted

@@ -77,6 +77,8 @@ class DelayedUpdate(Strategy):
         expected = self.progress.local_steps
         if is_cut or expected != taken:  # the loop ended meanwhile, or the reply came after the steps were taken
             self.progress.local_steps, self.progress.is_cut_short = taken, True
+        if not self.kind.worker_steps:
+            outgoing = outgoing.changed(payload=PayloadInfo(without_gradient=self._model.without_gradient()))
         base_version = self._turn(landed is not None and landed.has_new_weights)
         self._hand_over(base_version, outgoing)
         if self.progress.assume_counted(expected):

@@ -129,6 +129,9 @@ class StagedTransfer(DirectTransfer):
         self._copied.update(dict.fromkeys(indices, self._stream.event()))
         return True
 
+    def forget_copies(self) -> None:
+        self._copied.clear()
+
     def _places_in(self, segment: torch.Tensor) -> list[torch.Tensor]:
         if segment is not self._segment:
             self.leave_segment()

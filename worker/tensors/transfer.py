@@ -383,6 +383,9 @@ class DirectTransfer:
         """Start copying these gradients off their device. Returns False if they are on the host."""
         return False
 
+    def forget_copies(self) -> None:
+        """Do not use the copies that `prepare` started: the gradients have changed."""
+
     def _zero_bytes(self, num_bytes: int) -> memoryview:
         if len(self._zeros) < num_bytes:
             self._zeros = memoryview(bytes(num_bytes))
@@ -473,4 +476,4 @@ class PartTensors(ModelTensors):
 
 def part_of(whole: ModelTensors, share: Share) -> ModelTensors:
     """Return the model itself if one shard has all of it, else the shard's part."""
-    return whole if share.layout.total_bytes == whole.layout.total_bytes else PartTensors(whole, share)
+    return whole if share.count == 1 else PartTensors(whole, share)

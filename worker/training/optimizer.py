@@ -24,6 +24,15 @@ log = get_logger()
 _PLACE = "paramserver"  # key in a saved state: the run and the training step that it is from
 
 
+def warn_of_lost_state() -> None:
+    """Warn that moments of a worker's optimizer are not used, because the server steps."""
+    log.warning(
+        "optimizer_state_not_loaded",
+        meaning="only hyperparameters are loaded: the server keeps its own moments; a new run begins without moments, "
+        "and ps-server --checkpoint-dir resumes with them",
+    )
+
+
 class ExchangeOptimizer(torch.optim.Optimizer):
     """Replaces the script's optimizer and shares its parameter groups and state, so schedulers work as usual.
 
@@ -76,11 +85,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if not self._steps_here:
             position = {"run": self.progress.run, "steps": self.progress.position}
             if state_dict["state"] and state_dict.get(_PLACE) != position:
-                log.warning(
-                    "optimizer_state_not_loaded",
-                    meaning="only hyperparameters are loaded: the server keeps its own moments; a new run begins "
-                    "without moments, and ps-server --checkpoint-dir resumes with them",
-                )
+                warn_of_lost_state()
             state_dict = {**state_dict, "state": {}}
         self.inner.load_state_dict(state_dict)
 

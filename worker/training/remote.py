@@ -17,7 +17,7 @@ from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
 from ...common.registry import CODECS, WITHIN_WORKER, first_codec
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import OptimizerSpec, TableSpec, describe_optimizers
+from ...common.tensors.optimizers import OptimizerSpec, TableSpec, check_class, describe_optimizers
 from ...common.tensors.statistics import batch_norms
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye
@@ -30,7 +30,7 @@ from ..transports.auto.measuring import suits
 from ..transports.auto.rule import ORDER
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
-from .optimizer import ExchangeOptimizer
+from .optimizer import ExchangeOptimizer, warn_of_lost_state
 from .pipeline import Example, LossFn, Pipeline, layers_of
 from .position.data import DataPosition
 from .position.memory import Memory
@@ -160,6 +160,11 @@ class RemoteSession(Session):
             reduction=reduction,
         )
         self._check_codecs(described)
+        if not self._strategy.kind.worker_steps:
+            for part in optimizers:
+                check_class(part)
+            if any(map(_has_stepped, optimizers)):
+                warn_of_lost_state()
         self._strategy.start(tensors, described, is_parted=len(optimizers) > 1)
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
@@ -335,6 +340,11 @@ def check_alone(mode: str, num_optimizers: int, config: Config) -> None:
         raise UsageError(f"session.optimizers() in mode {mode}: a round is one step of one optimizer", fix=fix)
     if (codec := config.worker.reply_codec) != "raw":
         raise UsageError(f"worker.reply_codec is {codec}, but workers of mode {mode} receive no weights", fix=fix)
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has moments. Adagrad has state before its first step."""
+    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
 def _check_forward(model: nn.Module) -> None:

@@ -47,6 +47,7 @@ class Up:
         """A new stream is open. Everything sent on the old one may be lost, except for a partial transfer."""
         self.transport, self._partial = transport, PartialTransfer(welcome)
         self.departed.clear()
+        self.transfer.forget_copies()
         self.encoding.recall()
 
     def replied(self, outcome: Outcome) -> None:
@@ -74,7 +75,8 @@ class Up:
         self._send_tensors(ContributionKind.GRADIENT, indices)
 
     def recall(self) -> None:
-        """Discard the gradients that were sent early."""
+        """Discard the gradients that were sent early, and the copies of others."""
+        self.transfer.forget_copies()
         if self.departed:
             self.departed.clear()
             self.encoding.recall()

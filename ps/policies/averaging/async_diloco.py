@@ -217,6 +217,9 @@ class AsyncDilocoPolicy(Policy):
                 self._replied[decision.rank] = began_at, self.next_local_steps(decision.rank)
         return decisions
 
+    def last_commit(self) -> list[Decision]:
+        return [self._close("no worker contributes any more")] if self._round else []
+
     # ---- rounds -------------------------------------------------------------------------------
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:

@@ -42,10 +42,13 @@ class Ledger(Traits):
         # of mode, after short contributions, and for a model that is stepped in parts.
         self._offsets: dict[int, int] = {}
         self._default_offset = 0  # the same for ranks without an entry in `_offsets`
+        # By rank, after a resume from a mode in which ranks took steps that were not contributions: what makes its
+        # number comparable with those of other ranks. 0 without an entry.
+        self._shifts: dict[int, int] = {}
         # By rank: training steps that its uncommitted contribution has fewer than `local_steps`. The commit subtracts
         # them from the offset.
         self._missing_steps: dict[int, int] = {}
-        self._standing = Standing[int]()  # the live ranks, ordered by `num_counted`
+        self._standing = Standing[int]()  # the live ranks, ordered by `num_counted` plus `_shifts`
 
     def _copy_counts(self, other: Ledger) -> None:
         """Continue with the counts of a compatible mode's ledger."""
@@ -62,7 +65,7 @@ class Ledger(Traits):
             other._default_offset,
             other._missing_steps,
         )
-        self._standing = other._standing
+        self._standing, self._shifts = other._standing, other._shifts
 
     # ---- questions ------------------------------------------------------------------------
 
@@ -78,7 +81,7 @@ class Ledger(Traits):
 
     def lead(self, rank: int) -> int:
         """Returns how many contributions a live worker is ahead of the slowest live worker."""
-        return self.num_counted[rank] - self.slowest
+        return self._standing.number_of[rank] - self.slowest
 
     def next_local_steps(self, rank: int) -> int:
         """Returns the training steps that the worker's next contribution covers, or 0 if it takes no more steps."""
@@ -158,16 +161,19 @@ class Ledger(Traits):
         if self.has_rounds:
             self._default_offset = least - self.version * self.local_steps
             return
-        for rank in self.num_counted:
-            self._offsets[rank] = steps.get(rank, least) - self.num_counted[rank] * self.local_steps
-        self._default_offset = self._offsets[min(self.num_counted, key=lambda rank: self.num_counted[rank])]
+        counted = self.num_counted
+        self._offsets = {rank: steps.get(rank, least) - counted[rank] * self.local_steps for rank in counted}
+        self._default_offset = self._offsets[min(counted, key=counted.__getitem__)]
+        shifts = {rank: (item - self._default_offset) // self.local_steps for rank, item in self._offsets.items()}
+        self._shifts = {rank: shift for rank, shift in shifts.items() if shift}
+        self._start_number = min(counted[rank] + shifts[rank] for rank in counted)
 
     # ---- counting --------------------------------------------------------------------------
 
     def _count_contribution(self, rank: int) -> None:
         self.num_counted[rank] = number = self.num_counted[rank] + 1
         self._num_uncommitted[rank] = self._num_uncommitted.get(rank, 0) + 1
-        self._standing.put(rank, number)
+        self._standing.put(rank, number + self._shifts.get(rank, 0))
 
     def _count_part(self, key: int, continues: bool) -> None:
         """Count a contribution of one part of the model (`key` is its rank), or a round of them (`key` is ROUNDS).

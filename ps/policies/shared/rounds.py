@@ -84,11 +84,11 @@ class RoundPolicy(Policy):
 
     def change(self, options: Any, now: float) -> list[Decision]:
         """Apply options. An open round that gets a deadline folds the contributions it has, in order. One that loses
-        its deadline keeps its order of folding until it closes."""
+        its deadline folds as before until it closes: its uploads may have all the memory."""
         self.options, found = options, list[Decision]()
         if self.has_fixed_set and not self._has_fixed_set():
             found = self._fold_rest()
-        self.has_fixed_set = self._has_fixed_set() and (self.has_fixed_set or not self._weights)
+        self.has_fixed_set = self.has_fixed_set and self._has_fixed_set()
         return found + super().change(options, now)
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:

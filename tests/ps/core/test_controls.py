@@ -153,9 +153,10 @@ def test_a_round_that_gets_a_deadline_closes_without_who_is_late() -> None:
     (commit,) = commits(run.apply(events.Ticked(at=2.0)))
     assert [contribution.rank for contribution in commit.contributions] == [2]
     assert verdict(ask(run, "set", name="straggler_timeout_s", value=None))[0]
-    for rank in (2, 1, 0):
-        found = contribute(run, rank)
-    assert [contribution.rank for contribution in commits(found)[0].contributions] == [0, 1, 2]  # in order again
+    for order in ([2, 1, 0], [0, 1, 2]):  # the open round folds as before: its uploads may have all the memory
+        for rank in (2, 1, 0):
+            found = contribute(run, rank)
+        assert [contribution.rank for contribution in commits(found)[0].contributions] == order
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "diloco"])

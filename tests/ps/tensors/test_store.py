@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_payload
-from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
+from paramserver.common.tensors.optimizers import (
+    GroupSpec,
+    OptimizerSpec,
+    describe_optimizers,
+    is_elementwise,
+    known_optimizers,
+)
 from paramserver.ps.tensors.sanity import Findings, Unsound
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 
@@ -407,6 +413,22 @@ def test_a_commit_with_a_scale_steps_like_torch_with_that_rate(name, extra, lr_s
         store.commit(Step(1, 0, lr_scale=scale))
     torch.testing.assert_close(store.weights.view(torch.float32), parameter.data, rtol=1e-6, atol=1e-7)
     assert store.optimizer.torch.param_groups[0]["lr"] == 0.1
+
+
+def test_groups_of_adagrad_have_first_sums_of_their_own() -> None:
+    layout = Layout([TensorSpec(name, Kind.PARAMETER, "float32", (4,)) for name in "ab"])
+    plain = [torch.nn.Parameter(torch.zeros(4)) for _ in "ab"]
+    optimizers = [torch.optim.Adagrad([part], 0.1, initial_accumulator_value=at) for at, part in enumerate(plain)]
+    spec = describe_optimizers(optimizers, {id(part): name for part, name in zip(plain, "ab", strict=True)})
+    store = Store(layout, new_payload(layout.total_bytes), spec)
+    for _ in range(3):
+        for part, optimizer in zip(plain, optimizers, strict=True):
+            part.grad = torch.ones(4)
+            optimizer.step()
+        store.fold(torch.ones(layout.exchange_bytes // 4).view(torch.uint8).clone(), 1.0, 0)
+        store.commit(Step(1, 0))
+    for part, name in zip(plain, "ab", strict=True):
+        torch.testing.assert_close(store.tensors()[name], part.data)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ with paramserver.connect() as session:
     wrong("max_norm", lambda: session.optimizer(bounded, torch.optim.Adam(bounded.parameters())))
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
     wrong("lazy", lambda: session.optimizer(lazy, torch.optim.Adam(lazy.parameters())))
+    namesake = type("Adam", (torch.optim.Adam,), {})(model.parameters())
+    wrong("namesake", lambda: session.optimizer(model, namesake))
     wrong("parts", lambda: session.optimizers(a=model))
     optimizer = session.optimizer(model, inner)
     wrong("second", lambda: session.optimizer(model, inner))
