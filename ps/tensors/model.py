@@ -112,6 +112,7 @@ class Model:
         if self.whole is None or self.whole_optimizer is None:
             self.check_optimizer(optimizer)
             self._check_size(self.share_of(layout), optimizer)
+            self._check_average(layout)
             return
         if layout.fingerprint != self.whole.fingerprint:
             fix = "give every worker the same task, task arguments and code"
@@ -165,6 +166,14 @@ class Model:
             check_table(table)
         if not any(group.tensors for group in optimizer.groups):
             raise refusal(Reason.BAD_REQUEST, "there is nothing to train: the optimizer has no parameter")
+
+    def _check_average(self, layout: Layout) -> None:
+        """Refuse an average of 16-bit weights: it would stop moving, as its steps are below their precision."""
+        half = [spec for spec in layout.specs if spec.kind is Kind.PARAMETER and spec.dtype in ("float16", "bfloat16")]
+        if self._config.store.polyak is not None and half:
+            problem = f"store.polyak with '{half[0].name}' in {half[0].dtype}, in which an average stops moving"
+            fix = "leave store.polyak out; or a model in float32, with --precision bf16"
+            raise refusal(Reason.BAD_REQUEST, problem, fix=fix)
 
     def share_of(self, whole: Layout) -> Share:
         """Return this shard's share of a model. Raises a LIMIT_EXCEEDED refusal if it has too few rows to divide."""

@@ -15,6 +15,7 @@ from paramserver.common.errors import UsageError
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
 from paramserver.worker.training.alone import AloneSession, reporting, write_alone
+from paramserver.worker.training.evaluation import untouched
 
 
 def alone(**run: int) -> AloneSession:
@@ -202,3 +203,21 @@ def test_a_norm_that_is_no_bound_is_a_mistake(max_norm: float) -> None:
     optimizer = alone(steps=1).optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(UsageError, match="the norm must be above 0"):
         optimizer.clip_grad_norm(max_norm)
+
+
+def test_an_evaluation_may_assign_its_buffers() -> None:
+    """A module that makes a new tensor instead of changing the old one."""
+
+    class Counting(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1, 1)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    model = Counting()
+    with untouched(model):
+        model(torch.ones(1))
+    assert model.calls.item() == 0.0

@@ -114,6 +114,24 @@ def test_batches_without_a_step_belong_to_the_next_one() -> None:
     assert (run.step, run._data.position) == (3, 4)
 
 
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_an_epoch_has_all_its_batches_if_the_last_step_before_lacks_some(is_reused: bool) -> None:
+    """A loop over shard() in each epoch, five batches, and a step of two."""
+    run, model = AloneSession(Config()), torch.nn.Linear(1, 1)
+    optimizer = run.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    reused, seen = run.shard(data(10), batch_size=2), []
+    for _ in range(4):
+        numbers: list[float] = []
+        for number, (batch,) in enumerate(reused if is_reused else run.shard(data(10), batch_size=2)):
+            model(batch).sum().backward()
+            numbers += batch.flatten().tolist()
+            if number % 2:
+                optimizer.step()
+        seen.append(sorted(numbers))
+    assert seen == [[float(number) for number in range(10)]] * 4
+    assert run.step == 8
+
+
 def test_two_loops_side_by_side_are_at_one_place() -> None:
     run, model, optimizer = session(steps=4)
     for item, other in zip(run.shard(data(), batch_size=4), run.shard(data(6), batch_size=2), strict=False):

@@ -43,3 +43,11 @@ def test_what_changes_while_it_moves_is_seen():
         module.weight[0, 0, 0] += 1
     moved(module, model, torch.channels_last)
     assert watch.changed() == ["weight"]
+
+
+def test_each_tensor_is_compared_at_its_own_precision() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).bfloat16())
+    watch = Watch(ModelTensors(module))
+    with torch.no_grad():
+        module[0].weight.mul_(0.95)
+    assert watch.changed() == ["0.weight"]

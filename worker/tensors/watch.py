@@ -50,9 +50,8 @@ class Watch:
             if torch.equal(torch.cat(self._corners), self._sample):
                 return []
             noted = self._kept()
-        limit = _ROUNDINGS * max(torch.finfo(corner.dtype).eps for corner in self._corners)
         triples = zip(self._names, self._corners, noted, strict=True)
-        return [name for name, new, old in triples if (new - old).norm() > limit * old.norm()]
+        return [name for name, new, old in triples if (new - old).norm() > _limit(new) * old.norm()]
 
     def sample(self) -> bytes:
         """The bytes of the compared elements, as they are now."""
@@ -93,6 +92,10 @@ class Watch:
         if self._bytes:
             return list(map(_from_bytes, self._noted, self._corners))
         return list(self._samples)
+
+
+def _limit(corner: torch.Tensor) -> float:
+    return _ROUNDINGS * torch.finfo(corner.dtype).eps
 
 
 def _from_bytes(noted: bytes, like: torch.Tensor) -> torch.Tensor:

@@ -90,7 +90,9 @@ class Batches:
     def _num_in_run(self) -> int | None:
         """Batches that this rank still needs for the run's remaining steps; None: the run has no number of steps."""
         steps = self._num_left
-        return None if steps is None else steps * max(1, self._data.batches_per_step) - len(self.fetched)
+        if steps is None:
+            return None
+        return steps * max(1, self._data.batches_per_step) - self._data.num_ended - len(self.fetched)
 
     @property
     def _num_left(self) -> int | None:
@@ -101,7 +103,7 @@ class Batches:
     @property
     def _at(self) -> int:
         """The rank's position, including batches that were fetched and not yet used."""
-        return self._data.position + len(self.fetched)
+        return self._data.position + self._data.num_ended + len(self.fetched)
 
     @property
     def _has_ended(self) -> bool:
@@ -132,7 +134,10 @@ class Batches:
         if self._has_all or data.has_fetched_last_replay(self.fetched):
             self._note()  # the fetched batches still need a step
             raise StopIteration
-        if self._has_ended or self._is_over():
+        if self._has_ended:
+            data.end_loop(self)
+            raise StopIteration
+        if self._is_over():
             raise StopIteration
         if memory is not None and memory.has_moved:
             if data.epoch is not None:
@@ -164,7 +169,7 @@ class Batches:
             self.fetched.drop()
         self._made_for = data.num_jumps, data.epoch
         if data.epoch is None:
-            self._batches = sharded_batches(self._shares, lambda: self._division, data.position, **self._options)
+            self._batches = sharded_batches(self._shares, lambda: self._division, self._at, **self._options)
             return
         data.current_epoch_batches = max(data.current_epoch_batches, self._epoch_length)
         self._batches = epoch_batches(self._shares, data.epoch, self._division, data.num_drawn, self._loader)

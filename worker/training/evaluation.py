@@ -104,7 +104,8 @@ class Evaluation:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode inside; restore its mode, its buffers and the random generators afterwards."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    named = [(module, *item) for module in model.modules() for item in module.named_buffers(recurse=False)]
+    buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in named]
     generators = Generators()
     drawn = generators.state_dict()
     model.eval()
@@ -115,6 +116,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         with torch.no_grad():
-            for buffer, before in buffers:
+            for module, name, buffer, before in buffers:
+                setattr(module, name, buffer)  # an evaluation may assign another tensor
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)

@@ -125,7 +125,12 @@ class DataPosition:
     @property
     def num_drawn(self) -> int:
         """Batches of the epoch that steps have used, or that ended loops have fetched."""
-        return self.position - self._epoch_at + sum(map(len, self._ended_loops))
+        return self.position - self._epoch_at + self.num_ended
+
+    @property
+    def num_ended(self) -> int:
+        """Batches that ended loops have fetched and no step has used."""
+        return sum(map(len, self._ended_loops))
 
     def position_record(self, step: int, local_steps: int, num_passed: int = 0) -> Position:
         """The position at the beginning of a contribution, or `num_passed` batches after it."""
@@ -146,6 +151,11 @@ class DataPosition:
         )  # an epoch that lies wholly before the start position has none
         self._epoch_at += min(self.num_drawn, length)
         self.epoch, self.current_epoch_batches = self.epoch + 1, 0
+
+    def end_loop(self, loop: Batches) -> None:
+        """The loop has ended. The next loop begins after its batches, which belong to the next step."""
+        if not any(other.fetched for other in self._loops if other is not loop):  # parallel loops share positions
+            loop.end_epoch()
 
     def keep_unused(self, fetched: FetchedBatches) -> None:
         if fetched:
