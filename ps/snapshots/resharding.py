@@ -28,7 +28,7 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
         files[OPTIMIZER] = _state_together(parts, before, share)
     mine = share.optimizer(optimizer) if optimizer is not None else None
     if mine is not None and mine.tables:
-        files[TABLES] = _tables_together([part.files[TABLES] for part in parts], mine.tables)
+        files[TABLES] = merge_tables([part.files[TABLES] for part in parts], mine.tables)
     if (outer := manifest.outer) is not None:
         outer = outer_spec(outer.name, outer.groups[0].hyperparameters, share.layout)
     changed = {"tensors": share.layout.specs, "optimizer": mine, "outer": outer, "scalars": _scalars(parts)}
@@ -53,7 +53,7 @@ def put_together(files: Sequence[Tensors], before: list[Share], share: Share) ->
     return found
 
 
-def _tables_together(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> dict[str, torch.Tensor]:
+def merge_tables(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> dict[str, torch.Tensor]:
     """Return the rows of `tables` with their state, from the files of the old shards."""
     found: dict[str, torch.Tensor] = {}
     for table in tables:

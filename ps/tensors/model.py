@@ -169,9 +169,11 @@ class Model:
 
     def _check_average(self, layout: Layout) -> None:
         """Refuse an average of 16-bit weights: it would stop moving, as its steps are below their precision."""
-        half = [spec for spec in layout.specs if spec.kind is Kind.PARAMETER and spec.dtype in ("float16", "bfloat16")]
-        if self._config.store.polyak is not None and half:
-            problem = f"store.polyak with '{half[0].name}' in {half[0].dtype}, in which an average stops moving"
+        narrow = [
+            spec for spec in layout.specs if spec.kind is Kind.PARAMETER and spec.dtype in ("float16", "bfloat16")
+        ]
+        if self._config.store.polyak is not None and narrow:
+            problem = f"store.polyak with '{narrow[0].name}' in {narrow[0].dtype}, in which an average stops moving"
             fix = "leave store.polyak out; or a model in float32, with --precision bf16"
             raise refusal(Reason.BAD_REQUEST, problem, fix=fix)
 
