@@ -114,7 +114,7 @@ def test_a_run_of_several_optimizers_ends_after_its_steps(cluster: Cluster, mode
     assert [worker["training_steps"] for worker in workers] == [13, 13]
 
 
-@pytest.mark.parametrize("mode", ["buffered", "allreduce"])
+@pytest.mark.parametrize("mode", ["buffered", pytest.param("allreduce", marks=slow)])
 def test_modes_that_cannot_step_several_optimizers_name_another(cluster: Cluster, mode: str) -> None:
     env = {"BATCH": str(BATCH), "OUT": "w.pt"}
     done = cluster.command("launch", "-n", "2", "--script", str(HERE / "gan.py"), "--mode", mode, "--steps", "9", **env)
