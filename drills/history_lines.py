@@ -90,6 +90,13 @@ class Line:
         """`seqs` with ranks as numbers, because keys in JSON are strings."""
         return {int(rank): seq for rank, seq in self.fields["seqs"].items()}
 
+    @property
+    def shifts(self) -> dict[int, int]:
+        """`shifts` with ranks as numbers; empty if the line has none."""
+        found = self.fields.get("shifts")
+        items = found.items() if isinstance(found, dict) else ()
+        return {int(rank): shift for rank, shift in items if rank.isdigit() and isinstance(shift, int)}
+
 
 def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Problem]]:
     """Returns the operations of a history file, in order, and the problems of lines that cannot be read.

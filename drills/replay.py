@@ -69,6 +69,7 @@ class Replay(Follower):
         self.version = 0
         self._rules: list[Rule] = []
         self._members: dict[int, Member] = {}
+        self._shifts: dict[int, int] = {}  # added to a rank's number when it is compared with another rank's
         self._ranks: set[int] = set()  # ranks that ever joined the run
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
         self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
@@ -114,6 +115,7 @@ class Replay(Follower):
         self.version, self.server_incarnation = version, line["server_incarnation"]
         self._rules = self._rules_of(line.fields)
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
+        self._shifts = line.shifts
         self._is_cut = True
 
     def _rules_of(self, started: dict[str, Any]) -> list[Rule]:
@@ -362,19 +364,22 @@ class Replay(Follower):
             self._report(
                 f"rank {rank} is given version {version}: it has seen or made {least}, the newest is {self.version}"
             )
-        ahead = number - min(member.number for member in self._members.values() if member.is_member)
+        ahead = self._compared(rank) - min(self._compared(other) for other, it in self._members.items() if it.is_member)
         if not line.fields.get("last"):  # a worker without further steps does not block the others
             self._report(*(rule.replied(rank, ahead) for rule in self._rules))
         if member.started_at is None:
             member.started_at = self.version
         member.version, member.is_replied = version, True
 
+    def _compared(self, rank: int) -> int:
+        return self._members[rank].number + self._shifts.get(rank, 0)
+
     def _begin_rank(self, rank: int, number: int, joined_at: int) -> None:
         """A new rank starts at the slowest member's number, so that it does not repeat what the others have done."""
         # The number is that of the moment when the rank offered its model, which the history does not have. Slower ones
         # may have entered between that moment and its START, so those that got their START since its join are left out.
         since = [
-            member.number for other, member in self._members.items()
+            self._compared(other) for other, member in self._members.items()
             if member.is_member and other != rank and (member.started_at is None or member.started_at < joined_at)
         ]  # fmt: skip
         slowest = min(since, default=None)

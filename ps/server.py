@@ -140,7 +140,7 @@ class Server:
                 config.run.workers, run.policy.staleness_bound, source=model.source or None,
                 skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
                 common=asdict(run.policy.common),
-                found=self._found,
+                found=self._found, shifts=run.policy.shifts,
             )
         )  # fmt: skip
         self._has_begun = True

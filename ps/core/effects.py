@@ -260,6 +260,7 @@ class RunStarted(Fact):
     options: dict[str, Any]  # of the mode, as JSON: its rules may depend on them
     common: dict[str, Any] = field(default_factory=dict)  # the settings of every mode (`policies.Common`)
     found: tuple[int, ...] = ()  # versions of the snapshots that it found, the newest first
+    shifts: dict[int, int] = field(default_factory=dict)  # `Ledger.shifts`
 
 
 @dataclass(slots=True)

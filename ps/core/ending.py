@@ -92,7 +92,7 @@ class Ending(Saving):
         if self.is_closed:
             return
         if rank in self.policy.members:
-            if self.policy.is_through(rank):  # nobody waits for it: its script has no more steps to take
+            if self.policy.is_through(rank):  # it has taken all its steps, so no worker waits for it
                 yield from self.performed(self.policy.finished(rank, at), at)
             else:
                 yield from self.performed(self.policy.left(rank, at), at)

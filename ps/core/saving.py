@@ -54,9 +54,9 @@ class Saving(RunState):
         self.policy.finished_ranks = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
         try:
             self.policy.restore(version, saved["contributions"], saved["policy"])
+            self.policy.in_step = _by_rank(saved["training"], "in_step") or {}
             if (steps := _by_rank(saved["training"], "steps_done")) is not None:
                 self.policy.count_from(steps)
-            self.policy.in_step = _by_rank(saved["training"], "in_step") or {}
         except Exception as error:
             raise CheckpointError(
                 f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of {saved['policy']!r:.80} "

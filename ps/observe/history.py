@@ -71,7 +71,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
                 "run": fact.run, "server_incarnation": fact.server_incarnation, "mode": fact.mode,
                 "staleness": fact.staleness_bound, "workers": fact.num_workers, "version": fact.version,
                 "seqs": fact.contributions, "source": fact.source, "skipped": fact.skipped, "options": fact.options,
-                "common": fact.common, "found": fact.found,
+                "common": fact.common, "found": fact.found, **({"shifts": fact.shifts} if fact.shifts else {}),
             }  # fmt: skip
         case effects.RunEnded(version, contributions):
             return "end", {

@@ -93,7 +93,7 @@ class Policy(Gates, ABC):
         self.committed_by = None
         self.finished_ranks.discard(rank)
         self._needed = self._num_needed()
-        self._standing.put(rank, number + self._shifts.get(rank, 0))
+        self._standing.put(rank, number + self.shifts.get(rank, 0))
         self._owe(member, Outcome.START)
         return decisions + self._joined(rank) + self._settle(now)
 

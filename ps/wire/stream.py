@@ -73,9 +73,7 @@ class Stream:
         self._time_budget = TimeBudget(limits.progress_s, CHUNK_BYTES)
         self._num_missing = 0  # announced bytes that have not arrived
         self._num_begins = 0  # Begin messages since the last Contribution
-        self._reading_since: float | None = (
-            None  # since when the server waits for bytes of an upload; None: it does not
-        )
+        self._reading_since: float | None = None  # since when the server waits for an upload; None: it does not
         self._writing_since = 0.0  # when CHUNK_BYTES of this message were sent, or it began
         self._num_written = 0  # bytes of it since then
         self._taken_missing_since: float | None = None

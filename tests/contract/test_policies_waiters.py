@@ -28,9 +28,10 @@ class Naive:
     vacant: set[int] = field(default_factory=set)  # that have left the round without a contribution
     late: set[int] = field(default_factory=set)  # live ones that are in the next round only
     has_started: bool = False
+    last_left: int = 0  # the number of the last live rank, once it has left; in modes without rounds
 
     def join(self, rank: int) -> None:
-        self.numbers.setdefault(rank, min((self.numbers[other] for other in self.live), default=0))
+        self.numbers.setdefault(rank, min((self.numbers[other] for other in self.live), default=self.last_left))
         if self.mode in ("sync", "localsgd") and rank not in self.in_round | self.vacant:
             order = sorted((self.live.keys() - self.late) | self.vacant | self.in_round)
             folded = list(takewhile(self.in_round.__contains__, order))
@@ -40,6 +41,8 @@ class Naive:
 
     def leave(self, rank: int) -> None:
         del self.live[rank]
+        if not self.live and self.mode in ("async", "ssp"):
+            self.last_left = self.numbers[rank]
         self.vacant |= {rank} - self.in_round - self.late
         self.late.discard(rank)
 

@@ -18,6 +18,17 @@ def test_ssp_lets_nobody_run_ahead() -> None:
     assert messages(lines) == ""
 
 
+def test_ranks_with_other_numbers_for_the_same_steps_are_compared_by_their_shifts() -> None:
+    """After a resume from another mode."""
+    lines = [start("ssp", version=10, seqs={"0": 10, "1": 0}, staleness=1, shifts={"0": -10})]
+    lines += [op("join", rank, seq=seq, resumed=False) for rank, seq in ((0, 10), (1, 0))]
+    lines += [op("reply", rank, seq=seq, version=10, outcome="START") for rank, seq in ((0, 10), (1, 0))]
+    lines += applied(0, 11, 11, 0, 1)
+    assert messages(lines) == ""
+    lines += applied(0, 12, 12, 0, 1)
+    assert "rank 0 may go on 2 contributions ahead" in messages(lines)
+
+
 def test_a_round_may_close_without_stragglers_only_where_that_is_allowed() -> None:
     lines = [start("sync"), *joined(0, 1), *applied(0, 1, 1, 0, 1)]
     assert "h:7: version 1 was made without the live rank 1" in messages(lines)

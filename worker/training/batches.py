@@ -211,8 +211,8 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     tensors = [tensor.to_local() if isinstance(tensor, _InParts) else tensor for tensor in tensors]
     dense = [tensor.detach().flatten() for tensor in tensors if not tensor.is_sparse]
     begins = [tensor[:_NUM_DIGESTED].double() for tensor in dense]
-    # The sums cover rows beyond the first ones, which many batches do not touch. They are made in parts, because torch
-    # on the CPU first copies what it sums in another dtype.
+    # The sums cover rows beyond the first ones, which many batches do not touch. Each chunk is summed alone, because
+    # torch on the CPU converts a whole tensor to float64 before it sums.
     parts = [torch.stack([part.sum(dtype=torch.float64) for part in tensor.split(_SUMMED)]) for tensor in dense]
     sums = [part.sum().reshape(1) for part in parts]
     seen = torch.cat([*begins, *sums]).cpu() if dense else torch.zeros(1)

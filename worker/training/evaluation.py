@@ -117,6 +117,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for module, name, buffer, before in buffers:
-                setattr(module, name, buffer)  # an evaluation may assign another tensor
+                if getattr(module, name) is not buffer:  # the evaluation has assigned another tensor
+                    setattr(module, name, buffer)
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)

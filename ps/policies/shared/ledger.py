@@ -42,30 +42,23 @@ class Ledger(Traits):
         # of mode, after short contributions, and for a model that is stepped in parts.
         self._offsets: dict[int, int] = {}
         self._default_offset = 0  # the same for ranks without an entry in `_offsets`
-        # By rank, after a resume from a mode in which ranks took steps that were not contributions: what makes its
-        # number comparable with those of other ranks. 0 without an entry.
-        self._shifts: dict[int, int] = {}
+        # By rank, added to its number when it is compared with another rank's; 0 without an entry. After a resume from
+        # a mode with rounds, ranks with equal training steps may have different numbers.
+        self.shifts: dict[int, int] = {}
         # By rank: training steps that its uncommitted contribution has fewer than `local_steps`. The commit subtracts
         # them from the offset.
         self._missing_steps: dict[int, int] = {}
-        self._standing = Standing[int]()  # the live ranks, ordered by `num_counted` plus `_shifts`
+        self._standing = Standing[int]()  # the live ranks, ordered by `num_counted` plus `shifts`
 
     def _copy_counts(self, other: Ledger) -> None:
         """Continue with the counts of a compatible mode's ledger."""
         self.common, self.training_steps, self.version = other.common, other.training_steps, other.version
         self.members, self.num_counted, self.finished_ranks = other.members, other.num_counted, other.finished_ranks
         self.is_stopping, self.committed_by, self.in_step = other.is_stopping, other.committed_by, other.in_step
-        self._num_uncommitted, self._ranks, self._start_number = (
-            other._num_uncommitted,
-            other._ranks,
-            other._start_number,
-        )
-        self._offsets, self._default_offset, self._missing_steps = (
-            other._offsets,
-            other._default_offset,
-            other._missing_steps,
-        )
-        self._standing, self._shifts = other._standing, other._shifts
+        self._num_uncommitted, self._start_number = other._num_uncommitted, other._start_number
+        self._offsets, self._default_offset = other._offsets, other._default_offset
+        self._missing_steps, self.shifts = other._missing_steps, other.shifts
+        self._ranks, self._standing = other._ranks, other._standing
 
     # ---- questions ------------------------------------------------------------------------
 
@@ -164,16 +157,17 @@ class Ledger(Traits):
         counted = self.num_counted
         self._offsets = {rank: steps.get(rank, least) - counted[rank] * self.local_steps for rank in counted}
         self._default_offset = self._offsets[min(counted, key=counted.__getitem__)]
-        shifts = {rank: (item - self._default_offset) // self.local_steps for rank, item in self._offsets.items()}
-        self._shifts = {rank: shift for rank, shift in shifts.items() if shift}
-        self._start_number = min(counted[rank] + shifts[rank] for rank in counted)
+        if not self.in_step:  # else ranks have several contributions in each training step
+            shifts = {rank: (item - self._default_offset) // self.local_steps for rank, item in self._offsets.items()}
+            self.shifts = {rank: shift for rank, shift in shifts.items() if shift}
+            self._start_number = min(counted[rank] + shifts[rank] for rank in counted)
 
     # ---- counting --------------------------------------------------------------------------
 
     def _count_contribution(self, rank: int) -> None:
         self.num_counted[rank] = number = self.num_counted[rank] + 1
         self._num_uncommitted[rank] = self._num_uncommitted.get(rank, 0) + 1
-        self._standing.put(rank, number + self._shifts.get(rank, 0))
+        self._standing.put(rank, number + self.shifts.get(rank, 0))
 
     def _count_part(self, key: int, continues: bool) -> None:
         """Count a contribution of one part of the model (`key` is its rank), or a round of them (`key` is ROUNDS).
