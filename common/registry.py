@@ -15,11 +15,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
+from . import dropped
 from .errors import UnknownNameError, UsageError, did_you_mean
 from .user_code import UserCodeError, is_in_file, line_of, load_from_file, split_name
 
@@ -29,17 +31,24 @@ class Family:
 
     Files whose name is in `support` have shared code, not an implementation. `base` names a class of the package's
     `base.py`: a user's class that extends it is an implementation too, named `FILE.py:NAME`. `others` are further
-    packages with implementations.
+    packages with implementations. `dropped`: names of earlier versions, each with its fix.
     """
 
     def __init__(
-        self, package: str, noun: str, support: frozenset[str] = frozenset(), base: str = "", *others: str
+        self,
+        package: str,
+        noun: str,
+        support: frozenset[str] = frozenset(),
+        base: str = "",
+        *others: str,
+        dropped: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.package = package
         self.noun = noun
         self.packages = (package, *others)
         self._support = support
         self._base = base
+        self._dropped = dropped
 
     @cached_property
     def _modules(self) -> dict[str, str]:
@@ -56,10 +65,12 @@ class Family:
         """Returns every name in the family, sorted."""
         return sorted(self._modules)
 
-    def check(self, name: str, *others: str) -> str:
-        """Returns `name`. Raises UsageError with the nearest known name, or one of `others`, if it is unknown."""
+    def check(self, name: str) -> str:
+        """Returns `name`. Raises UsageError with the nearest known name if it is unknown."""
+        if name in self._dropped:
+            raise UnknownNameError(f"{self.noun} '{name}' was removed", fix=self._dropped[name])
         if name not in self._modules:
-            raise UnknownNameError(f"unknown {self.noun} '{name}'", fix=did_you_mean(name, [*self.names(), *others]))
+            raise UnknownNameError(f"unknown {self.noun} '{name}'", fix=did_you_mean(name, self.names()))
         return name
 
     def file(self, name: str) -> Path:
@@ -95,15 +106,7 @@ class Family:
 _NO_MODES = frozenset({"averaging", "base", "rules", "shared", "single"})
 MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", "paramserver.ps.policies.averaging")
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
-CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}))
-AUTO = "auto"  # as worker.codec: raw first, then the codec that measurements favor
-
-
-def first_codec(name: str) -> Any:
-    """Returns the codec that worker.codec names; for `auto` the codec to begin with."""
-    return CODECS.load("raw" if name == AUTO else name)()
-
-
+CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}), dropped=dropped.CODECS)
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), "", "paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
 TRACKERS = Family("paramserver.ps.observe.trackers", "tracker", frozenset({"base"}))
@@ -236,9 +239,6 @@ def _check_delayed_update(mode: str, options: Any) -> None:
 def check_codec_of_peers(codec: str, zero: int, outstanding: int) -> None:
     """Refuse a codec (not raw) that workers cannot use to average among themselves. Raises UsageError."""
     name, value = ("worker.zero", zero) if zero else ("policy.staleness", outstanding)
-    if codec == AUTO:
-        message = "worker.codec is auto, which measures the link to the server, and workers average among themselves"
-        raise UsageError(message, fix="name the codec, the same for all workers: --set worker.codec=q4")
     if value:
         message = f"worker.codec is {codec} and {name} is {value}: peers encode whole gradients, one step after another"
         raise UsageError(message, fix=f"leave one of them out: --set {name}=0, or --set worker.codec=raw")

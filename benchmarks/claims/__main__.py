@@ -78,13 +78,7 @@ CLAIMS: dict[str, Claim] = {
     ),
     "N18-all": Claim("the same, all rules, by number of workers", "late", 3_000),
     "N19": Claim("local steps learn as much when nobody waits, in less time", "async_diloco", 3_200),
-    "N20": Claim(
-        "late gradients moved to the weights of now are no worse", "late", 3_000, ("--workers", "4,8"),
-        ("momentum (default)", "compensated", "compensated, adaptive",
-         "no momentum", "no momentum, compensated", "no momentum, compensated, adaptive"),
-    ),
     "N24": Claim("a region loses less by `shift` than by HALoS's rule", "regions", 160),
-    "N22": Claim("a codec is chosen by what is measured: the fastest, or within 10 % of it", "auto", 16),
 }  # fmt: skip
 
 

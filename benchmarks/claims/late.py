@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.tensors.layout import FlatRun, Layout
+from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import GroupSpec, OptimizerSpec
 from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ...ps.engine.modes import policy_of
 from ...ps.policies.base import Commit, Fold
-from ...ps.tensors.replies.delivered import Delivered
 from ...ps.tensors.store import Step, Store
 from ...worker.tasks.digits import Digits
 from ...worker.tensors.transfer import ModelTensors
@@ -38,11 +37,7 @@ WAYS: dict[str, tuple[str, float, dict[str, Any]]] = {
     "momentum, inverse": ("async", 0.9, {"late_scale": "inverse"}),
     "momentum, polynomial": ("async", 0.9, {"late_scale": "polynomial"}),
     "no momentum, inverse": ("async", 0.0, {"late_scale": "inverse"}),
-    "compensated": ("async", 0.9, {"late_compensation": "constant"}),
-    "compensated, adaptive": ("async", 0.9, {"late_compensation": "adaptive"}),
     "no momentum": ("async", 0.0, {}),
-    "no momentum, compensated": ("async", 0.0, {"late_compensation": "constant"}),
-    "no momentum, compensated, adaptive": ("async", 0.0, {"late_compensation": "adaptive"}),
     "buffered": ("buffered", 0.9, {}),
     "buffered, no momentum": ("buffered", 0.0, {}),
 }
@@ -63,7 +58,6 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
     store, policy = Store(layout, weights, spec), policy_of(mode, {"training_steps": None, **options})
     for rank in range(num_workers):
         policy.joined(rank, 0.0)
-    delivered = Delivered(policy.compensation, store.windows, FlatRun.view, 1) if policy.compensation else None
     bases = {rank: (0, store.weights.clone()) for rank in range(num_workers)}  # version and weights of each worker
     images, labels = task.train_data().tensors  # type: ignore[attr-defined]
     in_mean: list[tuple[int, float]] = []  # rank, weight
@@ -82,9 +76,6 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
         id = ContributionId(rank, 1, index // num_workers + 1)
         for decision in policy.contributed(rank, Contribution(id, counts=Counts(BATCH), base=Base(version)), 0.0):
             if isinstance(decision, Fold):
-                if delivered is not None:
-                    delivered.note(rank, version, of_worker)
-                    delivered.compensate(rank, version, payload, store.weights)
                 store.fold(payload, decision.weight, rank)
                 in_mean.append((rank, decision.weight))
             elif isinstance(decision, Commit):

@@ -43,7 +43,6 @@ OURS = {
     "async_diloco": Ours("async_diloco"),
     "allreduce": Ours("allreduce", has_peers=True),
     "allreduce-q4": Ours("allreduce", "q4", has_peers=True),
-    "auto": Ours("sync", "auto"),
 }
 # With --regions: sync within each, which exchanges with the run above.
 OF_REGIONS = {

@@ -357,8 +357,6 @@ class Engine:
         self.states.fence(rank, incarnation)
         if rank not in self.run.roster.workers:
             self.folding.drop_rank(rank)
-            if self.model.has_weights and (delivered := self.model.delivered) is not None:
-                self.tensors.submit(partial(delivered.drop, rank))
         if fenced.ends_streams:
             self.streams.fence(rank, incarnation)
 
@@ -398,8 +396,6 @@ class Engine:
         memory = dict(model.store.num_bytes) if model.has_weights else {}
         if model.has_weights and (num_bytes := model.references.num_bytes):
             memory["references"] = num_bytes
-        if model.has_weights and model.delivered is not None:
-            memory["delivered"] = model.delivered.num_bytes
         traffic = {rank: (value.num_sent, value.num_received) for rank, value in self.traffic.items()}
         return ShardState(self.run.policy.version, memory, traffic)
 

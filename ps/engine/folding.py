@@ -27,8 +27,6 @@ log = get_logger()
 
 _FEW = "too few contributions to leave out so many (policy.aggregation): fewer faulty workers are tolerated"
 
-_NOT_COMPENSATED = "the weights it was computed on are not here any more: it was taken as it came"
-
 
 class Above(Protocol):
     """The server above, of which this run is a region: it takes the commits (`relay/region.py`)."""
@@ -54,7 +52,6 @@ class Staged(NamedTuple):
     payload: torch.Tensor
     without: frozenset[str] = frozenset()  # names of parameters that got no gradient: zeros in the payload
     rows: Sequence[Rows] = ()
-    base_version: int = 0  # the version that it was computed on
     optimizer: OptimizerState | None = None  # the state of its worker's optimizer, if the worker steps
     slot: torch.Tensor | None = None  # of the staging pool, for rows or state beside a payload in the worker's memory
 
@@ -155,7 +152,7 @@ class Folding:
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        payload, without, rows, base_version, optimizer, slot = self._kept.pop(fold.id)
+        payload, without, rows, optimizer, slot = self._kept.pop(fold.id)
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(payload)
         is_copied = may_keep and self._replies_before_commit  # its worker writes there when it gets its reply
@@ -166,10 +163,6 @@ class Folding:
                 store.bring(optimizer)
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
-            if (delivered := self._model.delivered) is not None:
-                is_moved = delivered.compensate(fold.id.rank, base_version, taken, store.weights)
-                if not is_moved:
-                    log.warning("not_compensated", rank=fold.id.rank, version=base_version, meaning=_NOT_COMPENSATED)
             return store.fold(taken, fold.weight, fold.id.rank, may_keep, without, rows)
 
         def folded(reusable: list[torch.Tensor]) -> None:

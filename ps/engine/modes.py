@@ -9,7 +9,7 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.registry import AUTO, CODECS, MODES, check_codec_of_peers, check_mode, check_zero
+from ...common.registry import CODECS, MODES, check_codec_of_peers, check_mode, check_zero
 from ..core.state import Options
 from ..policies.base import Common, Policy
 
@@ -35,12 +35,6 @@ def make_policy(config: Config) -> Policy:
 
         up, down = codecs
         check_codecs(run.mode, made.kind, up, down, fragments=made.fragments)
-    if made.compensation is not None and config.worker.reply_codec != "raw":
-        codec = config.worker.reply_codec
-        raise UsageError(
-            f"worker.reply_codec is {codec}, and policy.late_compensation needs the exact weights of each worker",
-            fix="--set worker.reply_codec=raw, or --set policy.late_compensation=none",
-        )
     return made
 
 
@@ -64,7 +58,7 @@ def _check_peers(config: Config) -> None:
 
 def _codecs(config: Config) -> tuple[Any, ...]:
     """Returns the codecs up and down; none where both are raw, so that a simulation needs no torch."""
-    names = "raw" if config.worker.codec == AUTO else config.worker.codec, config.worker.reply_codec
+    names = config.worker.codec, config.worker.reply_codec
     return tuple(CODECS.load(name)() for name in names) if set(names) != {"raw"} else ()
 
 

@@ -175,10 +175,6 @@ class Streams:
         if peer is None:
             return  # its stream has just ended: the worker asks again
         peer.state = "computing"
-        delivered = self._model.delivered
-        if effect.has_weights and delivered is not None:
-            note = partial(delivered.note, effect.rank, version)
-            self._tensors.submit(lambda: note(self._model.store.weights))
         if not effect.has_weights:
             self._tensors.then(partial(peer.say, Go(effect)))
         elif peer.encodes(effect) and peer.has_reference:
@@ -188,7 +184,7 @@ class Streams:
             self._tensors.then(partial(peer.say, Go(effect, update=update)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
             self._tensors.then(lambda: peer.say(Go(effect, payload=self._model.small_payload())))
-        elif self._are_parts or effect.is_evaluated or delivered is not None:  # the weights must be of this version
+        elif self._are_parts or effect.is_evaluated:  # the weights must be of this version
             publication = self._model.publisher.hold(as_frames=_go_as_frames(peer, effect))
             peer.say(Go(effect, publication=publication))
         else:

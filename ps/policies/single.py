@@ -23,7 +23,6 @@ class SinglePolicy(Policy):
         self._cut = late.late_cut
         self._has_less_momentum = late.late_momentum
         self._scale, self._few = late.scale
-        self.compensation = late.compensation
         most = common.num_workers
         self.may_scale = self.may_scale or (self._scale != "none" and (most is None or most > self._few))
 

@@ -14,7 +14,7 @@ from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import AGGREGATIONS
 from ...common.reporting.log import get_logger
-from ...common.tensors.layout import FlatRun, Kind, Layout, as_bytes
+from ...common.tensors.layout import Kind, Layout, as_bytes
 from ...common.tensors.optimizers import (
     GroupSpec,
     Hyperparameters,
@@ -28,7 +28,6 @@ from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..policies.base import Policy
-from .replies.delivered import Delivered
 from .replies.publication import Changes, Publisher
 from .replies.reference import References
 from .staging import StagingPool
@@ -64,8 +63,7 @@ class Model:
         self._config, self._tensors = config, tensors
         self.kind = policy.kind
         self._may_sum, self._has_rounds, self._has_fragments = policy.may_sum, policy.has_rounds, policy.fragments > 1
-        self._outer, self._compensation = policy.outer, policy.compensation
-        self.delivered: Delivered | None = None  # only with policy.late_compensation
+        self._outer = policy.outer
         self.whole: Layout | None = None  # the workers' model
         self.whole_optimizer: OptimizerSpec | None = None
         self.share: Share | None = None  # this shard's part of the model; with one shard, all of it
@@ -325,9 +323,6 @@ class Model:
         self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version)
         self.changes = Changes(self.layout, version)
         self.references = References(self.store, self._tensors, self._has_rounds, self._has_fragments)
-        if self._compensation is not None:
-            num_kept = 2 if policy.delayed_update else 1
-            self.delivered = Delivered(self._compensation, self.store.windows, FlatRun.view, num_kept)
         self.has_weights = True
 
     def replace(self, weights: torch.Tensor, version: int) -> None:

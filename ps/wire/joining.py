@@ -172,13 +172,6 @@ class Joining:
         """Set the codecs of the worker's contributions and replies. Raises a refusal for codecs the run cannot use."""
         run, reply_codec = self._run, codec_named(offered.reply_codec)
         peer.reply_codec = None if reply_codec.is_identity else reply_codec
-        if peer.reply_codec is not None and run.policy.compensation is not None:
-            raise refusal(
-                Reason.BAD_REQUEST,
-                f"worker.reply_codec is {reply_codec.name}, and policy.late_compensation needs workers with exact "
-                "weights",
-                fix="--set worker.reply_codec=raw, or --set policy.late_compensation=none",
-            )
         if len(offered.codecs) > _MAX_CODECS:
             raise refusal(Reason.BAD_REQUEST, f"Model.codecs has {len(offered.codecs)} names; at most {_MAX_CODECS}")
         for name in offered.codecs or ("raw",):

@@ -351,7 +351,7 @@ class Receiver:
         if payload is not None:
             # The reserved memory is still unused if the payload is in the worker's shared memory.
             slot = self._memory.take_reserved()
-            staged = Staged(payload, self._without, rows, base.version, optimizer, slot)
+            staged = Staged(payload, self._without, rows, optimizer, slot)
             self._folding.stage(contribution.id, staged)
         peer.base, peer.reference = base.version if base.has_all else None, base.reference
         peer.state = "waiting"  # before the offer, because the run may reply at once

@@ -279,9 +279,6 @@ def _check_possible(config: Config, policy: Any) -> None:
     ):
         raise_first((value != plain, f"flag --learn: {key} is {value}, and {why}", f"--set {key}={plain}"))
     raise_first(
-        (policy.compensation is not None,
-         "flag --learn: policy.late_compensation needs the weights that each worker was sent, which are not kept",
-         "--set policy.late_compensation=none"),
         (delayed and worker.codec != "raw",
          f"flag --learn: policy.delayed_update with worker.codec {worker.codec}: a residual reaches the next "
          "contribution in time only where a worker waits", "--set policy.delayed_update=false"),

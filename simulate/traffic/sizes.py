@@ -9,7 +9,6 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.registry import AUTO
 
 _ROW = 1024  # float32 of a row
 
@@ -17,9 +16,6 @@ _ROW = 1024  # float32 of a row
 def payload_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
     """(up, down, start): bytes of a contribution, of a reply's weights, and of the weights a worker starts from."""
     worker = config.worker
-    if worker.codec == AUTO:
-        message = "worker.codec is auto, which measures a link, but a simulation has no real link"
-        raise UsageError(message, fix="--set worker.codec=raw, and another time int8 or q4")
     if megabytes is not None and worker.codec == worker.reply_codec == "raw":
         whole = round(megabytes * 1e6)
         return whole, whole, whole

@@ -191,7 +191,7 @@ def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
         ("run:\n  steps: {a: 1}\n", 2, "run.steps: input should be a valid integer", ""),
         ("run:\n  seed:\n", 2, "run.seed: input should be a valid integer, got None", ""),
         ("run:\n  mode: spp\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
-        ("worker:\n  codec: atuo\n", 2, "unknown codec 'atuo'", "did you mean 'auto'?"),
+        ("worker:\n  codec: itn8\n", 2, "unknown codec 'itn8'", "did you mean 'int8'?"),
         ("run:\n  mode: SPP\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
         (
             "task: {name: xor}\nrun: {mode: xor}\n",

@@ -90,7 +90,6 @@ def test_one_is_killed_in_the_middle_and_comes_back(cluster, codec):
 @pytest.mark.parametrize(
     ("settings", "fix"),
     [
-        (("worker.codec=auto",), "worker.codec is auto, which measures the link to the server"),
         (("worker.codec=q4", "worker.zero=1"), "worker.codec is q4 and worker.zero is 1"),
         (("worker.codec=q4", "policy.staleness=2"), "worker.codec is q4 and policy.staleness is 2"),
         (("worker.codec=onebit_adam",), "worker.codec is onebit_adam, which is for --mode"),

@@ -22,7 +22,6 @@ SCRIPTS = {
 OPTIONS = {
     "q4 up and down": ["--set", "worker.codec=q4", "--set", "worker.reply_codec=q4"],
     "powersgd": ["--set", "worker.codec=powersgd"],
-    "auto": ["--set", "worker.codec=auto"],
     "topk, shards": ["--set", "worker.codec=topk", "--shards", "2"],
     "delayed update": ["--delayed-update"],
     "rmsprop": ["--optimizer", "rmsprop", "--set", "optimizer.momentum=0.5"],

@@ -24,14 +24,13 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import COUNTED, ContributionId, Outcome, Reply, Timing, changed
 from ..session import Retry
 from ..tensors.transfer import ModelTensors
-from ..transports.auto.measuring import Passed
 from ..transports.limit import Limit
 from ..transports.transport import Transports
 from .channel import Channel, Lost
-from .codec_choice import CodecChoice
 from .interrupts import sleep
 from .membership import GroupView, Membership
 from .messages import Begun, Final, Goodbye, Outgoing, Settings, read_settings
+from .residuals import Residuals
 from .shard import Shard
 from .shard_set import ShardSet
 
@@ -65,12 +64,12 @@ class Exchange:
         self._membership = Membership(config, rank, self.shards, credentials, self.group_view)
         self._membership.region = region
         self.progress = self._membership.progress
-        self.codec_choice = CodecChoice(config, self.shards)
+        self.residuals = Residuals(self.shards)
         self._membership.join()
         self.settings: Settings = read_settings(self._membership.welcome.settings)
         self.shards.codec = "raw" if self.settings.kind.has_peers else config.codec  # peers encode among themselves
         self.shards.has_fragments = self.settings.fragments > 1
-        self.shards.replaced = lambda: self.codec_choice.count_lost(self.progress.rank)
+        self.shards.replaced = lambda: self.residuals.count_lost(self.progress.rank)
 
     def wait_forever(self) -> None:
         """Wait for a lost server without an end from now on, instead of `worker.give_up_s`."""
@@ -120,19 +119,17 @@ class Exchange:
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self.shards.divide(model, optimizer)
-        self.codec_choice.use()
-        self.codec_choice.log()
+        if {up := self.config.codec, down := self.config.reply_codec} != {"raw"}:
+            meaning = "these encode contributions and weights on the wire; the server's own state stays exact"
+            log.info("codecs", up=up, down=down, meaning=meaning)
         try:
             self._offer()
             self._begin()
-            self.codec_choice.started(model.layout, self.settings.delayed_update)
         except Lost as lost:
             self._rejoin(lost)
 
     def _offer(self) -> None:
-        self.codec_choice.use()
-        self._membership.offer(self.codec_choice.candidates)
-        self.codec_choice.joined()
+        self._membership.offer((self.shards.codec,))
 
     def _begin(self) -> Reply:
         reply = self._replied(self.shards.each(Shard.begin))
@@ -164,17 +161,13 @@ class Exchange:
     def contribute(self, outgoing: Outgoing) -> Reply:
         """Send a contribution to all shards. Returns the reply when the model has its weights (see `Exchanger`)."""
         started, progress = time.perf_counter(), self.progress
-        compute_s, local_steps = outgoing.contribution.timing.compute_s, progress.local_steps
-        timing = Timing(compute_s, self._last_transfer_s)
-        outgoing = outgoing.changed(timing=timing, residual=self.codec_choice.residual)
-        self.codec_choice.clear()
+        timing = Timing(outgoing.contribution.timing.compute_s, self._last_transfer_s)
+        outgoing = outgoing.changed(timing=timing, residual=self.residuals.info)
         name = progress.run, progress.rank or 0, progress.incarnation or 0, progress.next_number
         try:
             reply = self._exchange(outgoing)
         except Lost as lost:
             reply = self._contribute_again(lost, outgoing)
-            self.codec_choice.clear()
-        self.codec_choice.replied(reply, compute_s, local_steps, progress)
         if self._traces is not None:
             self._traces.end(*name, reply.result.gate_wait_s, reply.result.outcome.name)
         self._last_transfer_s = max(0.0, time.perf_counter() - started - reply.result.gate_wait_s)
@@ -193,21 +186,13 @@ class Exchange:
         return self._replied(self.shards.each(lambda shard: self._exchange_with(shard, outgoing)))
 
     def _exchange_with(self, shard: Shard, outgoing: Outgoing) -> Reply:
-        began = time.perf_counter()
         shard.contribute(self.shards.part_of(outgoing, shard))
         if self._traces is not None:
             self._traces.sent()
         received = shard.receive()
-        came = time.perf_counter()
         if self._traces is not None:
             self._traces.came()
-        reply = shard.take(received)
-        if self.codec_choice.auto is not None:
-            down_s = time.perf_counter() - came
-            up_s, num_inline = came - began - reply.result.gate_wait_s, len(received.data or b"")
-            num_bytes = reply.weights.num_bytes if reply.weights is not None else 0
-            self.codec_choice.passed(Passed(shard.up.num_bytes, up_s, num_inline, num_bytes - num_inline, down_s))
-        return reply
+        return shard.take(received)
 
     def _numbered(self, outgoing: Outgoing) -> Outgoing:
         """Number the contribution, and add the facts that depend on the worker's progress."""
@@ -242,7 +227,7 @@ class Exchange:
     def _replied(self, replies: list[Reply]) -> Reply:
         """Note a reply of all shards, of which the model has all weights. Returns the coordinator's."""
         progress, reply, result = self.progress, replies[0], replies[0].result
-        self.codec_choice.count_lost(progress.rank)
+        self.residuals.count_lost(progress.rank)
         progress.server_incarnation = self._membership.welcome.server_incarnation
         progress.replied(reply)
         self.group_view.replied(reply)
@@ -257,9 +242,8 @@ class Exchange:
         return reply
 
     def depart(self, indices: list[int]) -> None:
-        """Send the gradients of these tensors before their contribution, unless the contribution is measured."""
-        if not self.codec_choice.holds_back:
-            self.shards.depart(indices)
+        """Send the gradients of these tensors before their contribution."""
+        self.shards.depart(indices)
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a table, [n, dim], for distinct and ascending ids.
@@ -284,7 +268,7 @@ class Exchange:
         while True:
             try:
                 self._send_pending()
-                finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self.codec_choice.residual)
+                finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self.residuals.info)
                 finals = self.shards.each(finish)
             except Lost as lost:
                 if self._rejoin(lost) is not None and not (is_early or self.progress.is_done):

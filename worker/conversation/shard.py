@@ -16,7 +16,7 @@ from safetensors.torch import save
 from ...common.config.addresses import split_address
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal, shown
-from ...common.registry import CODECS, first_codec
+from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
 from ...common.security import is_loopback
 from ...common.tensors.layout import DTYPES, Layout
@@ -98,7 +98,7 @@ class Shard:
         """Set this shard's part of the model, its rows of the tables, and the codec of contributions."""
         self.model, self.tables = model, tables
         self.transfer = make_transfer(model)
-        self.up = Up(first_codec(codec), model, self.transfer, self.stream.send)
+        self.up = Up(CODECS.load(codec)(), model, self.transfer, self.stream.send)
         self.down = Down(CODECS.load(self._config.reply_codec)(), model, self.transfer)
 
     def moved(self, model: ModelTensors) -> None:

@@ -39,7 +39,7 @@ class ShardSet:
         self._make = make
         self.all = [make(0, "")]
         self.has_fragments = False
-        self.codec = ""  # of contributions; with auto, the first one that it chooses
+        self.codec = ""  # of contributions
         self._addresses: list[str] = []
         self._helpers: list[Helper] = []  # threads for the shards after the first
         self._model: ModelTensors | None = None

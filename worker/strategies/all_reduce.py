@@ -84,7 +84,7 @@ class AllReduceStrategy(Strategy):
         groups = list(zip(optimizer.classes, arguments, strict=True))
         check_codecs(self.settings.mode, self.settings.kind, codec, raw, groups)
         found = EncodedMean(codec, self._model, self._of_sum)
-        self._exchange.codec_choice.encoding = found.encoding
+        self._exchange.residuals.encoding = found.encoding
         return found
 
     def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from ...common.codecs.base import check_codecs
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
-from ...common.registry import CODECS, WITHIN_WORKER, first_codec
+from ...common.registry import CODECS, WITHIN_WORKER
 from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import OptimizerSpec, TableSpec, check_class, describe_optimizers
 from ...common.tensors.statistics import batch_norms
@@ -26,8 +26,6 @@ from ..session import Length, Progress
 from ..strategies.base import Strategy
 from ..strategies.choice import make_strategy
 from ..tensors.transfer import ModelTensors, together
-from ..transports.auto.measuring import suits
-from ..transports.auto.rule import ORDER
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
 from .optimizer import ExchangeOptimizer, warn_of_lost_state
@@ -82,7 +80,7 @@ class RemoteSession(Session):
         self._exchange = exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
         exchange.trace(config.output.traces)
         exchange.measures(self.readings.taken)
-        may_send_early = may_overlap and first_codec(config.worker.codec).goes_in_parts
+        may_send_early = may_overlap and CODECS.load(config.worker.codec).goes_in_parts
         return exchange, make_strategy(exchange, may_send_early)
 
     def _join_group(self) -> Strategy:
@@ -208,23 +206,11 @@ class RemoteSession(Session):
         return True
 
     def _check_codecs(self, described: OptimizerSpec) -> None:
-        """Raises UsageError for codecs that do not suit the mode or optimizer. `auto` does not choose them."""
+        """Raises UsageError for codecs that do not suit the mode or optimizer."""
         config, settings = self._config.worker, self.settings
         groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
-
-        def check(name: str) -> None:
-            up, down = first_codec(name), CODECS.load(config.reply_codec)()
-            check_codecs(settings.mode, settings.kind, up, down, groups, settings.fragments)
-
-        auto = self._exchange.codec_choice.auto if self._exchange is not None else None
-        if auto is not None and settings.fragments > 1:
-            message = (
-                f"worker.codec=auto measures whole payloads, so it needs policy.fragments=1, not {settings.fragments}"
-            )
-            raise UsageError(message, fix="name the codec: --set worker.codec=raw (or bf16, fp16); or --fragments 1")
-        check(config.codec)
-        if auto is not None:
-            auto.candidates = tuple(name for name in ORDER if suits(partial(check, name)))
+        up, down = CODECS.load(config.codec)(), CODECS.load(config.reply_codec)()
+        check_codecs(settings.mode, settings.kind, up, down, groups, settings.fragments)
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         if self._config.worker.group:

@@ -15,7 +15,6 @@ import torch
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
 from ...common.kinds import ContributionKind
-from ...common.registry import AUTO
 from ...common.wire.direct import OutOfBand, out_of_band_messages
 from ...common.wire.frames import INLINE_BYTES, left_out_frame, out_of_band_frame, payload_frames, without_zeros
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
@@ -190,7 +189,7 @@ class Transports:
         self.wants_direct = self._direct in self._all
         self.transport = self._all[-1]
         self._off: list[str] = []  # why a transport is not tried
-        codecs = [name for name in (config.codec, config.reply_codec) if name not in ("raw", AUTO)]
+        codecs = [name for name in (config.codec, config.reply_codec) if name != "raw"]
         if codecs and not all(transport.carries_codecs for transport in self._all):
             self._all = [transport for transport in self._all if transport.carries_codecs]
             self._off = [f"{SharedTransport.name}: off (worker.codec is {codecs[0]})"]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from ...registry import AUTO, CODECS
+from ...registry import CODECS
 from ..addresses import listening, reached, reached_list, reached_list_or_none
 from ..option import EVERY, LAUNCHER, SERVE, SERVER, WORKER, Flag, Panel, Section
 
@@ -14,7 +14,6 @@ DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"  # a server listens there (server.
 
 
 Codec = Annotated[str, AfterValidator(CODECS.check)]
-CodecOrAuto = Annotated[str, AfterValidator(lambda name: name if name == AUTO else CODECS.check(name, AUTO))]
 Transport = Literal["shared", "direct", "grpc"]
 Listening = Annotated[str, AfterValidator(listening)]
 Reached = Annotated[str, AfterValidator(reached)]
@@ -85,9 +84,7 @@ class WorkerConfig(Section):
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="device for training: auto, cpu, cuda or cuda:I"
     )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
-    codec: CodecOrAuto = Field(
-        "raw", description="codec of contributions: bf16 and fp16 halve them, int8 is 1/3.9, q4 1/7.8; auto measures"
-    )
+    codec: Codec = Field("raw", description="codec of contributions: bf16 and fp16 halve them, int8 is 1/3.9, q4 1/7.8")
     reply_codec: Codec = Field(
         "raw", description="codec of weights from the server; workers compute on rounded weights, the server on exact"
     )

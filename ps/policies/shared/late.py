@@ -5,8 +5,6 @@ A gradient's staleness tau is the number of versions made since the weights it w
     scale    multiplies its learning rate: inverse by 1 / max(1, tau) (Zhang et al., IJCAI 2016), polynomial by
              (1 + tau)^-1/2 (FedAsync, Xie et al. 2019)
     cut      drops it at tau or later; its worker continues from fresh weights (Ringmaster ASGD)
-    compensation  corrects it for the newer weights by an estimate of its derivative (DC-ASGD:
-             `ps/tensors/replies/delivered.py`)
     momentum N workers that step one by one act as a momentum of 1 - 1/N (Mitliagkas et al. 2016), so the optimizer
              uses max(0, 1 - N (1 - mu)) of the configured mu: 0.9 becomes 0.6 with 4 workers, and 0 from 10 on.
              With more than MANY live workers that is not enough, and the default scale is polynomial
@@ -18,9 +16,9 @@ of that name in torch's SGD and RMSprop; Adam's betas are left alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ....common.config.option import Flag, Section
 
@@ -34,16 +32,6 @@ SCALES: dict[str, Callable[[int], float]] = {
     "inverse": lambda tau: 1.0 / max(1, tau),
     "polynomial": lambda tau: (1.0 + tau) ** -0.5,
 }
-
-
-class Compensation(NamedTuple):
-    """The rule that corrects gradients for newer weights; `strength` is lambda."""
-
-    kind: Literal["constant", "adaptive"]
-    strength: float
-
-
-_STRENGTH = {"constant": 0.04, "adaptive": 2.0}  # the paper's
 
 
 class LateOptions(Section):
@@ -60,21 +48,6 @@ class LateOptions(Section):
     late_cut: Annotated[int | None, _KEY] = Field(
         None, ge=1, description=_MODES + "a gradient so many versions late, or more, is dropped; none: taken"
     )
-    late_compensation: Annotated[Literal["none", "constant", "adaptive"], _KEY] = Field(
-        "none", description=_MODES + "move a late gradient to the weights of now (DC-ASGD); a copy of them per worker"
-    )
-    late_lambda: Annotated[float | None, _KEY] = Field(
-        None, gt=0, description=_MODES + "strength of late_compensation; none: 0.04 constant, 2 adaptive"
-    )
-
-    @model_validator(mode="after")
-    def _of_use(self) -> LateOptions:
-        if self.late_lambda is not None and self.late_compensation == "none":
-            raise ValueError(
-                f"policy.late_lambda is {self.late_lambda:g} and policy.late_compensation none, whose strength "
-                "it is: set that to constant or adaptive"
-            )
-        return self
 
     @property
     def scale(self) -> tuple[str, int]:
@@ -90,12 +63,6 @@ class LateOptions(Section):
             return ""
         scaled = f", above {MANY} lower rates for late gradients" if self.late_scale is None else ""
         return f"lower momentum with more workers{scaled}"
-
-    @property
-    def compensation(self) -> Compensation | None:
-        if self.late_compensation == "none":
-            return None
-        return Compensation(self.late_compensation, self.late_lambda or _STRENGTH[self.late_compensation])
 
 
 def momentum_left(momentum: float, num_workers: int) -> float:

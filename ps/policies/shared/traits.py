@@ -10,7 +10,6 @@ from ....common.kinds import ContributionKind
 from ....common.wire.records import GroupInfo
 from ..rules import Rule
 from .decisions import Merge, Outer
-from .late import Compensation
 
 
 class Traits:
@@ -42,7 +41,6 @@ class Traits:
     # workers do the same, and their contributions count the same. Empty: no mode takes over.
     compatible_modes: ClassVar[str] = ""
     changeable: ClassVar[tuple[str, ...]] = ()  # options that may change while the run goes on (`Policy.change`)
-    compensation: Compensation | None = None  # of a late gradient, before it is folded
     over_generation: int = 0  # the newest generation of peers of which a member has left
     local_steps: int = 1  # training steps in one contribution
     pull_every: int = 1  # workers fetch weights with every Nth contribution

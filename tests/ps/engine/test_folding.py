@@ -41,9 +41,7 @@ def folded_from(payload: torch.Tensor | None, replies_before_commit: bool) -> tu
     def failed(error: BaseException) -> None:
         raise error
 
-    model: Any = SimpleNamespace(
-        store=Store(), staging=StagingPool(1, 4), delivered=None, kind=ContributionKind.GRADIENT
-    )
+    model: Any = SimpleNamespace(store=Store(), staging=StagingPool(1, 4), kind=ContributionKind.GRADIENT)
     if payload is None:
         payload = model.staging.try_borrow(lambda: 0)
         payload.fill_(2)

@@ -21,7 +21,6 @@ from paramserver.worker.strategies.choice import make_strategy
             {"worker": {"reply_codec": "q4"}},
             "worker.reply_codec is q4, and workers of mode allreduce average among themselves",
         ),
-        ({"worker": {"codec": "auto"}}, "worker.codec is auto"),
         ({"worker": {"zero": 3}}, "worker.zero is 3 in mode allreduce: fully_shard's collectives are of processes"),
         ({"worker": {"reply_codec": "int8"}}, "worker.reply_codec is int8"),
         ({"store": {"polyak": 0.9}}, "store.polyak is 0.9"),

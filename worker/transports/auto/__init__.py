@@ -1,1 +1,0 @@
-"""`worker.codec=auto`: the measurements, and the rule that chooses a codec from them."""
