@@ -17,7 +17,7 @@ from rich.table import Table
 from ..common.config.cli import Flags
 from ..common.config.option import LAUNCHER
 from ..common.config.schema import Config
-from ..common.config.sources import of_mode
+from ..common.config.sources import Resolved, of_mode
 from ..common.errors import EXIT_INTERRUPTED, UsageError
 from ..common.registry import mode_label
 from ..common.reporting.report import duration, report_console, share, size
@@ -30,7 +30,16 @@ _STEPS = 60  # or six rounds, where a contribution has several steps
 _ROUNDS = 6
 _TOLERANCE, _MAX_S = 0.05, 20.0
 _COLUMNS = ("mode", "time per step", "whole run", "time spent waiting", "traffic", "cost", "cost of waiting")
-_QUIET = {**dict.fromkeys(("save", "curve", "summary", "history", "report"), None), "store": False}  # of output
+# All settings by which a run leaves something behind, or begins from something that another run has left.
+_QUIET: dict[str, Any] = {
+    **dict.fromkeys(f"output.{name}" for name in (
+        "save", "best_weights", "curve", "summary", "history", "report", "track", "traces",
+    )),
+    **dict.fromkeys(f"checkpoint.{name}" for name in ("dir", "every_steps", "every_s", "resume")),
+    **dict.fromkeys(("run.eval_every", "run.stop_when", "run.patience", "server.metrics", "launch.serve")),
+    "output.store": False,
+    "output.save_averaged": False,
+}  # fmt: skip
 
 
 def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tuple[str, ...]) -> int:
@@ -39,14 +48,12 @@ def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tup
     steps = resolved.config.run.task_steps
     if steps is None or resolved.config.launch.script is not None:
         raise UsageError("the number of steps of a script, or of a number of epochs, is unknown", fix="--steps N")
-    quiet = {f"output.{key}": value for key, value in _QUIET.items()}
-    short: dict[str, Any] = {**flags, **quiet, "checkpoint.dir": None, "run.eval_every": None}
     plans, num_steps = [], {}
     for mode in modes:
         num_steps[mode] = min(max(_STEPS, _ROUNDS * _local_steps(resolved.config, mode)), steps)
-        of_this, its_sets = of_mode(mode, short, sets) if mode != run.SINGLE else (short, sets)
-        of_this = {**of_this, "run.mode": mode, "run.steps": num_steps[mode]}
-        only, of_mode_alone = run.resolve(config, of_this, its_sets)
+        of_this, its_sets = of_mode(mode, flags, sets) if mode != run.SINGLE else (flags, sets)
+        short = _short(resolved, mode, num_steps[mode])
+        only, of_mode_alone = run.resolve(config, {**of_this, "run.mode": mode}, its_sets, short)
         (plan, *_), site = run.plan(of_mode_alone, Request(modes=only, config_path=config, script_args=script_args))
         plans.append(plan)
     outcomes = run.start(plans, site, lambda plan: Enough(2 * _local_steps(plan.config, plan.mode)))
@@ -83,6 +90,14 @@ class Enough:
         ]  # fmt: skip
         is_steady = len(paces) == 3 and max(paces) - min(paces) <= _TOLERANCE * sorted(paces)[1]
         return is_steady or status.elapsed_s >= _MAX_S
+
+
+def _short(resolved: Resolved, mode: str, steps: int) -> dict[str, tuple[Any, str]]:
+    """Returns the settings of a short run, which are stronger than all others, and their origin."""
+    is_of_server = ("checkpoint.", "launch.", "server.") if mode == run.SINGLE else ()
+    quiet = {key: off for key, off in _QUIET.items() if resolved.was_set(key) and not key.startswith(is_of_server)}
+    found = {**quiet, "output.store": False, "run.steps": steps}
+    return {key: (value, "flag --estimate") for key, value in found.items()}
 
 
 def _local_steps(config: Config, mode: str) -> int:

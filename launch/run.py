@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from .job import Outcome
 
 
-def resolve(config_path: str | None, flags: Flags, sets: list[str]) -> tuple[tuple[str, ...], Resolved]:
+def resolve(
+    config_path: str | None, flags: Flags, sets: list[str], overrides: Mapping[str, tuple[Any, str]] | None = None
+) -> tuple[tuple[str, ...], Resolved]:
     """Returns the modes to run, and the settings. The launcher ignores its own RANK and the like."""
     modes = _modes(flags["run.mode"])
     settings = {
@@ -44,7 +46,7 @@ def resolve(config_path: str | None, flags: Flags, sets: list[str]) -> tuple[tup
     }
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
     defaults = {"run.workers": (DEFAULT_NUM_WORKERS, f"default of {LAUNCHER}")}
-    resolved = load_config(config_path, settings, sets, environ, defaults=defaults)
+    resolved = load_config(config_path, settings, sets, environ, defaults=defaults, overrides=overrides or {})
     return modes or (resolved.config.run.mode,), resolved
 
 

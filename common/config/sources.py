@@ -115,12 +115,14 @@ def load_config(
     *,
     is_worker: bool = True,
     defaults: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
+    overrides: Mapping[str, tuple[Any, str]] = MappingProxyType({}),
 ) -> Resolved:
     """Merge and validate all sources.
 
     `flags` maps dotted keys to values, None for a flag that was not given. `sets` are the `section.key=value` texts
-    of --set. Only a worker (`is_worker`) reads its rank from RANK or SLURM_PROCID. `defaults` maps dotted keys to a
-    program's own defaults and their origin. Raises UsageError.
+    of --set. Only a worker (`is_worker`) reads its rank from RANK or SLURM_PROCID. `defaults` and `overrides` map
+    dotted keys to a program's own values and their origins; the ones are weaker, the others stronger than all sources,
+    and None is a value there. Raises UsageError.
     """
     entries: list[tuple[str, Any, str]] = []  # key, value, origin; a later entry wins
     if path is not None:
@@ -142,7 +144,8 @@ def load_config(
         of_engine = engine_settings(environ, is_group).settings
         weakest = [(key, _number(found.value), f"environment {found.name}") for key, found in of_engine.items()]
         entries = [*weakest, *entries]
-    return _validated([*((key, *found) for key, found in defaults.items()), *entries])
+    own, stronger = ([(key, *found) for key, found in values.items()] for values in (defaults, overrides))
+    return _validated([*own, *entries, *stronger])
 
 
 def _validated(entries: list[tuple[str, Any, str]]) -> Resolved:

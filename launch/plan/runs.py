@@ -357,7 +357,8 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     worker_argv, worker_env = (*PROGRAMS["worker"], *arguments(config_path, for_workers(settings))), env
     if config.launch.script is not None:
         worker_argv = (config.launch.script, *request.script_args)
-        worker_env = {**_script_env(resolved, paths["output.history"]), **env}
+        of_run = {"run.mode": mode, "run.seed": config.run.seed if seed is None else seed}
+        worker_env = {**_script_env(resolved, settings | of_run, paths["output.history"], machine.environ), **env}
     if group > 1:
         worker_argv = (*PROGRAMS["group"], str(group), *worker_argv)
         worker_env = worker_env | {variable("worker.group"): "true"}
@@ -407,11 +408,19 @@ def _identities(
     return found
 
 
-def _script_env(resolved: Resolved, history: str | None) -> dict[str, str]:
-    """Returns the settings as variables, for workers that run the user's script."""
+def _script_env(
+    resolved: Resolved, settings: Mapping[str, Any], history: str | None, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the run's settings as variables, for workers that run the user's script. `settings`: of this run.
+
+    A length that is off hides the launcher's own variable (`environ`), which the script would inherit.
+    """
+    run = resolved.config.run
+    length = {"run.steps": run.steps, "run.epochs": run.epochs}
+    length = {key: value for key, value in length.items() if value is not None or variable(key) in environ}
     env = {
         variable(key): scalar_text(value)
-        for key, value in for_workers(passed_settings(resolved, with_files=True)).items()
+        for key, value in for_workers({**passed_settings(resolved, with_files=True), **settings, **length}).items()
         if not key.startswith(_NOT_FOR_SCRIPTS) and key == key.lower()
     }
     # Workers write to the history too, unlike to the server's other files.

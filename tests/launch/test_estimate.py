@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
+from paramserver.common.config.flags import settings
+from paramserver.common.config.sources import load_config
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Summary
-from paramserver.launch import estimate
+from paramserver.launch import estimate, run
+from paramserver.launch.plan.runs import Machine, Request, plan_runs
+from paramserver.launch.plan.settings import value_of, variable
 from paramserver.tests.cluster import Cluster
 
 
 @pytest.mark.slow
 def test_an_estimate_leaves_nothing_behind(cluster: Cluster) -> None:
+    (cluster.folder / "c.yaml").write_text(
+        "run: {eval_every: 10}\noutput: {summary: s.json, curve: c.csv, history: h.jsonl}\n"
+    )
     result = cluster.command(
-        "launch", "-n", "2", "--task", "xor", "--mode", "sync,localsgd", "--steps", "100000", "--estimate", "--save",
-        "w.safetensors", "--checkpoint-dir", "snapshots", "--set", "cost.per_hour=36", "--set", "slowdown.base_s=0.02",
-        "--local-steps", "4", "--set", "policy.backup_workers=1",
+        "launch", "c.yaml", "-n", "2", "--task", "xor", "--mode", "sync,localsgd", "--steps", "100000", "--estimate",
+        "--save", "w.safetensors", "--checkpoint-dir", "snapshots", "--set", "cost.per_hour=36",
+        "--set", "slowdown.base_s=0.02", "--local-steps", "4", "--set", "policy.backup_workers=1",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines() if re.match(r"(sync|localsgd) ", line)]
@@ -30,7 +40,48 @@ def test_an_estimate_leaves_nothing_behind(cluster: Cluster) -> None:
         assert 20 <= float(row[1].replace(",", "")) < 200  # ms: each step sleeps 20
         cost = float(row[row.index("USD") - 1].replace(",", ""))
         assert 20.0 <= cost < 200.0  # 1 cent a second
-    assert not (cluster.folder / "w.safetensors").exists() and not (cluster.folder / "snapshots").exists()
+    left = {path.name for path in cluster.folder.iterdir() if not path.name.startswith("command")}  # the test's logs
+    assert left == {"c.yaml"}
+
+
+# Settings of results and snapshots that an estimate keeps, because nothing is written by them alone.
+_KEPT = {"output.target", "output.project", "output.track_dir", "checkpoint.keep"}
+_VALUES = {
+    "output.curve": "c.csv", "output.traces": "http://h:1", "output.track": "tensorboard", "output.store": True,
+    "output.save_averaged": True, "output.target": "loss < 1", "checkpoint.every_steps": 2, "checkpoint.every_s": 1.0,
+    "checkpoint.keep": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["flag", "set", "file", "environment"])
+@pytest.mark.parametrize("mode", ["sync", "single"])
+def test_a_short_run_gets_no_place_of_the_real_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, mode: str
+) -> None:
+    names = [name for name in settings() if name.startswith(("output.", "checkpoint.")) and name not in _KEPT]
+    values = {key: _VALUES.get(key, "x.safetensors") for key in names} | {"run.eval_every": "2", "run.patience": 2}
+    if mode == "single":  # it has no server, which alone takes snapshots
+        values = {key: value for key, value in values.items() if not key.startswith("checkpoint.")}
+    texts = [f"{key}={value}" for key, value in values.items()]
+    path = tmp_path / "c.yaml"
+    body: dict[str, dict[str, object]] = {"store": {"polyak": 0.9}}  # save_averaged needs it
+    for key, value in values.items() if source == "file" else ():
+        section, _, name = key.partition(".")
+        body.setdefault(section, {})[name] = value
+    path.write_text(json.dumps(body))
+    if source == "environment":
+        for key, value in values.items():
+            monkeypatch.setenv(variable(key), str(value))
+    flags = {"run.mode": mode, **(values if source == "flag" else {})}
+    sets = texts if source == "set" else []
+    _, resolved = run.resolve(str(path), flags, sets)
+    only, short = run.resolve(str(path), flags, sets, estimate._short(resolved, mode, 60))
+    (plan,) = plan_runs(short, Request(modes=only, config_path=str(path)), Machine(python="python", num_cores=2))
+    argv = plan.processes()[0].argv
+    told = [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
+    config = load_config(str(path), {}, told, os.environ).config
+    assert {key: value for key in values if (value := value_of(config, key)) not in (None, False)} == {}
+    assert (plan.save, plan.history, plan.checkpoint_dir, plan.summary) == (None, None, None, None)
 
 
 def status(elapsed_s: float, step: int) -> Status:

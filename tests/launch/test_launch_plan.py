@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from paramserver.launch.plan.hosts import load_hosts
 from paramserver.launch.plan.placement import place_processes
 from paramserver.launch.plan.process import SERVER
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
-from paramserver.launch.plan.settings import own_path
+from paramserver.launch.plan.settings import own_path, variable
 
 MACHINE = Machine(python="python", num_cores=8)
 
@@ -308,6 +309,28 @@ def test_a_script_gets_its_place_and_the_settings_as_variables(tmp_path: Path) -
     assert worker.env["PS_SLOWDOWN__BASE_S"] == "0.5"
     assert worker.env["PS_WORKER__CODEC"] == "raw"
     assert not [name for name in worker.env if name.startswith(("PS_OPTIMIZER", "PS_LAUNCH"))]
+
+
+@pytest.mark.parametrize("source", ["flag", "set", "file", "environment"])
+def test_a_script_and_its_server_get_the_same_run(tmp_path: Path, source: str) -> None:
+    """The variables of a script are those of this run of several, wherever its settings come from."""
+    path, chosen = tmp_path / "c.yaml", {"run.mode": "ssp", "run.seed": 3, "run.steps": 9}
+    path.write_text("run: {mode: ssp, seed: 3, steps: 9}\n" if source == "file" else "run: {steps: 5}\n")
+    environ = {"PS_RUN__MODE": "async", "PS_RUN__SEED": "1", "PS_RUN__EPOCHS": "4"}
+    if source in ("environment", "file"):
+        environ = {variable(key): str(value) for key, value in chosen.items() if source == "environment"}
+    sets = [f"{key}={value}" for key, value in chosen.items()] if source == "set" else []
+    flags = {"launch.script": "t.py", "launch.seeds": 2, "run.workers": 2}
+    flags |= chosen if source == "flag" else {}
+    resolved = load_config(str(path), flags, sets, environ)
+    machine = dataclasses.replace(MACHINE, environ=environ)
+    for modes in [("ssp",), ("ssp", "sync")]:
+        for plan in plan_runs(resolved, Request(modes=modes, config_path=str(path)), machine):
+            assert plan.server is not None
+            server = load_config(str(path), {}, sets_of(plan.server.argv), {**environ, **plan.server.env}).config.run
+            script = load_config(None, {}, [], {**environ, **plan.workers("h:1")[1].env}).config.run
+            assert (script.mode, script.seed, script.steps, script.epochs) == (plan.mode, plan.seed, 9, None)
+            assert (server.mode, server.seed, server.steps, server.epochs) == (plan.mode, plan.seed, 9, None)
 
 
 def test_a_script_is_given_rank_and_world_size_where_that_is_asked_for() -> None:
