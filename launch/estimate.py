@@ -52,7 +52,7 @@ def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tup
     for mode in modes:
         num_steps[mode] = min(max(_STEPS, _ROUNDS * _local_steps(resolved.config, mode)), steps)
         of_this, its_sets = of_mode(mode, flags, sets) if mode != run.SINGLE else (flags, sets)
-        short = _short(resolved, mode, num_steps[mode])
+        short = short_settings(resolved, mode, num_steps[mode])
         only, of_mode_alone = run.resolve(config, {**of_this, "run.mode": mode}, its_sets, short)
         (plan, *_), site = run.plan(of_mode_alone, Request(modes=only, config_path=config, script_args=script_args))
         plans.append(plan)
@@ -92,7 +92,7 @@ class Enough:
         return is_steady or status.elapsed_s >= _MAX_S
 
 
-def _short(resolved: Resolved, mode: str, steps: int) -> dict[str, tuple[Any, str]]:
+def short_settings(resolved: Resolved, mode: str, steps: int) -> dict[str, tuple[Any, str]]:
     """Returns the settings of a short run, which are stronger than all others, and their origin."""
     is_of_server = ("checkpoint.", "launch.", "server.") if mode == run.SINGLE else ()
     quiet = {key: off for key, off in _QUIET.items() if resolved.was_set(key) and not key.startswith(is_of_server)}

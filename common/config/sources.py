@@ -144,8 +144,8 @@ def load_config(
         of_engine = engine_settings(environ, is_group).settings
         weakest = [(key, _number(found.value), f"environment {found.name}") for key, found in of_engine.items()]
         entries = [*weakest, *entries]
-    own, stronger = ([(key, *found) for key, found in values.items()] for values in (defaults, overrides))
-    return _validated([*own, *entries, *stronger])
+    weaker, stronger = ([(key, *found) for key, found in values.items()] for values in (defaults, overrides))
+    return _validated([*weaker, *entries, *stronger])
 
 
 def _validated(entries: list[tuple[str, Any, str]]) -> Resolved:

@@ -75,11 +75,11 @@ def test_a_short_run_gets_no_place_of_the_real_run(
     flags = {"run.mode": mode, **(values if source == "flag" else {})}
     sets = texts if source == "set" else []
     _, resolved = run.resolve(str(path), flags, sets)
-    only, short = run.resolve(str(path), flags, sets, estimate._short(resolved, mode, 60))
+    only, short = run.resolve(str(path), flags, sets, estimate.short_settings(resolved, mode, 60))
     (plan,) = plan_runs(short, Request(modes=only, config_path=str(path)), Machine(python="python", num_cores=2))
     argv = plan.processes()[0].argv
-    told = [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
-    config = load_config(str(path), {}, told, os.environ).config
+    passed = [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
+    config = load_config(str(path), {}, passed, os.environ).config
     assert {key: value for key in values if (value := value_of(config, key)) not in (None, False)} == {}
     assert (plan.save, plan.history, plan.checkpoint_dir, plan.summary) == (None, None, None, None)
 
