@@ -80,7 +80,8 @@ def test_a_short_run_gets_no_place_of_the_real_run(
     argv = plan.processes()[0].argv
     passed = [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
     config = load_config(str(path), {}, passed, os.environ).config
-    assert {key: value for key in values if (value := value_of(config, key)) not in (None, False)} == {}
+    on = {key: value_of(config, key) for key in values}
+    assert {key: value for key, value in on.items() if value not in (None, False)} == {}
     assert (plan.save, plan.history, plan.checkpoint_dir, plan.summary) == (None, None, None, None)
 
 
