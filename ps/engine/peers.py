@@ -97,6 +97,10 @@ class Peer:
             return False
         return not effect.is_evaluated if self.has_reference else not effect.is_start
 
+    def as_frames(self, effect: effects.SendReply) -> bool:
+        """Whether the reply's weights are frames that workers share, or are read from the weights' own memory."""
+        return effect.is_start or (self.takes_frames and not self.encodes(effect))
+
     @property
     def has_reference(self) -> bool:
         """Whether its replies are differences that update its copy of the reference."""
@@ -137,7 +141,7 @@ class Streams:
         while not peer.outbox.empty():
             item = peer.outbox.get_nowait()
             if isinstance(item, Go) and item.publication is not None:
-                self._model.publisher.release(item.publication, _go_as_frames(peer, item.effect))
+                self._model.publisher.release(item.publication, peer.as_frames(item.effect))
 
     def end(self, error: ParamServerError) -> None:
         """End all streams with this refusal."""
@@ -185,7 +189,7 @@ class Streams:
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
             self._tensors.then(lambda: peer.say(Go(effect, payload=self._model.small_payload())))
         elif self._are_parts or effect.is_evaluated:  # the weights must be of this version
-            publication = self._model.publisher.hold(as_frames=_go_as_frames(peer, effect))
+            publication = self._model.publisher.hold(as_frames=peer.as_frames(effect))
             peer.say(Go(effect, publication=publication))
         else:
             peer.say(Go(effect))
@@ -240,8 +244,3 @@ def _who_finishes(run: Run, now: float) -> str:
         return f"rank {names(busy)} to finish"
     absent = run.absent(now)
     return f"rank {names(absent)} to come back" if absent else ""
-
-
-def _go_as_frames(peer: Peer, effect: effects.SendReply) -> bool:
-    """Whether the reply's weights are frames that workers share, or are read from the weights' own memory."""
-    return effect.is_start or (peer.takes_frames and not peer.encodes(effect))

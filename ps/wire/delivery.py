@@ -42,6 +42,7 @@ class Delivery:
         self._tensors, self._codec_memories, self._states = tensors, folding.codec_memories, states
         self._frames = Transport(model, stream)
         self.transport = self._frames
+        self._retained: Publication | None = None  # of the reply that is being sent, until its weights are
 
     def whole(self, item: Item) -> bytes | None:
         """Return the message of an item that needs only one message, or None."""
@@ -65,7 +66,15 @@ class Delivery:
         return message
 
     async def reply(self, go: Go) -> None:
-        """Send the reply of an item, with its weights."""
+        """Send the reply of an item, with its weights. The version that was retained for it is released."""
+        self._retained = go.publication
+        try:
+            await self._reply(go)
+        finally:
+            if (retained := self._take_retained()) is not None:  # the stream was lost before the weights' turn
+                self._model.publisher.release(retained, self._peer.as_frames(go.effect))
+
+    async def _reply(self, go: Go) -> None:
         effect = go.effect
         version = effect.reply.result.version
         script = self._states.at(self._peer.rank, effect.reply.result.seq) if effect.is_start else None
@@ -126,15 +135,18 @@ class Delivery:
             payload = (go.payload if go is not None else None) or model.small_payload()
             await self._stream.write(frame(header(version, num_bytes + more_bytes, None), 0, [payload]))
             return
-        publication = await self._publication(transport.as_frames, version, go)
+        publication = await self._publication(transport.as_frames, version)
         is_next = go is not None and not go.effect.is_start and self._peer.reply_codec is None
         transport.left_out = model.changes.kept(base) if is_next and base is not None else ()
         await transport.send(header, publication, num_bytes + more_bytes)
 
-    async def _publication(self, as_frames: bool, version: int, go: Go | None) -> Publication:
+    async def _publication(self, as_frames: bool, version: int) -> Publication:
         """Return the publication to send. The caller releases it."""
-        retained = go.publication if go is not None else None
-        return retained or await self._model.publisher.acquire(version, as_frames)
+        return self._take_retained() or await self._model.publisher.acquire(version, as_frames)
+
+    def _take_retained(self) -> Publication | None:
+        retained, self._retained = self._retained, None
+        return retained
 
     async def _write(self, header: pb.ServerMessage, pieces: Sequence[memoryview]) -> None:
         """Send a payload that only this worker gets. Each frame is a copy."""
@@ -162,7 +174,7 @@ class Delivery:
         if model.store.layout.exchange_bytes <= INLINE_BYTES:
             encoded = await tensors.run(partial(encode, copy_of(memoryview(go.payload or model.small_payload()))))
         else:
-            publication = await self._publication(False, version, go)
+            publication = await self._publication(False, version)
             try:
                 async for _ in publication.progress():
                     pass
@@ -172,5 +184,7 @@ class Delivery:
                 model.publisher.release(publication, as_frames=False)
         message = header(version, len(encoded), None)
         message.reply.weights.codec = codec.name
-        await self._write(message, [as_bytes(encoded)])
-        memory.free_buffers.give_back(encoded)
+        try:
+            await self._write(message, [as_bytes(encoded)])
+        finally:
+            memory.free_buffers.give_back(encoded)

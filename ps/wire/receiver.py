@@ -288,8 +288,10 @@ class Receiver:
         """Return the upload that a Begin or Contribution announces, or the current one if Begin preceded it."""
         store, codec = self._check(header)
         if (upload := self._upload) is not None:
-            if (upload.codec, upload.in_segment) != (codec, header.in_shared_memory):
-                raise refusal(Reason.BAD_REQUEST, "Begin and its Contribution differ in codec or in_shared_memory")
+            announced = codec, header.num_bytes, header.in_shared_memory
+            if announced != (upload.codec, upload.num_bytes, upload.in_segment):
+                message = "Begin and its Contribution differ in codec, num_bytes or in_shared_memory"
+                raise refusal(Reason.BAD_REQUEST, message)
             return upload
         payload = self._transport.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
         if payload is None:
@@ -299,12 +301,15 @@ class Receiver:
 
     def _continue(self, begin: pb.Begin) -> None:
         """Continue the upload of a lost stream. Its missing bytes arrive on this stream."""
-        _, codec = self._check(begin)
         if self._upload is not None:
             raise refusal(Reason.BAD_REQUEST, "a Begin that continues another stream's upload, after a Begin")
         upload = self._upload = self._partials.take(self._peer.rank, begin.continues)
-        if upload.codec != codec or (begin.in_shared_memory and self._transport.memory(0) is not None):
-            raise refusal(Reason.BAD_REQUEST, "a Begin continues an upload in another codec, or in another memory")
+        # Its size depends on the tensors without gradient, which its Contribution names: `_check` compares them then.
+        is_same = (begin.num_bytes, begin.codec or "raw") == (upload.num_bytes, upload.codec.name)
+        can_carry = self._transport.carries(upload.codec) and self._transport.memory(0) is None
+        if not is_same or (begin.in_shared_memory and not can_carry):
+            message = "a Begin continues an upload of another size or codec, or in another memory"
+            raise refusal(Reason.BAD_REQUEST, message)
         upload.in_segment = begin.in_shared_memory
         upload.restart(upload.reader.ranges)
         self._stream.expect(upload.num_bytes - upload.reader.received)

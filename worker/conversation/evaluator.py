@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
@@ -20,7 +19,12 @@ from .reader import Reader
 _HEARTBEAT_S = 0.25
 _REPLY_S = 10.0  # time in which the server accepts a failure
 
-Result = tuple[dict[str, Any] | None, threading.Event]  # EvaluationMetrics fields; set when received
+
+class _Result(NamedTuple):
+    """Fields of EvaluationMetrics. `is_received` is set once the server has replied to their heartbeat."""
+
+    metrics: dict[str, Any]
+    is_received: threading.Event
 
 
 class Evaluator(Reader):
@@ -37,7 +41,10 @@ class Evaluator(Reader):
         super().__init__(config)
         self._retry = Retry(worker.server, worker.give_up_s)
         self._process = secrets.token_hex(8)
-        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        # By number, until the server has them: a heartbeat may be lost with its connection.
+        self._results: dict[int, _Result] = {}
+        self._num_reported = 0
+        self._reported = threading.Condition()
         self._was_there = False
         self.is_over = False
         self.settings: Settings = self.look()[0]
@@ -63,31 +70,41 @@ class Evaluator(Reader):
 
     def report(self, version: int, step: int, **result: Any) -> None:
         """Send the metrics of a version, or a failure. A failure has reached the server on return."""
-        is_received = threading.Event()
-        self._results.put(({"version": version, "step": step, **result}, is_received))
+        found = _Result({"version": version, "step": step, **result}, threading.Event())
+        with self._reported:
+            self._results[self._num_reported] = found
+            self._num_reported += 1
+            self._reported.notify_all()
         if result.get("failure"):
-            is_received.wait(_REPLY_S)
+            found.is_received.wait(_REPLY_S)
 
     def _heartbeat(self) -> None:
         while not self.is_over:
-            pending: deque[threading.Event] = deque()  # of heartbeats without a reply
+            sent: deque[int | None] = deque()  # numbers of the results in heartbeats without a reply
             try:
-                for reply in self.client.heartbeat(self._heartbeats(pending)):
+                for reply in self.client.heartbeat(self._heartbeats(sent)):
                     self.is_over |= reply.is_gone
-                    pending.popleft().set()
+                    if not sent:  # more replies than heartbeats: not a ps-server
+                        break
+                    if (number := sent.popleft()) is not None:
+                        with self._reported:
+                            self._results.pop(number).is_received.set()
             except Lost:
                 time.sleep(_HEARTBEAT_S)
 
-    def _heartbeats(self, pending: deque[threading.Event]) -> Iterator[bytes]:
-        result: Result = None, threading.Event()
+    def _heartbeats(self, sent: deque[int | None]) -> Iterator[bytes]:
+        """Yield the heartbeats of one call. Results that an earlier call sent without a reply are sent again."""
+        sent.append(None)  # the server takes results only after a first heartbeat
+        yield evaluator_heartbeat(self._process, None)
+        begin = 0  # results before it are in this call
         while not self.is_over:
-            metrics, is_received = result
-            pending.append(is_received)
+            with self._reported:
+                self._reported.wait_for(lambda: self._num_reported > begin, _HEARTBEAT_S)
+                number = next((number for number in self._results if number >= begin), None)
+                metrics = None if number is None else self._results[number].metrics
+            begin = begin if number is None else number + 1
+            sent.append(number)
             yield evaluator_heartbeat(self._process, metrics)
-            try:
-                result = self._results.get(timeout=_HEARTBEAT_S)
-            except queue.Empty:
-                result = None, threading.Event()
 
     def close(self) -> None:
         self.is_over = True

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import Any
 
 import pytest
 import torch
 
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes
+from paramserver.common.codecs.base import payload_bytes
+from paramserver.common.codecs.shared.by_tensor import only_rest
+from paramserver.common.registry import CODECS
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.frames import frame, message_frames
 from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
@@ -243,3 +247,77 @@ async def test_a_mistake_after_the_whole_payload_gives_its_memory_back(server: S
     await server.settle()
     assert await worker.end() == "BAD_REQUEST"
     server.check_no_memory_is_kept()
+
+
+TWO = Layout([TensorSpec(name, Kind.PARAMETER, "float32", (1000, 4000)) for name in ("v", "w")])
+
+
+@pytest.mark.parametrize("how", ["continued", "another size", "other tensors"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_fragment_that_broke_off_is_continued(how: str, is_first: bool) -> None:
+    """Its size depends on its tensors, which are named only by the Contribution, after its Begin."""
+    policy = {"fragments": 2, "local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+
+    @served(layout=TWO, workers=1, mode="diloco", policy=policy)
+    async def play(server: Server) -> None:
+        codec = CODECS.load("int8")()
+        worker, process = Worker(server, 0), "process 0"
+        server.engine.offer(events.HeartbeatBegan(process))
+        spec = OptimizerSpec("SGD", (GroupSpec(("v", "w"), {"lr": 0.5}),))
+        model = pb.Model(
+            tensors=layout_to_proto(TWO), fingerprint=TWO.fingerprint, optimizer=optimizer_to_proto(spec),
+            codecs=["int8"], contribution=pb.RunSettings.DELTA_OF_FRAGMENT,
+        )  # fmt: skip
+
+        async def begin(worker: Worker, **join: object) -> None:
+            joining = frame(pb.WorkerMessage(join=pb.Join(rank=0, process=process, **join)))
+            worker.stream.send(joining, frame(pb.WorkerMessage(model=model)))
+            await server.settle()
+            if worker.kinds[-1] == "send_weights":
+                header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=TWO.total_bytes))
+                worker.stream.send(*message_frames(header, [as_bytes(new_payload(TWO.total_bytes).zero_())]))
+            server.engine.offer(events.Heartbeat(0, process))
+            await server.settle()
+
+        await begin(worker)
+        seq = 1
+        if not is_first:  # of the other fragment
+            first, facts = encoded(codec, without=[0])
+            worker.send_encoded(seq, first, **facts)
+            await server.settle()
+            seq = 2
+        data, facts = encoded(codec, without=[1])
+        data, facts = bytes(data), {**facts, "version": seq - 1}
+        worker.announce(seq, **facts)
+        worker.stream.send(frame(None, 0, [memoryview(data)[:PIECE]]))
+        await server.settle()
+        worker.stream.close()
+        await server.settle()
+        again = Worker(server, 0)
+        seat = server.engine.run.roster.workers[0].incarnation
+        await begin(again, incarnation=seat, run="run", server_incarnation=1)
+        offered = again.stream.received[0].header.partial_transfer
+        assert (offered.seq, offered.payload_bytes, list(offered.ranges)) == (seq, len(data), [0, PIECE])
+        if how == "another size":
+            again.begin(continues=seq, num_bytes=len(data) + 8, codec="int8")
+            assert await again.end() == "BAD_REQUEST"
+            return
+        again.begin(continues=seq, num_bytes=len(data), codec="int8")
+        again.announce(seq, **{**facts, "without_gradient": [1] if how == "continued" else []})
+        again.stream.send(frame(None, PIECE, [memoryview(data)[PIECE:]]))
+        await server.settle()
+        if how == "continued":
+            assert again.outcomes == ["APPLIED"]
+        else:
+            assert await again.end() == "BAD_REQUEST"
+
+    play()
+
+
+def encoded(codec: Any, without: list[int]) -> tuple[memoryview, dict[str, Any]]:
+    """A fragment of ones, without these tensors, and the fields that announce it."""
+    codec = only_rest(codec, frozenset(TWO.specs[position].name for position in without))
+    out = torch.zeros(payload_bytes(codec, TWO), dtype=torch.uint8)
+    codec.encoder(TWO).begin(torch.ones(TWO.exchange_bytes // 4).view(torch.uint8), out)
+    facts = {"num_bytes": len(out), "codec": "int8", "without_gradient": without, "num_training_steps": 1}
+    return as_bytes(out), facts
