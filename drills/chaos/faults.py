@@ -15,7 +15,6 @@ from .plan import Fault
 from .processes import Handle, job_processes
 from .proxy import DOWN, UP, Network
 
-_MOST_CUT_BYTES = 1 << 16
 _DROP_SHARE = 0.02  # of the packets
 _FULL_BYTES = 4096  # limit of a file's size, to simulate a full disk
 
@@ -26,18 +25,19 @@ Say = Callable[[str], None]  # prints a line for the user
 class Injector:
     """Injects faults into the job of one launcher. `close` ends lasting faults.
 
-    `port_of`: returns the port on which a shard last listened.
+    `port_of`: returns the port on which a shard last listened. `most_cut_bytes`: a cut comes within so many.
     """
 
     def __init__(
-        self, launcher: int, network: Network, seed: int, say: Say, port_of: Callable[[int], int | None]
-    ) -> None:
+        self, launcher: int, network: Network, seed: int, say: Say, port_of: Callable[[int], int | None],
+        most_cut_bytes: int,
+    ) -> None:  # fmt: skip
         self.killed: list[Child] = []
         self._launcher = launcher
         self._network = network
         self._chance = random.Random(seed)
         self._say = say
-        self._port_of = port_of
+        self._port_of, self._most_cut_bytes = port_of, most_cut_bytes
         self._lasting: dict[asyncio.Task[None], Callable[[], None]] = {}
 
     def inject(self, fault: Fault) -> None:
@@ -144,7 +144,7 @@ class Injector:
         return ""
 
     def _cut(self, fault: Fault) -> str:
-        num_bytes = self._chance.randrange(1, _MOST_CUT_BYTES)
+        num_bytes = self._chance.randrange(1, self._most_cut_bytes)
         self._network.cut(fault.child, num_bytes)
         return f"after {num_bytes} bytes"
 

@@ -48,6 +48,7 @@ class Setup:
     plan: list[Fault]
     seed: int
     last_step: int  # of the fastest worker: no faults after it, so that every process is back in time
+    most_cut_bytes: int  # a cut comes within so many bytes from a worker
     hang_s: float = 90.0  # without any progress
     deadline_s: float  # for the whole job, which may repeat itself
 
@@ -109,7 +110,8 @@ class Chaos:
             agents = [pid for pid, _, _ in children_of(os.getpid())]
             found = [pid for agent in agents for pid, _, argv in children_of(agent) if _PROGRAM in argv]
             self._launcher = found[0] if found else 0
-        self._injector = Injector(self._launcher, network, self._setup.seed, self._say, self._ports.get)
+        setup = self._setup
+        self._injector = Injector(self._launcher, network, setup.seed, self._say, self._ports.get, setup.most_cut_bytes)
 
     async def _watch(self, backend: LocalBackend) -> None:
         """Wait until the job has ended, the user interrupts, or nothing moves."""

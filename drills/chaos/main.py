@@ -37,6 +37,8 @@ def chaos(
     faults: Annotated[str | None, typer.Option(metavar="KIND,...", help=f"Default all: {', '.join(KINDS)}; with shards "
                                                f"also {', '.join(OF_SHARDS)}.")] = None,
     transport: Annotated[str, typer.Option(help="Transport of the tensors: direct, grpc or shared.")] = "direct",
+    model_mb: Annotated[float, typer.Option(min=0.2, max=1000, help="Size of the ledger's model in MB. An upload above "
+                                            "16 MiB that is cut continues.")] = 0.2,
     keep: Annotated[str | None, typer.Option(metavar="DIR", help="Keep logs, history and weights there.")] = None,
     sets: SetOption = None,
 ) -> int:  # fmt: skip
@@ -49,6 +51,7 @@ def chaos(
       ps-launch chaos --shards 3 --mode sync             faults also hit the shards of the server
       ps-launch chaos --seconds 3600                     run for an hour
       ps-launch chaos --faults kill_server,partition     only these
+      ps-launch chaos --faults cut --model-mb 40         uploads that continue after a cut
       ps-launch chaos configs/digits.yaml --seconds 30   your own job (only its history is checked)
 
     The same seed gives the same plan of faults. The exit code is 0 if the job ended without an error, every
@@ -65,11 +68,13 @@ def chaos(
     chosen = {"run.workers": workers, "run.mode": mode, "worker.transports": TRANSPORTS[transport]}
     if shards > 1:
         chosen["server.shards"] = shards
-    make = partial(make_trial, config, chosen, sets or [], seconds=seconds, seed=seed)
+    model_bytes = round(model_mb * 1e6)
+    make = partial(make_trial, config, chosen, sets or [], seconds=seconds, seed=seed, model_bytes=model_bytes)
     make(folder=Path(), kinds=kinds)  # raises UsageError before anything starts
     trial = make(folder=_folder(keep), kinds=_possible(kinds))
     command = f"ps-launch chaos{' ' + config if config else ''} --seconds {seconds:g} --seed {seed} -n {workers}"
-    command += f" --mode {mode} --transport {transport}" + (f" --shards {shards}" if shards > 1 else "")
+    command += f" --mode {mode} --transport {transport} --model-mb {model_mb:g}"
+    command += f" --shards {shards}" if shards > 1 else ""
     print(f"chaos: {len(trial.setup.plan)} faults planned; again: {command}", flush=True)
     return _judge(_run(trial.setup), trial, is_kept=keep is not None)
 

@@ -30,10 +30,12 @@ _LEDGER = "ledger"
 _BATCH_SIZE = 4
 _STEP_S = 0.05  # computing time of a step; more in a long run
 _MAX_STEPS = 6000  # limit, because an epoch has a sample for each step and the model a weight for each sample
-_EXCHANGE_S = 0.02  # estimate, on a busy machine
+_EXCHANGE_S = 0.02  # estimate, on a busy machine, beside the time of the bytes
+_BYTES_PER_S = 50e6  # estimate, through the proxy of the faults
 _BUSY_SHARE = 0.7  # share of the time for training; faults cost the rest
 _RETURN_S = 6.0  # at the end of the run without faults, so that every process is back
-_PADDING_BYTES = 200_000
+_MODEL_BYTES = 200_000
+_LEAST_CUT_BYTES = 1 << 16
 _LEASE_S = 2.0
 _SPARE_RESTARTS = 3  # restarts of each process beyond its kills
 
@@ -48,14 +50,15 @@ class Trial:
 
 def make_trial(
     config_path: str | None, chosen: dict[str, Any], sets: list[str], *, folder: Path, seconds: float, seed: int,
-    kinds: Iterable[str],
+    kinds: Iterable[str], model_bytes: int = _MODEL_BYTES,
 ) -> Trial:  # fmt: skip
     """Returns a job that writes into `folder` and lasts about `seconds`, under a plan of faults of these kinds.
 
     Settings: the trial's, then `chosen` (by dotted key), then `sets` (`key=value`). Without a configuration the task
-    is `ledger`, for one epoch. Raises UsageError.
+    is `ledger`, for one epoch, with a model of about `model_bytes`. Raises UsageError.
     """
-    settings = _output(folder) | ({} if config_path else _ledger(seconds, seed)) | chosen
+    exchange_s = _EXCHANGE_S + model_bytes / _BYTES_PER_S
+    settings = _output(folder) | ({} if config_path else _ledger(seconds, seed, exchange_s)) | chosen
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
     resolved = load_config(config_path, {}, [*_as_sets(settings), *sets], environ)
     config, run = resolved.config, resolved.config.run
@@ -64,7 +67,7 @@ def make_trial(
     num_workers, steps = run.workers or 1, run.task_steps or 1
     if config.task.name == _LEDGER:
         samples = num_workers * steps * run.batch_size
-        args = {"samples": samples, "padding_bytes": _PADDING_BYTES, **config.task.args}
+        args = {"samples": samples, "padding_bytes": model_bytes, **config.task.args}
         settings["task.args"] = "{" + ", ".join(f"{key}: {value}" for key, value in args.items()) + "}"
     plan = make_plan(
         seed, seconds=seconds, num_workers=num_workers, lease_s=config.server.lease_s, kinds=kinds,
@@ -74,10 +77,11 @@ def make_trial(
     arguments = [config_path] if config_path else []
     for item in [*_as_sets(settings), *sets]:
         arguments += ["--set", item]
-    num_last = round(_RETURN_S / (config.slowdown.base_s + _EXCHANGE_S))
+    num_last = round(_RETURN_S / (config.slowdown.base_s + exchange_s))
     setup = Setup(
         arguments=tuple(arguments), folder=folder, plan=plan, seed=seed,
         last_step=max(steps // 4, steps - num_last), deadline_s=3 * seconds + 60,
+        most_cut_bytes=max(_LEAST_CUT_BYTES, model_bytes),
     )  # fmt: skip
     return Trial(setup, config)
 
@@ -90,10 +94,10 @@ def _output(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ledger(seconds: float, seed: int) -> dict[str, Any]:
+def _ledger(seconds: float, seed: int, exchange_s: float) -> dict[str, Any]:
     busy_s = _BUSY_SHARE * seconds
-    steps = min(_MAX_STEPS, max(10, round(busy_s / (_STEP_S + _EXCHANGE_S))))
-    step_s = round(max(_STEP_S, busy_s / steps - _EXCHANGE_S), 3)
+    steps = min(_MAX_STEPS, max(10, round(busy_s / (_STEP_S + exchange_s))))
+    step_s = round(max(_STEP_S, busy_s / steps - exchange_s), 3)
     return {
         "task.name": _LEDGER, "run.steps": steps, "run.batch_size": _BATCH_SIZE, "run.seed": seed,
         "optimizer.name": "sgd", "optimizer.lr": 1.0, "slowdown.base_s": step_s,

@@ -138,7 +138,7 @@ def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], l
     trial = make_trial(None, chosen, [], folder=folder, seconds=JOB_S, seed=seed, kinds=["kill_server"])
     setup = Setup(
         arguments=trial.setup.arguments, folder=folder, plan=[], seed=seed, last_step=steps - LAST_STEPS,
-        deadline_s=JOB_S,
+        most_cut_bytes=1, deadline_s=JOB_S,
     )  # fmt: skip
     began = time.monotonic()
 
