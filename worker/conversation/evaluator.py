@@ -98,13 +98,17 @@ class Evaluator(Reader):
         yield evaluator_heartbeat(self._process, None)
         begin = 0  # results before it are in this call
         while not self.is_over:
-            with self._reported:
-                self._reported.wait_for(lambda: self._num_reported > begin, _HEARTBEAT_S)
-                number = next((number for number in self._results if number >= begin), None)
-                metrics = None if number is None else self._results[number].metrics
+            number, metrics = self._next_result(begin)
             begin = begin if number is None else number + 1
             sent.append(number)
             yield evaluator_heartbeat(self._process, metrics)
+
+    def _next_result(self, begin: int) -> tuple[int | None, dict[str, Any] | None]:
+        """Wait for a heartbeat's interval at most for a result from number `begin` on that the server lacks."""
+        with self._reported:
+            self._reported.wait_for(lambda: self._num_reported > begin, _HEARTBEAT_S)
+            number = next((number for number in self._results if number >= begin), None)
+            return number, None if number is None else self._results[number].metrics
 
     def close(self) -> None:
         self.is_over = True
