@@ -42,8 +42,8 @@ EVERY_FILE = [*FILES, *sorted(path.relative_to(ROOT).as_posix() for path in (ROO
 
 # Time, chance, threads and output come in as arguments or go out as values.
 PURE = [
-    "common/config/option.py", "common/kinds.py", "common/wire/records.py", "ps/policies/*", "ps/core/*",
-    "worker/session.py", "launch/plan/*", "launch/supervise/*",
+    "common/config/option.py", "common/config/plain.py", "common/kinds.py", "common/wire/records.py", "ps/policies/*",
+    "ps/core/*", "worker/session.py", "launch/plan/*", "launch/supervise/*",
     "ps/snapshots/common.py", "simulate/machines/links.py", "relay/pace.py",
 ]  # fmt: skip
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ..common.config.addresses import split_address
+from ..common.config.addresses import join_address, split_address
 from ..common.config.schema import Config
 from ..common.errors import AuthError, BindError
 from ..common.security import WEB_TOKEN_VARIABLE, is_loopback, read_token
@@ -85,7 +85,7 @@ class HttpServer:
         listening = self._bind()
         self.loop = asyncio.new_event_loop()
         host, port = split_address(self._address)[0], listening.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = join_address(host, port)
         is_tls = self._security.cert is not None
         door = Door(Guard(app, self._hosts, self._tokens, is_tls, self._rules))
         self._server = _Server(

@@ -7,15 +7,22 @@ import re
 from ..errors import UsageError
 
 # A name, an IPv4 address, or an IPv6 address in brackets. The name is resolved only when it is used.
-_HOST = re.compile(r"[^\s/@?#\[\]]+|\[[0-9A-Fa-f:.]+(%\w+)?\]")
+_HOST = re.compile(r"[^\s/@?#:\[\]]+|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]")
 
 
 def split_address(address: str) -> tuple[str, int]:
     """Split HOST:PORT or [v6]:PORT into (host, port). Raises UsageError for other text."""
     host, _, port = address.rpartition(":")
     if not _HOST.fullmatch(host) or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise UsageError(f"'{address}' is not HOST:PORT", fix="e.g. 127.0.0.1:50051, or [::1]:50051")
+        is_v6 = address.count(":") > 1 and "[" not in address
+        why = ": brackets tell an IPv6 address from its port" if is_v6 else ""
+        raise UsageError(f"'{address}' is not HOST:PORT{why}", fix="e.g. 127.0.0.1:50051, or [::1]:50051")
     return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def listening(address: str) -> str:

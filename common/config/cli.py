@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -167,19 +167,21 @@ def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
     """Returns the annotation of a Typer option with the field's type. The schema checks the bounds."""
     from .flags import flag_name
     from .option import WORKER
+    from .plain import types_in
 
-    kinds: list[type] = [kind for kind in (bool, int, float) if kind in (info.annotation, *get_args(info.annotation))]
+    kinds = types_in(info.annotation)
+    number = "FLOAT" if float in kinds else "INTEGER" if int in kinds else None
     name = flag_name(key, info)
     both = f"{name}/--no-{name.removeprefix('--')}" if info.default is True else name  # lets the user switch it off
     only = "; only without a server" if flag.is_for_alone and program == WORKER else ""
     option = typer.Option(
         *([f"-{flag.short}"] if flag.short else []),
         both,
-        metavar=flag.metavar or None,
+        metavar=flag.metavar or number,
         help=f"{info.description}{only}",
         rich_help_panel=flag.panel,
     )
-    return Annotated[(*kinds, str)[0] | None, option]
+    return Annotated[(bool if bool in kinds else str) | None, option]
 
 
 def before_torch() -> None:

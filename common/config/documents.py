@@ -12,50 +12,57 @@ from pydantic import ValidationError
 
 from ..errors import UnknownNameError, UsageError
 from .option import NOT_FINITE
+from .plain import Plain, meant
 
 _FINITE = "write a finite number, or leave the setting out; a default of none means no limit"
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader for which 1e-3 is a number (YAML 1.1 reads text), and dates and quoted values are text."""
+    """A loader of text, lists and mappings. A value without quotes is `Plain`: its field says what it is."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (a class attribute in the base class too)
-        first: [(tag, regexp) for tag, regexp in resolvers if not tag.endswith((":timestamp", ":float"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        "<": [("tag:yaml.org,2002:merge", re.compile("<<$"))],
+        None: [("!plain", re.compile(""))],
+    }
+    yaml_constructors = {  # noqa: RUF012
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.endswith((":str", ":map", ":seq"))
     }
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
-        r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
+def _tagged(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    """Returns the value of `!!int 3`, a number, switch or null."""
+    value = Plain(node.value).value()
+    if isinstance(value, str):
+        raise yaml.constructor.ConstructorError(None, None, f"{value!r} is no {node.tag}", node.start_mark)
+    return value
+
+
+_Loader.add_constructor("!plain", lambda loader, node: Plain(node.value))
+for _kind in ("int", "float", "bool", "null"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _tagged)
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes text which `_Loader` would read as another type."""
+    """A dumper that quotes all text."""
 
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
 
 
 def scalar_text(value: Any) -> str:
     """Return the text that --set and the environment read back as `value`, with quotes only if they are needed."""
-    if isinstance(value, str) and scalar(value) == value:
+    if isinstance(value, str) and meant(scalar(value)) == value:
         return value
-    style = '"' if isinstance(value, str) else None
-    text = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=True, default_style=style, width=float("inf"), sort_keys=False
-    )
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False)
     return text.removesuffix("...\n").rstrip("\n")  # "..." ends a document that is a bare scalar
 
 
 def scalar(text: str) -> Any:
-    """Return the YAML value in `text`, or the text itself if it is not valid YAML."""
+    """Return the YAML value in `text` with its plain parts, or the text itself if it is not valid YAML."""
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+        return yaml.load(text, Loader=_Loader) if text.strip() else Plain("")  # a SafeLoader
     except (yaml.YAMLError, ValueError):
         return text
 
@@ -126,7 +133,7 @@ def refusal(error: ValidationError, origins: Mapping[str, str], otherwise: str =
         origin = next((o for k, o in origins.items() if key == k or key.startswith(k + ".")), otherwise)
         message = mistake["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
-        got = "" if mistake["type"] in ("value_error", "missing") else f", got {mistake['input']!r}"
+        got = "" if mistake["type"] in ("value_error", "missing") else f", got {meant(mistake['input'])!r}"
         if mistake["type"] == NOT_FINITE:
             fixes.append(_FINITE)
         if isinstance(cause := mistake.get("ctx", {}).get("error"), UnknownNameError):

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .addresses import join_address
 from .schema import DEFAULT_ADDRESS, DEFAULT_PORT
 
 
@@ -120,9 +121,9 @@ def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:
     if (local is not None and local.value == workers.value) or (engine.name == "Slurm" and _is_one(environ)):
         return Variable(DEFAULT_ADDRESS, workers.name)
     if environ.get("MASTER_ADDR"):
-        return Variable(_address(environ["MASTER_ADDR"]), "MASTER_ADDR")
+        return Variable(join_address(environ["MASTER_ADDR"], DEFAULT_PORT), "MASTER_ADDR")
     if environ.get(_HOSTS):
-        return Variable(_address(first_host(environ[_HOSTS])), _HOSTS)
+        return Variable(join_address(first_host(environ[_HOSTS]), DEFAULT_PORT), _HOSTS)
     return Variable(DEFAULT_ADDRESS, workers.name)
 
 
@@ -136,10 +137,6 @@ def first_host(hosts: str) -> str:
 def _is_one(environ: Mapping[str, str]) -> bool:
     hosts = environ.get(_HOSTS, "")
     return hosts != "" and first_host(hosts) == hosts
-
-
-def _address(host: str) -> str:
-    return f"[{host}]:{DEFAULT_PORT}" if ":" in host else f"{host}:{DEFAULT_PORT}"
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> Variable | None:

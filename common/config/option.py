@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from .plain import for_field
 
 # The programs that have flags.
 SERVER, WORKER, LAUNCHER = EVERY = ("ps-server", "ps-worker", "ps-launch")
@@ -48,13 +50,11 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a boolean for a number: `steps: yes` is a mistake, not one step."""
-        if isinstance(value, bool) and info.field_name is not None:
-            annotation = cls.model_fields[info.field_name].annotation
-            if bool not in (annotation, *get_args(annotation)):
-                raise ValueError(f"is not a switch, got {value}")
-        return value
+    def _as_wanted(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read text of a source by the field's type, and refuse a switch for a number and the like."""
+        annotation = cls.model_fields[info.field_name].annotation if info.field_name is not None else Any
+        is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        return value if is_section else for_field(value, annotation)
 
 
 @dataclass(frozen=True)

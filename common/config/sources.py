@@ -26,6 +26,7 @@ from ..user_code import is_in_file
 from .documents import built, items, read_document, refusal, scalar
 from .flags import flag_name, sections, settings
 from .launchers import RANK_VARIABLES, engine_settings
+from .plain import Plain, meant, types_in
 from .schema import Config, OptimizerConfig, mode_options
 
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
@@ -140,9 +141,9 @@ def load_config(
         entries.append((key.strip(), scalar(value), f"--set {key.strip()}"))
     entries += [(key, value, "flag") for key, value in flags.items() if value is not None]
     if is_worker:  # the rank of a replica group comes from an outer engine
-        is_group = next((value for key, value, _ in reversed(entries) if key == "worker.group"), False) is True
+        is_group = meant(next((value for key, value, _ in reversed(entries) if key == "worker.group"), False)) is True
         of_engine = engine_settings(environ, is_group).settings
-        weakest = [(key, _number(found.value), f"environment {found.name}") for key, found in of_engine.items()]
+        weakest = [(key, Plain(found.value), f"environment {found.name}") for key, found in of_engine.items()]
         entries = [*weakest, *entries]
     weaker, stronger = ([(key, *found) for key, found in values.items()] for values in (defaults, overrides))
     return _validated([*weaker, *entries, *stronger])
@@ -157,10 +158,16 @@ def _validated(entries: list[tuple[str, Any, str]]) -> Resolved:
     for key, value, origin in entries:
         if origin == "flag":
             origin = f"flag {flag_name(key, known[key])}"
+            if isinstance(value, str) and str not in types_in(known[key].annotation):
+                value = Plain(value)
         _check_key(key, origin, known)
         _put(values, key, value, origin)
         origins[key] = origin
-        if value is not None and (other := _INSTEAD.get(key)) in origins and _kind(origins[other]) != _kind(origin):
+        if (
+            meant(value) is not None
+            and (other := _INSTEAD.get(key)) in origins
+            and _kind(origins[other]) != _kind(origin)
+        ):
             _put(values, other, None, origin)
             del origins[other]
     if others:
@@ -208,11 +215,6 @@ def _modes_in_files(entries: list[tuple[str, Any, str]]) -> tuple[str, list[str]
             source = "flag --mode" if origin == "flag" else origin
             raise UsageError(f"{source}: {error.message}", fix=error.fix) from None
     return run, [mode for mode in others if mode != run]
-
-
-def _number(text: str) -> int | str:
-    """Returns an engine's value: a whole decimal number (010 is ten, as in `srun`), or the text."""
-    return int(text) if text.isascii() and text.isdecimal() else text
 
 
 def _read_file(path: str) -> list[tuple[str, Any, int]]:

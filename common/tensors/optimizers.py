@@ -244,8 +244,13 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim
             raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
     try:
         cls([torch.zeros(1)], **as_arguments(arguments))
+        defaults = cls([torch.zeros(1)]).defaults  # type: ignore[call-arg]
     except (TypeError, ValueError, IndexError) as error:
         raise UsageError(f"optimizer '{name}': {error}") from None
+    for key, value in arguments.items():  # torch takes momentum=True for 1.0
+        if bool in {type(value), type(defaults[key])} and type(value) is not type(defaults[key]):
+            kind = "a switch, true or false" if isinstance(defaults[key], bool) else "a number"
+            raise UsageError(f"optimizer '{name}': {key} is {kind}, got {value!r}", fix=f"e.g. {key}={defaults[key]}")
     return cls
 
 

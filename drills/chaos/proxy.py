@@ -20,6 +20,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from ...common.config.addresses import split_address
+from ...common.errors import UsageError
 from ...launch.plan.process import Child
 
 _PIECE_BYTES = 1 << 16
@@ -110,7 +112,7 @@ class Network:
         self._links.add(link)
         try:
             await self._tunnel(link, reader)
-        except (OSError, EOFError, ValueError, TimeoutError, asyncio.LimitOverrunError):
+        except (OSError, EOFError, ValueError, UsageError, TimeoutError, asyncio.LimitOverrunError):
             pass  # either end is closed, or does not speak HTTP
         finally:
             link.reset()
@@ -124,9 +126,8 @@ class Network:
             raise ValueError(method)
         await self._pass(link, UP)
         await self._pass(link, DOWN)
-        host, _, port = target.rpartition(":")
-        link.port = int(port)
-        upstream, link.writers[UP] = await asyncio.open_connection(host.strip("[]"), link.port)
+        host, link.port = split_address(target)
+        upstream, link.writers[UP] = await asyncio.open_connection(host, link.port)
         link.writers[DOWN].write(b"HTTP/1.1 200 OK\r\n\r\n")
         ends = ((reader, UP), (upstream, DOWN))
         pumps = [asyncio.ensure_future(self._pump(link, stream, direction)) for stream, direction in ends]

@@ -35,6 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from ...common.config.addresses import join_address
 from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import ParamServerError
@@ -103,7 +104,7 @@ class Backend(ABC):
         if host not in WILDCARDS:
             return address
         there = self._host_of(child)
-        return f"{f'[{there}]' if ':' in there else there or WILDCARDS[host]}:{port}"
+        return join_address(there or WILDCARDS[host], int(port))
 
     def _host_of(self, child: Child) -> str:
         """Returns the address of the host of a process; "": all processes are on it."""

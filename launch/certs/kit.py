@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ...common.config.addresses import join_address
 from ...common.config.schema import DEFAULT_PORT
 from ...common.errors import OutputError, UsageError
 from ...common.reporting.output import write_whole
@@ -149,7 +150,7 @@ def _print_result(directory: Path, ranks: list[str], shard_names: list[str], ren
 
 
 def _print_commands(directory: Path, first: str, shard_names: list[str], host: str) -> None:
-    address = f"[{host}]:{DEFAULT_PORT}" if ":" in host and not host.startswith("[") else f"{host}:{DEFAULT_PORT}"
+    address = join_address(host, DEFAULT_PORT)
     name = shard_names[0] if shard_names else "server"
     num_shards = ("--shards", str(len(shard_names))) if shard_names else ()
     rank = ("--rank", first.removeprefix(RANK_PREFIX)) if first.startswith(RANK_PREFIX) else ()

@@ -41,12 +41,6 @@ class Host(Section):
             raise ValueError(f"is not the name of a {info.field_name}: no spaces, and no - at its beginning")
         return value
 
-    @field_validator("env", mode="before")
-    @classmethod
-    def _text(cls, value: Any) -> Any:
-        """`OMP_NUM_THREADS: 2` means the text."""
-        return {name: str(text) for name, text in value.items()} if isinstance(value, dict) else value
-
     @model_validator(mode="before")
     @classmethod
     def _a_slot_for_each_device(cls, values: Any) -> Any:

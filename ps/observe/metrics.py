@@ -36,7 +36,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 
-from ...common.config.addresses import split_address
+from ...common.config.addresses import join_address, split_address
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
 from ...common.reporting.metrics import Display, Fold, Metric, Value, shown_of_run, shown_of_workers, values_of
@@ -282,6 +282,6 @@ def _listen(address: str, registry: CollectorRegistry) -> _HttpServer:
         ) from None
     Thread(target=server.serve_forever, args=(0.1,), name="metrics", daemon=True).start()
     bound = server.server_address[1]
-    url = f"http://[{host}]:{bound}/metrics" if ":" in host else f"http://{host}:{bound}/metrics"
+    url = f"http://{join_address(host, bound)}/metrics"
     log.info("metrics", url=url, readable_by="this machine" if is_loopback(host) else "anyone who reaches this port")
     return server

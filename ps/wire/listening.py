@@ -9,7 +9,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ...common.config.addresses import split_address
+from ...common.config.addresses import join_address, split_address
 from ...common.config.schema import Config
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
@@ -71,7 +71,7 @@ class Listening:
                 f"cannot listen on {self._config.server.listen}: port in use, or not an address of this machine",
                 fix="stop the other process, or choose --listen HOST:PORT with another port (0 takes a free one)",
             )
-        self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        self.address = join_address(host, bound)
         self.direct.bind()
 
     async def serve(self, handler: grpc.GenericRpcHandler) -> None:

@@ -85,7 +85,7 @@ def test_the_strongest_source_wins(given: tuple[str, ...], write: Callable[[str]
     assert resolved.config.run.steps == (9 if path else None)
 
 
-@pytest.mark.parametrize("address", ["nohost", "host:99999", "", "http://host:80"])
+@pytest.mark.parametrize("address", ["nohost", "host:99999", "", "http://host:80", "fe80::1", "::1", "::1:50051"])
 @pytest.mark.parametrize(
     "key", ["worker.server", "server.listen", "server.coordinator", "server.advertise", "server.metrics"]
 )
@@ -261,7 +261,7 @@ def test_several_mistakes_are_told_at_once(write: Callable[[str], Path]) -> None
         ({"environ": {"WORLD_SIZE": "0"}}, "environment WORLD_SIZE: run.workers: "),
         ({"environ": {"SLURM_PROCID": "1.5"}}, "environment SLURM_PROCID: worker.rank: "),
         ({"environ": {"OMPI_COMM_WORLD_RANK": "-1"}}, "environment OMPI_COMM_WORLD_RANK: worker.rank: "),
-        ({"environ": {"RANK": "0x1"}}, "environment RANK: worker.rank: "),
+        ({"environ": {"RANK": "1_0"}}, "environment RANK: worker.rank: "),
         ({"environ": {"RANK": "true"}}, "environment RANK: worker.rank: "),
         ({"environ": {"RANK": "[1]"}}, "environment RANK: worker.rank: "),
         ({"environ": {"RANK": "0", "LOCAL_RANK": "left"}}, "environment LOCAL_RANK: worker.local_rank: "),
@@ -411,6 +411,74 @@ def test_a_switch_is_no_number(key: str, text: str) -> None:
     mistake(lambda: load(sets=[f"{key}={text}"]))
 
 
+# What a value without quotes is to a field of any type, of text, of an integer, of a number and a switch.
+REFUSED = object()
+MEANT = {
+    "010": ("010", "010", 10, 10.0, REFUSED),
+    "007": ("007", "007", 7, 7.0, REFUSED),
+    "1:30": ("1:30", "1:30", REFUSED, REFUSED, REFUSED),
+    "1_000": ("1_000", "1_000", REFUSED, REFUSED, REFUSED),
+    "no": ("no", "no", REFUSED, REFUSED, REFUSED),
+    "yes": ("yes", "yes", REFUSED, REFUSED, REFUSED),
+    "on": ("on", "on", REFUSED, REFUSED, REFUSED),
+    "y": ("y", "y", REFUSED, REFUSED, REFUSED),
+    "true": (True, "true", REFUSED, REFUSED, True),
+    "False": (False, "False", REFUSED, REFUSED, False),
+    "0o17": (15, "0o17", 15, 15.0, REFUSED),
+    "017": ("017", "017", 17, 17.0, REFUSED),
+    "0x10": (16, "0x10", 16, 16.0, REFUSED),
+    "0b11": ("0b11", "0b11", REFUSED, REFUSED, REFUSED),
+    "1e3": (1000.0, "1e3", 1000, 1000.0, REFUSED),
+    "1.10": (1.1, "1.10", REFUSED, 1.1, REFUSED),
+    "+3": (3, "+3", 3, 3.0, REFUSED),
+    "nan": ("nan", "nan", REFUSED, REFUSED, REFUSED),
+    "'3'": ("3", "3", REFUSED, REFUSED, REFUSED),
+    "\u0663": ("\u0663", "\u0663", REFUSED, REFUSED, REFUSED),
+}
+
+
+@pytest.mark.parametrize("source", ["set", "environment", "file"])
+@pytest.mark.parametrize("text", MEANT)
+def test_a_value_without_quotes_is_what_its_field_wants(text: str, source: str, write: Callable[[str], Path]) -> None:
+    """By YAML 1.2 and the same from every source; YAML 1.1 makes 010 eight, 1:30 ninety and `no` a switch."""
+    keys = ("task.args.x", "output.project", "run.seed", "server.absent_s", "server.direct")
+    for key, expected in zip(keys, MEANT[text], strict=True):
+        section, _, rest = key.partition(".")
+        body = f"args: {{x: {text}}}" if key == "task.args.x" else f"{rest}: {text}"
+        given: dict[str, dict[str, Any]] = {
+            "set": {"sets": [f"{key}={text}"]},
+            "environment": {"environ": {f"PS_{key.upper().replace('.', '__')}": text}},
+            "file": {"path": write(f"{section}:\n  {body}\n")},
+        }
+        if expected is REFUSED:
+            error = mistake(lambda given=given: load(**given[source]))
+            assert key in error.message and ("got " in error.message or text in error.message)
+            continue
+        config = load(**given[source]).config
+        found = config.task.args["x"] if key == "task.args.x" else getattr(getattr(config, section), rest)
+        assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize("text", ["10", "010", "1e3", "0.5", "1:30", "1_0", "yes", "true", "\u0663"])
+def test_a_flag_is_read_as_the_same_text_elsewhere(text: str) -> None:
+    """The text of a flag comes from the command line; --set reads it alike."""
+    for key in ("run.seed", "optimizer.lr", "output.project"):
+        found: list[Any] = []
+        for source in ({"flags": {key: text}}, {"sets": [f"{key}={text}"]}):
+            try:
+                config = load(**source).config  # type: ignore[arg-type]
+            except UsageError:
+                found.append(None)
+            else:
+                found.append(getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("value", ["yes", "on", "[yes, 0.9]", "[true]", "1:30", "{a: 1}", "fast"])
+def test_an_argument_of_the_optimizer_is_a_number_or_a_switch(value: str) -> None:
+    assert "optimizer.momentum" in mistake(lambda: load(sets=[f"optimizer.momentum={value}"])).message
+
+
 json_like = st.recursive(
     st.none()
     | st.booleans()
@@ -425,6 +493,8 @@ json_like = st.recursive(
 @given(value=json_like)
 @example(value="1e3")
 @example(value="yes")
+@example(value="007")
+@example(value="0o17")
 @example(value="2024-01-01")
 @example(value="a: b")
 @example(value=" padded ")

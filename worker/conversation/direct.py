@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from ...common.config.addresses import split_address
+from ...common.config.addresses import join_address, split_address
 from ...common.security import Credentials, client_context
 from ...common.wire.direct import (
     ACCEPTED,
@@ -243,7 +243,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
             connection.connect(address)
             connection.settimeout(left_s(deadline))
             if proxy is not None:
-                _http_connect(connection, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+                _http_connect(connection, join_address(host, port))
             return connection
         except OSError:
             connection.close()

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ...common.config.addresses import join_address
 from ...common.errors import AuthError, UsageError
 from ...common.wire.json_text import read_json
 from ..strategies.collectives.cut import Address
@@ -90,7 +91,7 @@ class Rendezvous:
     @property
     def host(self) -> str:
         """The address of this process that the others can reach."""
-        return _HERE if self._member.is_on_one_host else own_address("{}:{}".format(*self._member.store))
+        return _HERE if self._member.is_on_one_host else own_address(join_address(*self._member.store))
 
     def publish(self, address: Address) -> bytes:
         """Publish the rendezvous store's address. Returns its secret. Raises RuntimeError."""

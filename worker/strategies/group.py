@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ...common.config.addresses import split_address
 from ...common.errors import shown
 from ...common.wire.json_text import read_json
 from ..tensors.packed import put_together, take_apart
@@ -334,8 +335,7 @@ def _abort_all(groups: list[Any]) -> None:
 
 def own_address(server: str) -> str:
     """The address of this machine on the route to the server (HOST:PORT[,...]). Sends nothing."""
-    host, _, port = server.partition(",")[0].rpartition(":")
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    found = socket.getaddrinfo(*split_address(server.partition(",")[0]), type=socket.SOCK_DGRAM)[0]
     with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
         probe.connect(found[4])
         return str(probe.getsockname()[0])

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...common.config.addresses import split_address
+from ...common.config.addresses import join_address, split_address
 from ...common.errors import Reason, UnreachableError, refusal
 from ...common.reporting.log import get_logger
 from ..conversation.exchange import Exchange
@@ -48,7 +48,7 @@ class GroupLifecycle:
             "or use --mode sync, in which workers connect to the server only",
         )  # fmt: skip
         self._rendezvous = Rendezvous(host)
-        exchange.group_view.rendezvous = "{}:{}".format(*self._rendezvous.address)
+        exchange.group_view.rendezvous = join_address(*self._rendezvous.address)
         self.group: Group | None = None
         self._generation: Generation | None = None  # of the group, or of the group that is forming
         self._failed_name = ""  # name of the generation whose group failed to form

@@ -4,10 +4,11 @@
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..option import LAUNCHER, NOT_FINITE, WORKER, Flag, Panel, Section
+from ..plain import meant
 
 
 class StoreConfig(Section):
@@ -33,11 +34,14 @@ class StoreConfig(Section):
     )
 
 
-def _finite(value: Any) -> Any:
-    """Refuse NaN and infinity in an optimizer's argument of any type."""
-    for number in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(number, float) and not math.isfinite(number):
+def _argument(value: Any) -> Any:
+    """Refuse an optimizer's argument that is no finite number, no switch and no list of them: torch would take text."""
+    value = meant(value)
+    for item in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(item, float) and not math.isfinite(item):
             raise PydanticCustomError(NOT_FINITE, "Input should be a finite number")
+        if not isinstance(item, int | float | None) or (item is not value and isinstance(item, bool)):
+            raise ValueError(f"is a number, true, false or a list of numbers, got {item!r}")
     return value
 
 
@@ -45,7 +49,7 @@ class OptimizerConfig(Section):
     """An elementwise optimizer of torch.optim, by its lower-case name. Other keys are its arguments."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_finite)]]
+    __pydantic_extra__: dict[str, Annotated[Any, BeforeValidator(_argument)]]
 
     name: Annotated[str, Flag(Panel.OPTIMIZER, metavar="NAME")] = Field(
         "sgd", description="optimizer of torch.optim: sgd, adam, adamw, rmsprop, ..."

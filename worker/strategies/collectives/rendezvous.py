@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ....common.config.addresses import join_address, split_address
 from ....common.errors import UsageError
 from .cut import Address
 from .store import Store, StoreServer
@@ -102,10 +104,13 @@ def come_together(
     Raises Broken if a member does not arrive within `timeout_s` (the message names it) or cannot be reached.
     """
     device, *addresses = local
-    store.set(f"here/{rank}", " ".join([device, *map(shown, addresses)]))
+    store.set(f"here/{rank}", " ".join([device, *starmap(join_address, addresses)]))
     try:
         words = _all(store, "here", generation, rank, timeout_s)
-        members = [MemberInfo(device, _address(rendezvous), _address(listens)) for device, rendezvous, listens in words]
+        members = [
+            MemberInfo(device, split_address(rendezvous), split_address(listens))
+            for device, rendezvous, listens in words
+        ]
         with ThreadPoolExecutor(len(members)) as threads:
             failed = list(threads.map(lambda item: _failed(rank, *item), zip(generation.members, members, strict=True)))
         lost = [member for member, error in zip(generation.members, failed, strict=True) if error is not None]
@@ -152,9 +157,8 @@ def _all(store: dist.Store, topic: str, generation: Generation, rank: int, timeo
 def _missing(missing: Sequence[int], rank: int, generation: Generation, timeout_s: float) -> Broken:
     """The error for members that did not come to the store."""
     named = ", ".join(map(str, missing))
-    message = (
-        f"generation {generation.number}: rank {named} did not come to {shown(generation.store)} in {timeout_s:g} s"
-    )
+    store = join_address(*generation.store)
+    message = f"generation {generation.number}: rank {named} did not come to {store} in {timeout_s:g} s"
     if len(generation.members) == 2:
         return Broken(message, ELSEWHERE)
     is_alone = rank == generation.members[0] and len(missing) == len(generation.members) - 1
@@ -191,18 +195,9 @@ def reach(rank: int, other: int, address: Address, attempts: int = UNKNOWN) -> N
     try:
         socket.create_connection(address, _REACH_S).close()
     except OSError as error:
-        message = f"rank {rank} cannot reach rank {other} at {shown(address)}, to average with it: {error}"
+        message = f"rank {rank} cannot reach rank {other} at {join_address(*address)}, to average with it: {error}"
         raise OutOfReach(message, attempts) from None
 
 
 def first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
-
-
-def shown(address: Address) -> str:
-    return f"{address[0]}:{address[1]}"
-
-
-def _address(text: str) -> Address:
-    host, _, port = text.rpartition(":")
-    return host, int(port)
