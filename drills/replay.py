@@ -204,11 +204,8 @@ class Replay(Follower):
     def _on_control(self, line: Line) -> None:
         if line["do"] != "set" or not line.fields.get("done"):
             return
-        if "mode" in line.fields:
-            self._rules = self._rules_of(line.fields)
-        else:
-            for rule in self._rules:
-                rule.changed(line.fields.get("name", ""), line.fields.get("value"))
+        for rule in self._rules:
+            rule.changed(line.fields.get("name", ""), line.fields.get("value"))
 
     def _on_end(self, line: Line) -> None:
         # Modes that reply before they commit may have replied to contributions that are in no version yet.

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from .. import dropped
 from ..errors import UsageError, did_you_mean
-from ..registry import MODES, canonical_mode
+from ..registry import canonical_mode
 from ..user_code import is_in_file
 from .documents import built, items, read_document, refusal, scalar
 from .flags import flag_name, sections, settings
@@ -51,7 +51,7 @@ class Resolved:
         """Refuse options that would have no effect in a run of `modes`. Raises UsageError.
 
         A flag must be an option of at least one mode in `modes`. An option from a source that begins with `also` must
-        be read by a mode in `modes` or by a mode that the run can switch to.
+        be read by a mode in `modes`.
         """
         modes = list(modes)
         for key, origin in self.origins.items():
@@ -64,10 +64,8 @@ class Resolved:
                 )
 
     def unread(self, modes: Iterable[str]) -> list[str]:
-        """Return the options that were set, but that neither `modes` nor any mode compatible with them reads."""
-        families = {mode: MODES.load(mode).compatible_modes for mode in [*MODES.names(), *self.config.run.modes]}
-        chosen = {families.get(mode, "") for mode in modes} - {""}
-        active = {*modes} | {mode for mode, family in families.items() if family in chosen}
+        """Return the options that were set, but that none of `modes` reads."""
+        active = {*modes}
         found = {key: _readers(key, self.config.run.modes) for key in self.origins}
         return [key for key, readers in found.items() if readers and not {*readers} & active]
 

@@ -7,8 +7,8 @@ A control is an event: every shard applies it at the same point, the history rec
     evict RANK          the worker's call is refused, and the rank may not come back in this run
     pause RANK          the worker's next reply waits until a resume; the mode decides whether others wait for it
     resume RANK         its reply leaves
-    set NAME VALUE      `lr_scale` multiplies the server's learning rate from the next commit on; `mode` is one of
-                        `Policy.compatible_modes`; any other NAME is one of the options in `Policy.changeable`
+    set NAME VALUE      `lr_scale` multiplies the server's learning rate from the next commit on; any other NAME is one
+                        of the options in `Policy.changeable`
 """
 
 from __future__ import annotations
@@ -18,23 +18,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from . import effects
-from .changes import LR_SCALE, MODE, MOST_LR_SCALE, CannotError, compatible_modes, policy_of, validated
+from .changes import LR_SCALE, MOST_LR_SCALE, CannotError, validated
 from .effects import Effect, Log
 from .ending import Ending
 from .events import Controlled
 from .roster import evicted
 from .state import RunState
 
+_RESUME = "stop it and start the server again with --resume latest --mode M: it continues from its snapshot"
 _MOST_WHOLE = 2**53  # beyond it a reader of JSON may see another number
 
 
 def offered(run: Ending) -> list[str]:
     """Names of the controls that this run accepts."""
-    settings = [
-        *([LR_SCALE] if run.policy.kind.server_steps else []),
-        *([MODE] if compatible_modes(run) else []),
-        *run.policy.changeable,
-    ]
+    settings = [*([LR_SCALE] if run.policy.kind.server_steps else []), *run.policy.changeable]
     kept = ["snapshot"] if run.rhythm.is_kept else []
     return [*kept, "drain", "pause", "resume", "evict", *(f"set {name}" for name in settings)]
 
@@ -53,12 +50,7 @@ def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
         yield effects.ControlTaken(event, str(why), False)
         return
     yield Log("info", "control", {"result": result})
-    mode_fields: dict[str, Any] = {}
-    if event.do == "set" and event.name == MODE:
-        policy = run.policy
-        options = policy.options.model_dump(mode="json")
-        mode_fields = {"mode": run.mode, "staleness": policy.staleness_bound, "options": options}
-    yield effects.ControlTaken(event, result, True, mode_fields)
+    yield effects.ControlTaken(event, result, True)
     yield from found
 
 
@@ -107,9 +99,8 @@ def _set(run: Ending, event: Controlled, found: list[Effect]) -> str:
             raise CannotError(f"lr_scale must be a number from 0 to {MOST_LR_SCALE:,.0f}, got {value!r:.40}")
         before: Any = run.contributions.lr_scale
         run.contributions.lr_scale = float(value)
-    elif name == MODE and compatible_modes(run):
-        before, policy = run.mode, policy_of(run, value)
-        found += run.take_over(str(value), policy, event.at)
+    elif name == "mode":
+        raise CannotError(f"the mode of a run does not change while workers train; {_RESUME}")
     elif name in policy.changeable:
         before = getattr(policy.options, name)
         options = _options(run, name, value)

@@ -194,7 +194,6 @@ class ControlTaken(Fact):
     event: Controlled
     result: str
     is_done: bool
-    mode_fields: dict[str, Any] = field(default_factory=dict)  # for a new mode: the start line's fields about it
 
 
 # ---- snapshots, and the end -------------------------------------------------------------------------

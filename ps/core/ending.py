@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...common.errors import DivergedError, ParamServerError, Reason, UsageError, refusal
-from ..policies.base import Decision, Policy
+from ..policies.base import Decision
 from . import effects, events
 from .effects import Effect, Log
 from .roster import Worker
@@ -24,12 +24,6 @@ _LOOKED_AT = frozenset((effects.Commit, effects.SendReply, effects.End))  # of w
 
 class Ending(Saving):
     """A run that carries out decisions, releases workers, and ends."""
-
-    def take_over(self, mode: str, policy: Policy, at: float) -> list[Effect]:
-        """Continue in another of the compatible modes."""
-        decisions = policy.take_over(self.policy, at)
-        self.use_policy(mode, policy)
-        return self.performed(decisions, at)
 
     def performed(self, decisions: list[Decision], at: float) -> list[Effect]:
         return self._after(self.contributions.perform(decisions, at), at)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,6 @@ class Options:
     epochs: int | None = None  # length of the run; workers announce the number of training steps
     every_steps: int | None = None  # training steps between two snapshots
     every_s: float | None = None
-    policy_of: Callable[[str], Policy] | None = None  # makes the policy of another mode; raises UsageError
     waits_for_first_snapshot: bool = False  # several shards: without a snapshot a lost shard ends the run
     is_region: bool = False  # this run is one worker of another: a snapshot is an exchange with that run
 

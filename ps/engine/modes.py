@@ -74,9 +74,6 @@ def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
 def options_of(config: Config) -> Options:
     """Returns the run's options from the configuration."""
 
-    def policy_of(mode: str) -> Policy:
-        return make_policy(config.model_copy(update={"run": config.run.model_copy(update={"mode": mode})}))
-
     is_region = config.upstream.server is not None
     keeps = config.checkpoint.dir is not None or is_region
     return Options(
@@ -94,7 +91,6 @@ def options_of(config: Config) -> Options:
         patience=config.run.patience,
         every_steps=sys.maxsize if is_region else config.checkpoint.every_steps,
         every_s=config.checkpoint.every_s,
-        policy_of=policy_of,
         waits_for_first_snapshot=keeps and (config.server.shards > 1 or is_region),
         is_region=is_region,
     )

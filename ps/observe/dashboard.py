@@ -79,7 +79,6 @@ class DashboardSink(Sink):
         """Return a description of the run: mode, settings and controls. `started` is in Unix seconds."""
         config, run = self._config, self._run
         settings = config.model_dump(mode="json", exclude={"security"})
-        settings["run"]["mode"] = run.mode
         settings["policy"] |= {name: value for name, (_, value) in run.changed.items()}
         options = type(run.policy).summary(run.policy.options)
         return About(

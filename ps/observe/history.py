@@ -59,7 +59,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             }  # fmt: skip
         case effects.ControlTaken(event, result, is_done):
             fields = {name: getattr(event, name) for name in ("do", "rank", "name", "value")}
-            return "control", {**fields, "result": result, "done": is_done, **fact.mode_fields}
+            return "control", {**fields, "result": result, "done": is_done}
         case effects.Seated(_, rank, incarnation, is_resumed, number):
             return "join", {"rank": rank, "incarnation": incarnation, "seq": number, "resumed": is_resumed}
         case effects.WorkerLeft(rank, incarnation, how):

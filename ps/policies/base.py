@@ -175,15 +175,6 @@ class Policy(Gates, ABC):
         self._waiting.ask_all()
         return self._settle(now)
 
-    def take_over(self, before: Policy, now: float) -> list[Decision]:
-        """Continue between two events where another of the `compatible_modes` stands. That mode's own state is
-        dropped."""
-        self._copy_counts(before)
-        self.has_started, self.paused = before.has_started, before.paused
-        self._waiting, self._needed = before._waiting, before._needed
-        self._waiting.ask_all()
-        return self._settle(now)
-
     def resume(self, rank: int, now: float) -> list[Decision]:
         """Resume a `paused` rank."""
         self.paused.discard(rank)

@@ -14,7 +14,6 @@ class SinglePolicy(Policy):
     """A mode whose options extend `LateOptions` applies their rules; any other ignores lateness."""
 
     may_delay_update = True
-    compatible_modes = "single"
     rules: ClassVar[tuple[type[Rule], ...]] = (SingleRule, CutRule)
 
     def __init__(self, common: Common, options: Section) -> None:

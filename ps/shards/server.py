@@ -57,9 +57,7 @@ class EndedError(ParamServerError):
 def shared_config(config: Config) -> str:
     """Return the part of the coordinator's configuration that must be the same on all shards, as JSON."""
     sections = {name: getattr(config, name).model_dump(mode="json") for name in _SHARED}
-    options = asdict(options_of(config))
-    del options["policy_of"]  # a function, which each shard makes from the same configuration
-    return json.dumps({**sections, "options": options})
+    return json.dumps({**sections, "options": asdict(options_of(config))})
 
 
 def with_shared(config: Config, text: str) -> tuple[Config, Options]:
@@ -74,7 +72,7 @@ def with_shared(config: Config, text: str) -> tuple[Config, Options]:
         options = sections.pop("options")
         sections["run"] = own_modes(config.run.modes, sections["run"])
         shared = Config.model_validate(config.model_dump() | sections)
-        return shared, _OPTIONS.validate_python({**options, "policy_of": options_of(shared).policy_of})
+        return shared, _OPTIONS.validate_python(options)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         text = shown(str(error).replace("\n", " "), _MOST_SHOWN)
         raise UsageError(

@@ -16,8 +16,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any
 
@@ -177,9 +176,6 @@ class _Replay(Follower):
 
     def _on_control(self, line: Line) -> None:
         given = line.fields
-        if "mode" in given:
-            settings = {**given["options"], **asdict(self._run.policy.common)}
-            self._run.options = replace(self._run.options, policy_of=partial(policy_of, settings=settings))
         self._apply(events.Controlled(line["do"], given.get("rank"), given.get("name", ""), given.get("value")))
 
     def _on_accept(self, line: Line) -> None:

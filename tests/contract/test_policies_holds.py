@@ -6,7 +6,6 @@ import pytest
 
 from paramserver.common.registry import MODES
 from paramserver.ps.policies.base import Commit, Outcome, Reply
-from paramserver.ps.policies.shared.gates import Gates
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 from paramserver.worker.session import Progress
 
@@ -116,18 +115,3 @@ def test_the_rate_of_a_commit_is_scaled_by_the_weighted_mean_of_its_scales() -> 
     assert Commit((3, 1), "", (0.5, 0.25)).lr_scale([(3, 0.0), (1, 3.0)]) == 0.25, "of rank 3 nothing was folded"
     assert Commit((3, 1), "").lr_scale([(1, 3.0), (3, 1.0)]) == 1.0
     assert Commit((3,), "", (0.2,)).lr_scale([(3, 0.0)]) == 1.0
-
-
-# ---- another mode takes over -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if MODES.load(mode).compatible_modes])
-def test_a_mode_takes_over_all_that_every_mode_has(mode: str) -> None:
-    before, after = make_policy(mode, num_workers=2), make_policy(mode, num_workers=2)
-    for rank in (0, 1):
-        before.joined(rank, 0.0)
-    common = list(vars(Gates(before.common)))
-    for name in common:
-        delattr(after, name)
-    after.take_over(before, 0.0)
-    assert [name for name in common if getattr(after, name, None) is not getattr(before, name)] == []

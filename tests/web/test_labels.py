@@ -73,20 +73,16 @@ def test_what_was_set_is_what_is_said(cluster: Cluster) -> None:
     about = client.ask("GET", "/api/runs/live")[1]["about"]
     assert about["label"].startswith("ssp (staleness 7, ")
     assert (about["lr_scale"], about["settings"]["policy"]["staleness"]) == (0.5, 7)
-    asks(client, do="set", name="mode", value="async")
-    about = client.ask("GET", "/api/runs/live")[1]["about"]
-    assert (about["mode"], about["settings"]["run"]["mode"]) == ("async", "async")
-    assert about["label"].startswith("async")
     step = newest(client)["status"]["step"]
     server.until(lambda: newest(client)["status"]["step"] > step + 20, "more steps")
     asks(client, do="drain")
     assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
     store = Store(cluster.folder / "runs/paramserver.db")
     (line,) = store.runs()
-    assert (line.mode, line.num_workers, line.state) == ("async", 2, "stopped")
+    assert (line.mode, line.num_workers, line.state) == ("ssp", 2, "stopped")
     view = store.view(line.id)
     assert view is not None and view.newest is not None
-    assert (view.newest.status.mode, view.newest.status.num_workers) == ("async", 2)
+    assert (view.newest.status.mode, view.newest.status.num_workers) == ("ssp", 2)
 
 
 def test_who_waited_on_record_is_named(cluster: Cluster) -> None:

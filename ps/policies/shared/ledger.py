@@ -50,16 +50,6 @@ class Ledger(Traits):
         self._missing_steps: dict[int, int] = {}
         self._standing = Standing[int]()  # the live ranks, ordered by `num_counted` plus `shifts`
 
-    def _copy_counts(self, other: Ledger) -> None:
-        """Continue with the counts of a compatible mode's ledger."""
-        self.common, self.training_steps, self.version = other.common, other.training_steps, other.version
-        self.members, self.num_counted, self.finished_ranks = other.members, other.num_counted, other.finished_ranks
-        self.is_stopping, self.committed_by, self.in_step = other.is_stopping, other.committed_by, other.in_step
-        self._num_uncommitted, self._start_number = other._num_uncommitted, other._start_number
-        self._offsets, self._default_offset = other._offsets, other._default_offset
-        self._missing_steps, self.shifts = other._missing_steps, other.shifts
-        self._ranks, self._standing = other._ranks, other._standing
-
     # ---- questions ------------------------------------------------------------------------
 
     @property

@@ -37,9 +37,6 @@ class Traits:
     may_scale: bool = False
     # A version may be made of the sum of gradients instead of their mean: a contribution's weight is its samples.
     may_sum: ClassVar[bool] = True
-    # Modes with the same name here may take over from each other while workers train (`Policy.take_over`): their
-    # workers do the same, and their contributions count the same. Empty: no mode takes over.
-    compatible_modes: ClassVar[str] = ""
     changeable: ClassVar[tuple[str, ...]] = ()  # options that may change while the run goes on (`Policy.change`)
     over_generation: int = 0  # the newest generation of peers of which a member has left
     local_steps: int = 1  # training steps in one contribution

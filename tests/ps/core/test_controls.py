@@ -22,12 +22,7 @@ def run_of(
     mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = False, has_begun: bool = True, **given: object
 ) -> Run:
     settings = {"num_workers": num_workers, "local_steps": 4, **given}
-    options = Options(
-        mode=mode,
-        num_workers=num_workers,
-        keeps_snapshots=keeps_snapshots,
-        policy_of=lambda mode: policy_of(mode, settings),
-    )
+    options = Options(mode=mode, num_workers=num_workers, keeps_snapshots=keeps_snapshots)
     run = Run(options, policy_of(mode, settings), "r")
     for rank in range(num_workers if has_begun else 0):
         run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
@@ -102,63 +97,6 @@ def test_a_larger_lead_lets_those_go_on_who_waited() -> None:
     assert run.policy.staleness_bound == 3
 
 
-def test_another_mode_takes_over_with_all_that_counts() -> None:
-    run = run_of("async", staleness=1)
-    for _ in range(4):
-        contribute(run, 0)
-    found = ask(run, "set", name="mode", value="ssp")
-    assert verdict(found) == (True, "mode is ssp, was async")
-    (taken,) = [item for item in found if isinstance(item, effects.ControlTaken)]
-    assert (taken.mode_fields["mode"], taken.mode_fields["staleness"]) == ("ssp", 1)
-    assert (run.policy.version, run.policy.num_counted) == (4, {0: 4, 1: 0})
-    assert replied(contribute(run, 0)) == []
-    assert "5 contributions ahead, at most 1 allowed" in run.policy.waiting(0.0)[0]
-    for number in range(1, 4):
-        assert replied(contribute(run, 1)) == [1], number
-    assert replied(contribute(run, 1)) == [0, 1]
-    assert replied(contribute(run, 0)) == [] and run.mode == "ssp"
-    assert replied(ask(run, "set", name="mode", value="async")) == [0]
-    again = restored(run, mode="async", staleness=1)
-    assert (again.mode, again.policy.version) == ("async", 10)
-
-
-@pytest.mark.parametrize("mode", ["async", "ssp", "dssp"])
-@pytest.mark.parametrize("then", ["async", "ssp", "dssp"])
-def test_who_waits_when_the_mode_changes_gets_a_reply_by_the_new_one(mode: str, then: str) -> None:
-    run = run_of(mode, num_workers=3, staleness=2)
-    for _ in range(3):
-        for rank in (0, 1):
-            if rank not in run.policy.waiting(0.0):
-                contribute(run, rank)
-    ask(run, "pause", 2)
-    contribute(run, 2)
-    is_done, _ = verdict(ask(run, "set", name="mode", value=then))
-    assert is_done == (mode != then)
-    assert run.policy.paused == {2}
-    assert replied(ask(run, "resume", 2)) == [2]
-    for _ in range(30):
-        for rank in range(3):
-            if rank not in run.policy.waiting(0.0):
-                contribute(run, rank)
-    assert run.policy.version == sum(run.policy.num_counted.values())
-    assert min(run.policy.num_counted.values()) >= 20
-
-
-def test_a_round_that_gets_a_deadline_closes_without_who_is_late() -> None:
-    run = run_of("sync", num_workers=3)
-    contribute(run, 2)  # it is folded after rank 0 and 1
-    found = ask(run, "set", name="straggler_timeout_s", value=1.0)
-    assert verdict(found)[0]
-    assert [item.id.rank for item in found if isinstance(item, effects.Fold)] == [2]
-    (commit,) = commits(run.apply(events.Ticked(at=2.0)))
-    assert [contribution.rank for contribution in commit.contributions] == [2]
-    assert verdict(ask(run, "set", name="straggler_timeout_s", value=None))[0]
-    for order in ([2, 1, 0], [0, 1, 2]):  # the open round folds as before: its uploads may have all the memory
-        for rank in (2, 1, 0):
-            found = contribute(run, rank)
-        assert [contribution.rank for contribution in commits(found)[0].contributions] == order
-
-
 @pytest.mark.parametrize("mode", ["async", "sync", "diloco"])
 def test_the_rate_of_all_later_commits(mode: str) -> None:
     run = run_of(mode, num_workers=1)
@@ -202,7 +140,7 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
 @pytest.mark.parametrize(
     ("mode", "asked", "why"),
     [
-        ("async", ("fly",), "nothing is called 'fly'; there are: drain, pause, resume, evict, set lr_scale, set mode"),
+        ("async", ("fly",), "nothing is called 'fly'; there are: drain, pause, resume, evict, set lr_scale"),
         ("ssp", ("pause", 5), "no worker 5 is in the run; there are: 0, 1"),
         ("ssp", ("pause",), "no worker None is in the run; there are: 0, 1"),
         ("ssp", ("resume", 1), "worker 1 is not paused; paused: none"),
@@ -214,10 +152,10 @@ def test_drained_everyone_hears_that_there_is_no_next_step() -> None:
         ("localsgd", ("set", None, "lr_scale", 1),
          "'lr_scale' cannot be changed while localsgd runs; changeable: straggler_timeout_s"),
         ("ssp", ("set", None, "seed", 1),
-         "'seed' cannot be changed while ssp runs; changeable: lr_scale, mode, staleness"),
+         "'seed' cannot be changed while ssp runs; changeable: lr_scale, staleness"),
         ("ssp", ("set", None, "mode", "sync"),
-         "ssp cannot become 'sync' while workers train; it can become: async, dssp. "
-         "Any other mode continues from a snapshot: ps-server --resume latest --mode"),
+         "the mode of a run does not change while workers train; stop it and start the server again with "
+         "--resume latest --mode M: it continues from its snapshot"),
     ],
 )  # fmt: skip
 def test_what_is_not_done_changes_nothing(mode: str, asked: tuple, why: str) -> None:
@@ -369,7 +307,6 @@ class Commanded:
     st.sampled_from([{}, {"staleness": 2}, {"delayed_update": True, "staleness": 1}]),
     st.lists(st.one_of(_COMMANDS, _EVENTS), max_size=30),
 )
-@example("ssp", {}, [("set", None, "staleness", 5), ("set", None, "mode", "async"), ("step", 0)])
 @example("async", {}, [("set", None, "lr_scale", 10**400)])
 @example("ssp", {}, [("set", None, "staleness", 10**4000)])
 def test_no_sequence_of_commands_ends_the_run(mode: str, settings: dict, happened: list[tuple]) -> None:
@@ -381,22 +318,6 @@ def test_no_sequence_of_commands_ends_the_run(mode: str, settings: dict, happene
             commanded.happens(command, *arguments)
         else:
             commanded.apply(events.Controlled(command, *arguments))
-
-
-def test_what_was_set_in_a_mode_holds_when_it_comes_back() -> None:
-    run = run_of("ssp", staleness=1)
-    ask(run, "set", name="staleness", value=5)
-    ask(run, "set", name="mode", value="async")
-    again = restored(run, staleness=1)
-    assert again.mode == "async"
-    for item in (run, again):
-        item.policy.joined(0, 0.0)
-        assert verdict(ask(item, "set", name="mode", value="ssp"))[0]
-        assert item.policy.staleness_bound == 5
-    ask(restored(run, staleness=2), "set", name="mode", value="ssp")
-    anew = restored(run, staleness=2)  # the configuration says something new
-    ask(anew, "set", name="mode", value="ssp")
-    assert anew.mode == "ssp" or anew.policy.staleness_bound == 2
 
 
 def test_who_was_evicted_stays_out_when_the_run_goes_back() -> None:

@@ -18,7 +18,7 @@ from ...records import contributed
 def run_of(mode: str, num_workers: int | None = 2, options: dict[str, Any] | None = None, **settings: Any) -> Run:
     settings = {"num_workers": num_workers, **settings}
     options = {"mode": mode, "num_workers": num_workers, **(options or {})}
-    return Run(Options(**options, policy_of=lambda name: policy_of(name, settings)), policy_of(mode, settings), "r")
+    return Run(Options(**options), policy_of(mode, settings), "r")
 
 
 def resumed(before: Run, mode: str, num_workers: int | None = 2, **settings: Any) -> Run:
