@@ -77,17 +77,19 @@ def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
 def _labels(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
     """Returns each run's name, or its mode and its settings that differ from other runs of that mode.
 
-    Runs that differ only in their seed get the same label.
+    Runs get the same label, and are pooled, if nothing but their seed differs of all that is on record.
     """
-    labels = []
+    labels, first = [], dict[str, StoredRun]()
     for index, run in enumerate(runs):
         alike = [other for other, item in enumerate(runs) if item.mode == run.mode and item.work == run.work]
         parts = [
             f"{key.rpartition('.')[2]}={values[index]}" for key, values in differs.items()
             if key not in ("run.seed", "run.mode") and any(values[other] != values[index] for other in alike)
         ]  # fmt: skip
+        same = first.setdefault(repr((run.mode, run.work, run.model, parts)), run)
         work = f" {run.work}" if len({other.work for other in runs}) > 1 else ""
-        apart = ", ".join(parts) if len(parts) <= _MOST_IN_A_LABEL else run.id[:6]
+        is_told_apart = len(parts) <= _MOST_IN_A_LABEL and len({runs[other].model for other in alike}) == 1
+        apart = ", ".join(parts) if is_told_apart else same.id[:6]
         labels.append(run.name or f"{run.mode}{work} {apart}".rstrip())
     return labels
 

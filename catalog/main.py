@@ -3,6 +3,7 @@
 Examples
 
   ps-runs list                                the newest first
+  ps-runs list mode=ssp 'lr<0.1' baseline     those that fit: words, settings, metrics
   ps-runs show last                           one run, by `last`, name, id or start of its id
   ps-runs tag last baseline                   give a run a name
   ps-runs compare baseline sync-3f02 last     side by side, with the settings that differ
@@ -48,14 +49,17 @@ def _file(path: Path | None) -> Path:
 
 @app.command("list")
 def list_(
+    terms: Annotated[
+        list[str] | None, typer.Argument(metavar="FILTER...", help="Words, mode=ssp, 'lr<0.1'.", show_default=False)
+    ] = None,
     db: DbOption = None,
     most: Annotated[int | None, typer.Option("-n", "--most", min=1, help="Newest runs; 50, with --json all.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List all runs, the newest first."""
+    """List all runs, the newest first, or those that fit a filter: words, and names of settings and metrics."""
     from . import showing
 
-    showing.list_runs(_file(db), most, as_json=as_json)
+    showing.list_runs(_file(db), terms or [], most, as_json=as_json)
 
 
 @app.command("show")

@@ -19,8 +19,9 @@ from ..common.reporting.curve import csv_text
 from ..common.reporting.metrics import Display, shown_of_run
 from ..common.reporting.report import duration, report_console, short_number, summary_table
 from ..common.runstore.changing import remove, rename
-from ..common.runstore.reading import RunStore, StoredRun
+from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
 from ..common.wire.json_text import to_json
+from .filtering import fitting
 
 _STYLES = {"running": "green", "lost": "red", "stopped": "yellow"}
 _STATES = {"lost": "crashed"}
@@ -28,10 +29,16 @@ _MOST_EVENTS = 12
 _MOST_LISTED = 50  # rich takes a second to lay out a thousand
 
 
-def list_runs(path: Path, most: int | None, *, as_json: bool) -> None:
-    """Print a table of the newest runs, or all as JSON."""
+def list_runs(path: Path, terms: list[str], most: int | None, *, as_json: bool) -> None:
+    """Print a table of the newest runs that fit the filter, or all as JSON. Raises UsageError."""
+    limit = most if most or as_json else _MOST_LISTED + 1
     with RunStore(path) as store:
-        runs = store.runs(most if most or as_json else _MOST_LISTED + 1)
+        runs = store.runs(None if terms else limit)
+        if terms:
+            settings = {
+                key: relevant_settings(config) for key, config in store.configs(run.key for run in runs).items()
+            }
+            runs = fitting(runs, settings, terms)[:limit]
     if as_json:
         print_json([run.model_dump() for run in runs])
         return
@@ -45,7 +52,7 @@ def list_runs(path: Path, most: int | None, *, as_json: bool) -> None:
         steps = f"{run.step:,}/{run.steps:,}" if run.steps and run.step != run.steps else f"{run.step:,}"
         shown = [short_number(run.metrics[name]) if name in run.metrics else "-" for name in metrics]
         state = Text(_STATES.get(run.state, run.state), style=_STYLES.get(run.state, ""))
-        name, work, mode = (Text(plain(text)) for text in (run.name or run.id, run.work, run.mode))
+        name, work, mode = (Text(plain(text)) for text in (run.label, run.work, run.mode))
         table.add_row(name, _when(run.started_at), state, work, mode, steps, duration(run.elapsed_s), *shown)
     console = report_console()
     console.print(table if runs else "there are no runs yet")
@@ -70,6 +77,10 @@ def show_run(path: Path, name: str, *, as_json: bool) -> None:
     where = ", ".join(f"{key} {value}" for key, value in {**found["code"], **found["machine"]}.items() if value)
     starts = f", {run.starts} starts of its server" if run.starts > 1 else ""
     line(f"started {_when(run.started_at)}{starts}; {where}", "dim")
+    if run.note:
+        line(run.note)
+    if script := found["config"].get("script"):
+        line("   ".join(f"{name} {value}" for name, value in script.items()), "dim")
     if summary is not None:
         console.print(summary_table(summary.model_copy(update={"mode": plain(summary.mode)})))
     else:

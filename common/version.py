@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 PROTOCOL_VERSION = 2  # of proto/parameter_server.proto, in its package's name
 SNAPSHOT_VERSION = 2  # `format` of a manifest
-STORE_VERSION = 3  # of the tables of the run store
+STORE_VERSION = 4  # of the tables of the run store
 try:
     PROGRAM_VERSION = version("paramserver")  # pyproject.toml has it
 except PackageNotFoundError:  # run from a checkout that was not installed

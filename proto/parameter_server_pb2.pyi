@@ -360,16 +360,18 @@ class CompletionInfo(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., failed: _Optional[bool] = ..., peer_bytes: _Optional[int] = ...) -> None: ...
 
 class FirstInfo(_message.Message):
-    __slots__ = ("num_samples", "digest", "run_steps", "rates")
+    __slots__ = ("num_samples", "digest", "run_steps", "rates", "work")
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     RUN_STEPS_FIELD_NUMBER: _ClassVar[int]
     RATES_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
     num_samples: int
     digest: int
     run_steps: int
     rates: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, num_samples: _Optional[int] = ..., digest: _Optional[int] = ..., run_steps: _Optional[int] = ..., rates: _Optional[_Iterable[float]] = ...) -> None: ...
+    work: str
+    def __init__(self, num_samples: _Optional[int] = ..., digest: _Optional[int] = ..., run_steps: _Optional[int] = ..., rates: _Optional[_Iterable[float]] = ..., work: _Optional[str] = ...) -> None: ...
 
 class Position(_message.Message):
     __slots__ = ("step", "local_steps", "batches", "epoch", "epoch_batches")

@@ -85,6 +85,7 @@ class Server:
         self._best = self.engine.best
         if old is not None:
             self._run.roster.restore(old.roster.num_joins)
+            self.engine.parent = before.engine.parent if before is not None else None
         self._found: tuple[int, ...] = ()  # versions for which all shards have snapshots, also unusable ones
         self._evicted = tuple(sorted(old.roster.evicted)) if old is not None else ()
         self._listening = Listening(config)

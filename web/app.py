@@ -193,8 +193,9 @@ def _listed(feed: Feed) -> StoredRun:
 
 
 def _with_names(run: StoredRun, stored: StoredRun | None) -> StoredRun:
-    """Returns the run with the name and the tags that its user gave it."""
-    return run if stored is None else run.model_copy(update={"name": stored.name, "tags": stored.tags})
+    """Returns the run with its name, note, tags and number of the run store."""
+    names = ("key", "name", "note", "tags")
+    return run if stored is None else run.model_copy(update={name: getattr(stored, name) for name in names})
 
 
 async def _worker_log(runs: Runs, request: Request) -> Response:

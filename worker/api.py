@@ -46,7 +46,9 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
         setup_logging(resolved.config.log, "script")
     if not resolved.was_set("worker.server") and not resolved.config.worker.evaluate:
         return AloneSession(resolved.config)
-    return open_session(resolved.config)
+    session = open_session(resolved.config)
+    session.work.set_script(sys.argv)
+    return session
 
 
 def _explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -136,6 +136,7 @@ def _work(resolved: Resolved) -> None:
             say = None
         with session:
             task = _load_task(resolved, session.settings, device)
+            session.work.set_task(config, *_named(resolved, session.settings))
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
             options: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
             if isinstance(session, AloneSession):
@@ -160,6 +161,14 @@ def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
     if name != "auto" or local_rank is None or num_devices < 2:
         return name
     return f"cuda:{local_rank % num_devices}"
+
+
+def _named(resolved: Resolved, settings: Settings) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of the task that `_load_task` loads."""
+    task = resolved.config.task
+    if resolved.was_set("task.name"):
+        return task.name, task.args
+    return settings.task, {**(settings.task_args or {}), **task.args}
 
 
 def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 _LOST_AFTER_HEARTBEATS = 5
 _LOST_AFTER_S = 30.0
 _GIT_S = 2.0
+_DIGITS = 12  # of a file's digest
 
 
 @cache
@@ -63,10 +65,22 @@ def machine(versions: Mapping[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def commit_of(folder: Path) -> str:
-    """Returns the commit of a folder's Git checkout; empty without Git or a checkout."""
-    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+def code_of(file: Path, *, asks_git: bool) -> dict[str, Any]:
+    """Returns a digest of a file, and the commit of its Git checkout if it has one and `asks_git`."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
+        found: dict[str, Any] = {"digest": hashlib.sha256(file.read_bytes()).hexdigest()[:_DIGITS]}
+    except OSError:
+        return {}
+    if asks_git and (commit := _git(file.parent, "rev-parse", "HEAD")):
+        changes = _git(file.parent, "status", "--porcelain", "--untracked-files=no")
+        found |= {"commit": commit, "is_dirty": None if changes is None else bool(changes)}
+    return found
+
+
+def _git(folder: Path, *command: str) -> str | None:
+    """Returns the output of a Git command in a folder; None if it fails."""
+    words = ["git", "-C", str(folder), *command]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=_GIT_S, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return None

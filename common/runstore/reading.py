@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import sqlite3
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from ..reporting.pictures.notebook import Card
 
 # Settings that differ between any two runs, or do not affect training.
-IRRELEVANT_SETTINGS = ("output.", "log.", "launch.", "server.listen", "server.web", "checkpoint.dir", "server.metrics",
-                       "worker.rank")  # fmt: skip
+IRRELEVANT_SETTINGS = ("output.", "launch.serve", "server.listen", "server.web", "checkpoint.dir", "server.metrics")
 _LEAST_OF_AN_ID = 4  # characters
 _INTERNAL = frozenset({"run", "host", "process", "heartbeat_s", "stride"})  # columns
 
@@ -48,6 +48,7 @@ class StoredRun(Measured):
     id: str
     key: int = 0  # in the file
     name: str | None = None  # given by its user
+    note: str = ""
     tags: list[str] = Field(default_factory=list)
     project: str = ""
     mode: str = ""
@@ -65,8 +66,9 @@ class StoredRun(Measured):
 
     @property
     def label(self) -> str:
-        """Returns the name of the run, or its mode and the start of its id."""
-        return self.name or f"{self.mode}-{self.id[:6]}"
+        """Returns the name of the run, or e.g. digits-ssp-12: what it runs, its mode and its number in the file."""
+        work = re.split(r"[ :/]", self.work)[-1].removesuffix(".py")
+        return self.name or "-".join(filter(None, (work, self.mode, str(self.key or self.id[:6]))))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """Returns the run for a notebook; `RunStore.card` adds its curves."""
@@ -136,6 +138,7 @@ class RunStore:
         fits = [run for run in runs if len(wanted) >= _LEAST_OF_AN_ID and run.id.startswith(wanted)]
         if len(fits) == 1:
             return fits[0]
+        fits = fits or exact
         if fits:
             raise UsageError(f"run {wanted} may be {', '.join(run.id for run in fits[:5])}", fix="give more of its id")
         known = [known for run in runs for known in (run.name, run.label, run.id) if known]

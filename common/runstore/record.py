@@ -14,7 +14,7 @@ from ..reporting.log import get_logger
 from ..reporting.summary import Summary
 from ..reporting.view import Tick
 from ..version import PROGRAM_VERSION
-from .process import commit_of, machine
+from .process import machine
 from .schema import FILE
 from .writing import Beginning, RunWriter
 
@@ -68,18 +68,15 @@ class Record:
 
 
 def _beginning(config: Config, run: str, mode: str, at_version: int) -> Beginning:
-    script = config.launch.script
-    settings = config.model_dump(mode="json", exclude={"security"})
-    settings["run"]["mode"] = mode  # a single worker's configuration may name another mode
     return Beginning(
         run=run,
         mode=mode,
-        work=f"script {Path(script).name}" if script is not None else config.task.name,
         project=config.output.project,
         version=at_version,
         heartbeat_s=config.server.status_interval_s,
-        config=settings,
-        code={"paramserver": PROGRAM_VERSION, "commit": commit_of(Path.cwd())},
+        name=config.output.name,
+        note=config.output.note,
+        code={"paramserver": PROGRAM_VERSION},
         machine=machine({name: _version(name) for name in _PACKAGES}),
     )
 

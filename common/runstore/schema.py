@@ -20,13 +20,15 @@ from ..version import STORE_VERSION
 FILE = "paramserver.db"
 VERSION = STORE_VERSION  # in PRAGMA user_version
 
+# AUTOINCREMENT: the key of a deleted run never goes to another, so its late rows belong to none.
 # `tick` numbers all statuses of a run; some are stored. `at` is in Unix seconds; `elapsed_s` is training time.
 # `runs`, `series` and `worker_series` also have a column for each metric of `reporting/metrics.py`; NULL: unknown.
 _TABLES = """
 CREATE TABLE runs (
-    key INTEGER PRIMARY KEY,
+    key INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     name TEXT UNIQUE,
+    note TEXT NOT NULL DEFAULT '',
     tags TEXT NOT NULL DEFAULT '',
     project TEXT NOT NULL,
     mode TEXT NOT NULL,

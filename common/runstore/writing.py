@@ -13,13 +13,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from ..errors import ParamServerError
 from ..reporting.summary import Summary
 from ..reporting.view import Event, Tick
 from ..wire.json_text import to_json
-from .process import this_host, this_process
+from .process import still_writes, this_host, this_process
+from .ran import Ran
 from .schema import open_to_write
 from .watching import FileWatch
 
@@ -38,13 +41,21 @@ class Beginning:
 
     run: str
     mode: str
-    work: str  # the task, or the script
     project: str
     version: int
     heartbeat_s: float  # longest time between two updates of `heard_at`
-    config: Mapping[str, Any]  # resolved, as JSON
     code: Mapping[str, Any]
     machine: Mapping[str, Any]
+    name: str | None = None
+    note: str = ""
+
+
+class OtherWriterError(ParamServerError):
+    """Another process writes the run. Not `is_final`: it may have crashed, as its host is another."""
+
+    def __init__(self, message: str, *, fix: str, is_final: bool) -> None:
+        super().__init__(message, fix=fix)
+        self.is_final = is_final
 
 
 class RunWriter:
@@ -67,6 +78,9 @@ class RunWriter:
         self._ending: tuple[Summary, str] | None = None  # results, and who stopped the run
         self._num_skipped = 0  # pending ticks, from the first, whose status is not kept
         self.model = ""  # fingerprint of the model that the run trains
+        self._waits_for_other = False  # another process writes the run
+        self.ran = Ran()  # written with the next tick
+        self._written = Ran()
 
     def add(self, tick: Tick) -> None:
         """Keep a tick for the next `flush`."""
@@ -86,6 +100,11 @@ class RunWriter:
                 self._watch.wrote()
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise
+            self._make_room()
+            return False
+        except OtherWriterError as error:
+            if error.is_final:
                 raise
             self._make_room()
             return False
@@ -123,6 +142,7 @@ class RunWriter:
     def _write(self, db: sqlite3.Connection) -> None:
         db.execute("BEGIN IMMEDIATE")
         try:
+            self._check_owned(db)
             for number, tick in enumerate(self._pending):
                 self._put_tick(db, tick, has_status=number >= self._num_skipped)
             if self._ending is not None:
@@ -146,22 +166,68 @@ class RunWriter:
     def _put_on_record(self, db: sqlite3.Connection) -> None:
         """Insert the run, or continue it: delete its rows after the version from which it continues."""
         beginning = self._beginning
+        self._check_writer(db)
         db.execute(
             "INSERT INTO runs (id, project, mode, work, starts, started_at, heard_at, heartbeat_s, host, process) "
-            "VALUES (:run, :project, :mode, :work, 1, :at, :at, :heartbeat_s, :host, :process) "
+            "VALUES (:run, :project, :mode, '', 1, :at, :at, :heartbeat_s, :host, :process) "
             "ON CONFLICT (id) DO UPDATE SET starts = starts + 1, ended_at = NULL, ended_by = '', mode = :mode, "
             "heard_at = :at, heartbeat_s = :heartbeat_s, host = :host, process = :process, version = :version",
             vars(beginning) | {"at": time.time(), "host": this_host(), "process": this_process()},
         )
         self._key, self._stride = db.execute("SELECT key, stride FROM runs WHERE id = ?", (beginning.run,)).fetchone()
+        self._put_name(db)
         for table in ("series", "evaluations", "snapshots"):
             db.execute(f"DELETE FROM {table} WHERE run = ? AND version > ?", (self._key, beginning.version))
         self._tick, self._num_kept = self._row(db, "SELECT coalesce(max(tick), 0), count(*) FROM series WHERE run = ?")
         (self._num_events,) = self._row(db, "SELECT coalesce(max(number), 0) FROM events WHERE run = ?")
         db.execute("DELETE FROM worker_series WHERE run = ? AND tick > ?", (self._key, self._tick))
         db.execute("DELETE FROM documents WHERE run = ? AND name = 'summary'", (self._key,))
-        for name, body in {"config": beginning.config, "machine": beginning.machine, "code": beginning.code}.items():
+        newest = "(SELECT metrics FROM evaluations WHERE run = :key ORDER BY version DESC LIMIT 1)"
+        db.execute(f"UPDATE runs SET metrics = coalesce({newest}, '{{}}') WHERE key = :key", {"key": self._key})
+        for name, body in {"machine": beginning.machine, "code": beginning.code}.items():
             self._put_document(db, name, to_json(body))
+
+    def _check_writer(self, db: sqlite3.Connection) -> None:
+        """Raise OtherWriterError for a run that another process writes."""
+        columns = "host, process, heard_at, heartbeat_s, ended_at"
+        row = db.execute(f"SELECT {columns} FROM runs WHERE id = ?", (self._beginning.run,)).fetchone()
+        if row is None or (row[0], row[1]) == (this_host(), this_process()):
+            return
+        if self._waits_for_other if row[4] is not None else still_writes(*row[:4]):
+            is_final, self._waits_for_other = row[4] is not None or row[0] == this_host(), True
+            message = f"process {row[1].split()[0]} on {row[0].split()[0]} writes run {self._beginning.run}"
+            raise OtherWriterError(message, fix="give each run its own --checkpoint-dir", is_final=is_final)
+
+    def _check_owned(self, db: sqlite3.Connection) -> None:
+        """Raise ParamServerError if the run was deleted, or if another process has taken it over."""
+        row = db.execute("SELECT host, process FROM runs WHERE key = ?", (self._key,)).fetchone()
+        if row != (this_host(), this_process()):
+            what = "was deleted" if row is None else "was taken over by another process"
+            raise ParamServerError(f"run {self._beginning.run} {what} while this process wrote it")
+
+    def _put_name(self, db: sqlite3.Connection) -> None:
+        """Write the run's name and note if its command gives them. A name that another run has gets a number."""
+        name, note = self._beginning.name, self._beginning.note
+        if note:
+            db.execute("UPDATE runs SET note = ? WHERE key = ?", (note, self._key))
+        taken = {row[0] for row in db.execute("SELECT name FROM runs WHERE key != ?", (self._key,))}
+        (known,) = self._row(db, "SELECT name FROM runs WHERE key = ?")
+        if name and not (known or "").startswith(name):
+            free = next(
+                found for number in count(1) if (found := name if number == 1 else f"{name}-{number}") not in taken
+            )
+            db.execute("UPDATE runs SET name = ? WHERE key = ?", (free, self._key))
+
+    def _put_ran(self, db: sqlite3.Connection) -> None:
+        """Write what ran. Until a worker of this start has said it, that of the last start stays."""
+        if self.ran == self._written:
+            return
+        db.execute("UPDATE runs SET work = ? WHERE key = ? AND (work = '' OR ? != '')",
+                   (self.ran.work, self._key, self.ran.work))  # fmt: skip
+        text = {"name": "config", "body": to_json(self.ran.settings)}
+        if self.ran.work or not self._row(db, "SELECT count(*) FROM documents WHERE run = ? AND name = 'config'")[0]:
+            self._insert(db, "documents", [text])
+        self._written = self.ran
 
     def _put_tick(self, db: sqlite3.Connection, tick: Tick, has_status: bool) -> None:
         for event in tick.events:
@@ -171,6 +237,7 @@ class RunWriter:
             self._insert(db, "evaluations", [{**point.model_dump(), "metrics": metrics}])
             db.execute("UPDATE runs SET metrics = ? WHERE key = ?", (metrics, self._key))
         self._insert(db, "snapshots", [snapshot.model_dump() for snapshot in tick.snapshots])
+        self._put_ran(db)
         if has_status:
             self._put_status(db, tick)
 

@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 from ...proto import parameter_server_pb2 as pb
 from ..config.addresses import split_address
 from ..errors import Reason, UsageError, refusal, shown
+from .records import MAX_WORK
 
 MAX_NAME = 1_000  # characters
 MAX_COUNT = 2**62  # steps, versions, batches: far beyond any run, and MAX_COUNT + 1 still fits 64 bits
@@ -90,6 +91,11 @@ def _rates(label: str, rates: Sequence[float]) -> None:
     if len(rates) > _MAX_GROUPS or not all(map(math.isfinite, rates)):
         message = f"{label} are {len(rates)} learning rates, or one that is not finite"
         raise refusal(Reason.BAD_REQUEST, f"{message}; at most {_MAX_GROUPS} are possible")
+
+
+def _check_work(label: str, work: str) -> None:
+    if len(work) > MAX_WORK:
+        raise refusal(Reason.BAD_REQUEST, f"{label} has {len(work)} characters; at most {MAX_WORK}")
 
 
 def _closed(known: Iterable[int]) -> Callable[[str, int], None]:
@@ -221,7 +227,7 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
     pb.NextWork: {"num_workers": _range(0, MAX_RANK), "same_batches_as": _range(0, MAX_RANK - 1)},
     pb.WeightsInfo: {"codec": check_text},
     pb.GroupInfo: {"rendezvous": check_address, "secret": _check_secret},
-    pb.FirstInfo: {"rates": _rates},
+    pb.FirstInfo: {"rates": _rates, "work": _check_work},
     pb.Rates: {"first": _rates, "last": _rates},
     pb.State: {"num_bytes": _range(0, _MAX_STATE_BYTES)},
     pb.Snapshot: {"run": check_text},

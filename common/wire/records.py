@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..kinds import ContributionKind
 
+MAX_WORK = 64 << 10  # characters of `FirstInfo.work`
+
 Record = TypeVar("Record")
 _FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}  # for each record class, a getter of all fields
 
@@ -133,6 +135,7 @@ class FirstInfo:
     digest: int = 0  # of the first gradients; equal digests mean equal batches
     run_steps: int = 0  # training steps of the run, as this worker counts them
     rates: tuple[float, ...] = ()  # learning rates at the process's first training step
+    work: str = ""  # what the process runs, as JSON; only the record reads it (`runstore/ran.py`)
 
 
 @record(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 from ...common.config.documents import scalar_text
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
-from ...common.registry import MODES
+from ...common.registry import MODES, mode_label
 from .placement import Place
 from .process import SERVE, SERVER, WILDCARDS, Child, ProcessSpec
 from .relays import check_regions, mode_above, settings_above, settings_of_relays, settings_of_size
@@ -341,6 +341,8 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         if paths["output.best_weights"] is None:  # beside the weights of each run
             paths["output.best_weights"] = own_path(config.output.best, label, num_runs)
         settings |= {key: path for key, path in paths.items() if path}
+        if config.output.name is not None:
+            settings["output.name"] = f"{config.output.name}-{mode_label(label)}"
     children = [Child("worker", rank) for rank in range(num_workers)]
     children += [Child("server", shard) for shard in range(num_shards)] if num_shards > 1 else []
     children += [SERVE] if config.launch.serve is not None else []

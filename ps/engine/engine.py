@@ -74,6 +74,7 @@ class Engine:
         self.sequencer = Sequencer(self.happens, now)
         self.snapshots = Keeper()  # keeps nothing, until another takes its place
         self.dashboard = ""  # its address
+        self.parent: str | None = None  # of a branch: the run and version that it began from
         self.bytes_when: dict[int, int] = {}  # bytes exchanged until the evaluation of this version came
         self.skipped_snapshots: list[str] = []  # damaged snapshots, newer than the one that was loaded
         self.is_broken = False  # an event was partly applied, or tensor work failed: no snapshot is taken
@@ -366,7 +367,9 @@ class Engine:
             self.snapshots.take(saved, lambda durable: self.offer(events.Stored(effect.attempt, durable)), states)
 
     def complete(self, saved: dict[str, Any]) -> tuple[dict[str, Any], dict[int, bytes]]:
-        """Add what the run does not know to `Run.saved`: traffic and positions. Also returns the scripts' states."""
+        """Add what the run does not know to `Run.saved`: traffic, bytes of evaluations and positions.
+
+        Also returns the scripts' states."""
         stats = {rank: dict(values) for rank, values in saved["training"]["stats"].items()}
         for rank, traffic in self.traffic.items():
             if str(rank) in stats:
@@ -374,7 +377,9 @@ class Engine:
                 stats[str(rank)]["peer_bytes"] = traffic.num_peers
         states = self.states.saved(saved["contributions"])
         places = {str(rank): kept.position for rank, kept in states.items()}
-        training = {**saved["training"], "stats": stats, "places": places}
+        curve, num_bytes = saved["training"]["curve"], self.bytes_when
+        points = [{**item, "num_bytes": num_bytes.get(item["version"], item["num_bytes"])} for item in curve["points"]]
+        training = {**saved["training"], "stats": stats, "places": places, "curve": {**curve, "points": points}}
         return {**saved, "training": training}, {rank: kept.payload for rank, kept in states.items()}
 
     # ---- how it stands ----------------------------------------------------------------------

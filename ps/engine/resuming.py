@@ -12,7 +12,7 @@ from ...common.reporting.log import get_logger
 from ..core.counting.sources import Traffic
 from ..snapshots.available import Available
 from ..snapshots.common import SnapshotName
-from ..snapshots.resume import new_incarnation, resume_model
+from ..snapshots.resume import new_incarnation, resume_model, take_line
 from ..tensors.model import names_of
 from .engine import Engine
 
@@ -22,8 +22,10 @@ log = get_logger()
 def go_on(engine: Engine, config: Config, available: Available, name: SnapshotName | None) -> None:
     """Restore the run from this snapshot, if there is one. Shard 0 also gives the run a new server incarnation.
 
-    Raises CheckpointError for a snapshot that this run cannot continue from."""
+    A run that leaves its line (`resume.Line`) keeps the name that it has now. Raises CheckpointError for a snapshot
+    that this run cannot continue from."""
     run, model, states = engine.run, engine.model, engine.states
+    own_name, has_gone_back = run.name, run.incarnation > 1
     if name is not None:
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
@@ -41,10 +43,28 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
             total, rest = ("", "") if steps is None else (f" of {steps}", f", {steps - done} are left")
             message = f"training steps are counted: {done}{total} are done by the slowest rank{rest}"
             log.warning("mode_changed", now=config.run.mode, snapshot=saved["mode"], meaning=message)
-        log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
     engine.skipped_snapshots = [str(path) for path in available.skipped]
     if config.checkpoint.dir is not None and config.server.shard == 0:
         run.incarnation = new_incarnation(config, run.incarnation)
+    if config.server.shard == 0:
+        _name_run(engine, config, available, name, own_name, has_gone_back=has_gone_back)
+    if name is not None:
+        log.info("resumed", path=model.source, version=name.version, run=run.name, incarnation=run.incarnation)
+
+
+def _name_run(
+    engine: Engine, config: Config, available: Available, name: SnapshotName | None, own: str, *, has_gone_back: bool
+) -> None:
+    """Give the run the name of its line. A server that went back in its process keeps its own."""
+    run = engine.run
+    if has_gone_back:
+        run.name = own
+        return
+    line = take_line(config, available, name, own, run.incarnation)
+    run.name, engine.parent = line.run, line.parent
+    if name is not None and line.run == own:
+        meaning = "it continues in a copy of its folder, or from an older snapshot, so it is a run of its own"
+        log.info("branched", run=run.name, parent=engine.parent, meaning=meaning)
 
 
 def restore_traffic(engine: Engine, training: dict[str, Any]) -> None:

@@ -59,6 +59,7 @@ class DashboardSink(Sink):
     def take(self, at: float, fact: Fact) -> None:
         match fact:
             case TickTaken(tick):
+                self._look_again()  # the first contribution says what runs
                 self._dashboard.push(tick)
             case RunStarted():
                 self._about = self._about_run(time.time())
@@ -66,24 +67,25 @@ class DashboardSink(Sink):
                 evaluations = [EvaluatedPoint(**point.model_dump()) for point in points]
                 self._dashboard.begin(View(about=self._about, evaluations=evaluations), self._control, fact.version)
             case ControlTaken():
-                if (before := self._about) is not None:
-                    self._about = self._about_run(before.started)
-                    if self._about != before:
-                        self._dashboard.retell(self._about)
+                self._look_again()
                 self._resolve(fact)
+
+    def _look_again(self) -> None:
+        if (before := self._about) is not None:
+            self._about = self._about_run(before.started)
+            if self._about != before:
+                self._dashboard.retell(self._about)
 
     def close(self) -> None:
         self._dashboard.close()
 
     def _about_run(self, started: float) -> About:
         """Return a description of the run: mode, settings and controls. `started` is in Unix seconds."""
-        config, run = self._config, self._run
-        settings = config.model_dump(mode="json", exclude={"security"})
-        settings["policy"] |= {name: value for name, (_, value) in run.changed.items()}
+        run, ran = self._run, reports.ran(self._engine)
         options = type(run.policy).summary(run.policy.options)
         return About(
             label=f"{run.mode} ({options})" if options else run.mode, lr_scale=run.contributions.lr_scale,
-            run=run.name, mode=run.mode, task=config.task.name or "", started=started, settings=settings,
+            run=run.name, mode=run.mode, task=ran.work, started=started, settings=ran.settings,
             server_incarnation=run.incarnation, version=PROGRAM_VERSION, controls=controls.offered(run),
         )  # fmt: skip
 

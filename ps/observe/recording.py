@@ -6,6 +6,7 @@ import time
 
 from ...common.config.schema import Config
 from ...common.reporting.view import Event, Tick
+from ...common.runstore.ran import Ran
 from ...common.runstore.record import Record
 from ..core.effects import Fact, RunStarted
 from ..engine.engine import Engine
@@ -36,9 +37,9 @@ class RecordingSink(Sink):
         if isinstance(fact, RunStarted):
             self._started = fact
         elif isinstance(fact, TickTaken):
-            self._add(fact.tick)
+            self._add(fact.tick, fact.ran)
 
-    def _add(self, tick: Tick) -> None:
+    def _add(self, tick: Tick, ran: Ran) -> None:
         if self._record is None:
             self._events += tick.events
             if not tick.status.num_ranks:
@@ -46,6 +47,7 @@ class RecordingSink(Sink):
             started = self._started
             self._record = Record(self._config, run=started.run, mode=started.mode, at_version=started.version)
             tick = tick.model_copy(update={"events": self._events})
+        self._record.writer.ran = ran
         if tick.is_over:
             self._last = tick
         elif not self._record.is_off:

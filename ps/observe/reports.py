@@ -9,6 +9,7 @@ from ...common.reporting.curve import Point
 from ...common.reporting.metrics import OF_WORKER, Value, over_workers, values_of
 from ...common.reporting.status import Status, WorkerStatus, mean_recorded
 from ...common.reporting.summary import Cost, ShardSummary, Summary
+from ...common.runstore.ran import Ran, label_of, optimizer_settings, read_work, settings_of
 from ..core.counting.sources import Traffic, WorkerSource
 from ..core.run import Run
 from ..engine.engine import Engine
@@ -129,6 +130,25 @@ def summary(engine: Engine) -> Summary:
     )
     found.cost = cost(engine, found.wall_s, found.wait_share, found.samples)
     return found
+
+
+def ran(engine: Engine) -> Ran:
+    """Return what ran: settings of the server and the mode, and what the lowest rank that has contributed says."""
+    works = [(rank, traffic.work) for rank, traffic in list(engine.traffic.items()) if traffic.work]
+    work = read_work(min(works)[1]) if works else {}
+    run, spec = engine.run, engine.model.whole_optimizer
+    policy, outer = run.policy, run.policy.outer
+    options = policy.options.model_dump(mode="json")
+    if outer is not None and "outer_momentum" in options:
+        options["outer_momentum"] = outer.arguments.get("momentum")
+    if "overlap_steps" in options:
+        options["overlap_steps"] = policy.merge.after_steps
+    optimizer = (
+        None if spec is None else optimizer_settings(spec.name, [group.hyperparameters for group in spec.groups])
+    )
+    found = settings_of(engine.config, run.mode, options, optimizer, work)
+    found["run"] |= {"workers": engine.config.run.workers or len(run.roster.stats), "parent": engine.parent}
+    return Ran(label_of(work), found)
 
 
 def cost(engine: Engine, elapsed_s: float, wait_share: float, samples: int | None) -> Cost | None:

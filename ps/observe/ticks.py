@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ...common.reporting.happenings import event
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, Tick, Wait
+from ...common.runstore.ran import Ran
 from ..core.effects import (
     ContributionTaken,
     ControlTaken,
@@ -38,6 +39,7 @@ class TickTaken(Fact):
     """The fact that a status was taken. The tick has the status, and the facts since the previous tick."""
 
     tick: Tick
+    ran: Ran
 
 
 class TickSink(Sink):
@@ -108,7 +110,7 @@ class TickSink(Sink):
             is_over=is_over,
         )
         self._events, self._evaluations, self._snapshots = [], [], []
-        engine.publish(at, TickTaken(tick))
+        engine.publish(at, TickTaken(tick, reports.ran(engine)))
 
     def _server_spans(self, clock_s: float) -> list[Span]:
         """Return the time of the server's tensor work since the last tick, as one span."""

@@ -143,6 +143,12 @@ class Available:
             fix="restore a copy of one, or start a new run with checkpoint.resume=never",
         )
 
+    def is_newest(self, directory: Path, name: SnapshotName) -> bool:
+        """Whether the newest usable snapshot of this folder has the name."""
+        is_here = self._directory is not None and self._directory.resolve() == directory.resolve()
+        moments = self._moments if is_here else self._look(directory)
+        return next((moment.entry.name for moment in moments if moment.entry.is_whole), None) == name
+
     def load(self, name: SnapshotName) -> Loaded:
         """Return this shard's share of a complete snapshot.
 

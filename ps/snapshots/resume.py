@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ...common.config.schema import Config
 from ...common.errors import CheckpointError, ParamServerError
@@ -13,12 +15,12 @@ from ...common.reporting.log import get_logger
 from ..tensors.model import Model
 from .available import Available, snapshot_dir
 from .common import SnapshotName
-from .files import next_incarnation, prepare, sync
+from .files import age_of, candidates, next_incarnation, prepare, sync
 from .store_state import restore
 
 log = get_logger()
 
-_INCARNATION = "incarnation"
+_INCARNATION, _LINE = "incarnation", "line"
 # Fields of the manifest that `Snapshots.take` got, and the mode and the version.
 _SAVED = {"mode", "run", "server_incarnation", "version", "policy", "contributions", "num_joins", "training"}
 
@@ -63,19 +65,87 @@ def new_incarnation(config: Config, least: int) -> int:
     """
     directory = snapshot_dir(config)
     prepare(directory)
-    path, new = directory / _INCARNATION, directory / f"{_INCARNATION}.new"
-    known = 0
+    path, known = directory / _INCARNATION, 0
     with contextlib.suppress(OSError, ValueError):
         known = int(path.read_text())
     incarnation = max(least, known + 1, next_incarnation(directory))
+    _write(path, str(incarnation))
+    return incarnation
+
+
+class Line(NamedTuple):
+    """The run that a folder of snapshots belongs to, in the file `line` of the folder.
+
+    A run leaves its line if it continues in a copy of its folder, or from a snapshot that is not its newest. It is then
+    another run, with a name of its own: two of them would have one record, and each would count as the other.
+    """
+
+    run: str
+    path: str  # of the folder, and its device and inode: a copy has neither
+    inode: list[int]
+    since: int  # server incarnation with which the line began
+    origin: list[Any]  # of a branch: server incarnation, version and run of the snapshot that it began from
+
+    def is_in(self, directory: Path) -> bool:
+        return self.path == str(directory.resolve()) or self.inode == _inode(directory)
+
+    @property
+    def parent(self) -> str | None:
+        """The run and version that a branch began from, as a phrase."""
+        return f"{self.origin[2]} at version {self.origin[1]}" if self.origin else None
+
+
+def take_line(config: Config, available: Available, name: SnapshotName | None, run: str, incarnation: int) -> Line:
+    """Return the line of a server that continues from a snapshot (None: a new run), and write it into its folder.
+
+    `run`: the name of a new line. Raises CheckpointError if it cannot be written.
+    """
+    if config.checkpoint.dir is None:
+        return Line(run, "", [], incarnation, list(name or ()))
+    directory = Path(config.checkpoint.dir)
+    known = _read_line(directory)
+    if name is not None and known is not None and _goes_on(config, available, name, known):
+        run, incarnation, origin = known.run, known.since, known.origin
+    else:
+        origin = list(name or ())
+    line = Line(run, str(directory.resolve()), _inode(directory), incarnation, origin)
+    _write(directory / _LINE, json.dumps(line._asdict()))
+    return line
+
+
+def _goes_on(config: Config, available: Available, name: SnapshotName, line: Line) -> bool:
+    """Whether a server that continues from this snapshot goes on with the line of its folder."""
+    directory = Path(config.checkpoint.dir or "")
+    if not line.is_in(directory):
+        return False
+    if name.run == line.run:
+        return config.checkpoint.resume in (None, "latest") or available.is_newest(directory, name)
+    has_own = any(age_of(path)[0] >= line.since for path in candidates(snapshot_dir(config)))
+    return list(name) == line.origin and not has_own
+
+
+def _read_line(directory: Path) -> Line | None:
     try:
-        new.write_text(f"{incarnation}\n")
+        return Line(**json.loads((directory / _LINE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _inode(directory: Path) -> list[int]:
+    found = directory.stat() if directory.exists() else None
+    return [] if found is None else [found.st_dev, found.st_ino]
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a small file, and sync it. Raises CheckpointError."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(text + "\n")
         sync(new)
         os.replace(new, path)
-        sync(directory)
+        sync(path.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}", fix="choose another checkpoint.dir") from None
-    return incarnation
 
 
 def after_going_back(config: Config, num_written: int) -> Config:

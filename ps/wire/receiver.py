@@ -279,6 +279,8 @@ class Receiver:
             problem = f"a contribution of rank {rank} on version {contribution.base.version}, which does not exist"
             raise refusal(Reason.BAD_REQUEST, f"{problem}: the newest is {policy.version}")
         model.check_hyperparameters(contribution.training.hyperparameters)
+        if contribution.first is not None:
+            self._peer.traffic.work = contribution.first.work
         self._script_state.check_complete()
         self._without = model.names_here(contribution.payload.without_gradient)
         self._peer.state = "uploading"

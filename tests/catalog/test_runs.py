@@ -26,6 +26,7 @@ from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.reporting.view import EvaluatedPoint, Tick
 from paramserver.common.runstore import changing
+from paramserver.common.runstore.ran import Ran
 from paramserver.common.runstore.reading import RunStore
 from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import VERSION
@@ -40,8 +41,9 @@ def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str 
           **config: Any) -> None:  # fmt: skip
     """A run of three statuses and two evaluations."""
     settings = {"run": {"mode": mode, "seed": seed, "steps": 100}, "optimizer": {"lr": 0.1, **config}}
-    writer = RunWriter(path, Beginning(run=run, mode=mode, work=work, project="paramserver", version=0, heartbeat_s=1.0,
-                                       config=settings, code={}, machine={"host": "here"}))  # fmt: skip
+    writer = RunWriter(path, Beginning(run=run, mode=mode, project="paramserver", version=0, heartbeat_s=1.0,
+                                       code={}, machine={"host": "here"}))  # fmt: skip
+    writer.ran = Ran(work, settings)
     curve = [
         EvaluatedPoint(step=step, version=step, elapsed_s=step / 10, metrics={"accuracy": step / 200},
                        samples=10 * step, num_bytes=1000 * step, is_best=True)
@@ -231,8 +233,8 @@ def test_a_page_reads_the_list_again_once_somebody_has_written(tmp_path: Path) -
 
 def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
-    writer = RunWriter(file, Beginning(run="a", mode="sync", work="w", project="p", version=0, heartbeat_s=1.0,
-                                       config={}, code={}, machine={}))  # fmt: skip
+    writer = RunWriter(file, Beginning(run="a", mode="sync", project="p", version=0, heartbeat_s=1.0,
+                                       code={}, machine={}))  # fmt: skip
     for step in range(1, 5001):
         status = Status(step=step, version=step, workers=[WorkerStatus(rank=0)])
         writer.add(Tick(at=float(step), status=status, is_over=step == 5000))
@@ -249,8 +251,8 @@ def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
 
 def test_a_finished_run_has_its_staleness_by_versions_and_its_waits(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
-    writer = RunWriter(file, Beginning(run="a", mode="async", work="w", project="p", version=0, heartbeat_s=1.0,
-                                       config={}, code={}, machine={}))  # fmt: skip
+    writer = RunWriter(file, Beginning(run="a", mode="async", project="p", version=0, heartbeat_s=1.0,
+                                       code={}, machine={}))  # fmt: skip
     for step in (1, 2):
         ranks = [WorkerStatus(rank=rank, compute_s=3.0 * step, wait_s=1.0 * step * rank, contributions=rank + 1,
                               staleness_sum=rank * (rank + 1)) for rank in range(2)]  # fmt: skip

@@ -37,8 +37,7 @@ from starlette.testclient import TestClient
 from paramserver.web.app import Runs, make_app
 from paramserver.web.feed import Feed
 
-BEGINNING = Beginning(run="a" * 12, mode="async", work="digits", project="p", version=0, heartbeat_s=1.0, config={},
-                      code={}, machine={})  # fmt: skip
+BEGINNING = Beginning(run="a" * 12, mode="async", project="p", version=0, heartbeat_s=1.0, code={}, machine={})
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ export const DEFAULTS = ['name', 'tags', 'state', 'mode', 'work', 'started_at', 
 const ALIASES = { run: 'name', task: 'work', tag: 'tags', started: 'started_at', workers: 'num_workers', time: 'elapsed_s', traffic: 'num_bytes', bytes: 'num_bytes', steps: 'step', waiting: 'wait_share', staleness: 'staleness_mean' };
 const MAX_EVALUATED = 4; // columns of evaluations that are displayed without being chosen
 
-export const labelOf = run => run.name || `${run.mode}-${run.id.slice(0, 6)}`;
+// As StoredRun.label.
+export const labelOf = run => run.name || [(run.work || '').split(/[ :/]/).pop().replace(/\.py$/, ''), run.mode, run.key || run.id.slice(0, 6)].filter(Boolean).join('-');
 export function modeMark(mode) {
   const mark = make('span', { class: 'mode' }, mode);
   mark.style.setProperty('--of-mode', modeVar(mode));
@@ -23,7 +24,7 @@ function fields(onTag) {
     { ...text('mode', 'mode'), cell: run => modeMark(run.mode) },
     text('work', 'task'),
     { ...text('started_at', 'started'), value: run => run.started_at, cell: run => WHEN.format(run.started_at * 1000) },
-    { ...text('ended_by', 'ended by'), kind: 'text why' }, text('id', 'id'), text('project', 'project'),
+    { ...text('ended_by', 'ended by'), kind: 'text why' }, text('id', 'id'), text('project', 'project'), text('note', 'note'),
   ];
 }
 

@@ -30,7 +30,7 @@ function valueOf(run, name) {
 }
 function found() {
   const terms = parse(state.q);
-  return runs.filter(run => fits(terms, [run.id, run.name, run.mode, run.work, run.state, ...(run.tags || [])].map(text => String(text || '').toLowerCase()), name => valueOf(run, name)));
+  return runs.filter(run => fits(terms, [run.id, labelOf(run), run.mode, run.work, run.state, run.note, ...(run.tags || [])].map(text => String(text || '').toLowerCase()), name => valueOf(run, name)));
 }
 function sorted(some) {
   const isDown = state.sort.startsWith('-'), column = resolved(state.sort.replace(/^-/, ''), columns) || columns.get('started_at'), sign = isDown ? -1 : 1;

@@ -23,9 +23,10 @@ from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.status import RECORDED, Status, WorkerStatus
 from ...common.reporting.summary import Cost, Summary
 from ...common.reporting.view import EvaluatedPoint, Tick
+from ...common.runstore.ran import Ran, label_of, optimizer_settings, settings_of
 from ...common.runstore.record import Record
 from ...common.tensors.clipping import check_max_norm, clip
-from ...common.tensors.optimizers import TableSpec, load_compiler
+from ...common.tensors.optimizers import TableSpec, describe_optimizers, load_compiler
 from ...common.tensors.statistics import statistics_of
 from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
@@ -47,7 +48,7 @@ class AloneSession(Session):
     """A session without a server: the given optimizer takes the steps, and the data is not divided."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config.worker)
+        super().__init__(config)
         self.settings = Settings(
             mode="single",
             kind=ContributionKind.WEIGHTS,
@@ -74,6 +75,7 @@ class AloneSession(Session):
         self.curve = Curve(config.run.best, config.run.stop_when, config.run.patience)
         self._output = config.output
         self._model: nn.Module | None = None
+        self._described: dict[str, Any] | None = None  # the optimizers
         self._optimizer: torch.optim.Optimizer | None = None  # the first
         self._averaged_buffers: Collection[str] = ()
         self.loss = float("nan")
@@ -103,6 +105,8 @@ class AloneSession(Session):
         statistics_of(model, named_tensors(model), averaged_buffers)
         self._averaged_buffers = averaged_buffers
         load_compiler(optimizers)
+        spec = describe_optimizers(optimizers, ModelTensors(model).names)
+        self._described = optimizer_settings(spec.name, [group.hyperparameters for group in spec.groups])
         self.started_at = time.perf_counter()
         self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
         for optimizer in optimizers:
@@ -204,6 +208,11 @@ class AloneSession(Session):
             self.loss = loss
         super().record(loss=loss, num_samples=num_samples, **metrics)
 
+    def ran(self, config: Config) -> Ran:
+        """What runs, as a server would record it."""
+        work = self.work.sections
+        return Ran(label_of(work), settings_of(config, "single", {}, self._described, work))
+
     def status(self) -> Status:
         """The run as a server would show it."""
         elapsed_s, samples = time.perf_counter() - self.started_at, self.known_samples
@@ -261,7 +270,7 @@ def _report_until(stop: threading.Event, session: AloneSession, config: Config) 
             continue
         points, best = session.curve.points[num_points:], session.curve.best
         num_points += len(points)
-        record.writer.model = session.fingerprint
+        record.writer.model, record.writer.ran = session.fingerprint, session.ran(config)
         evaluations = [EvaluatedPoint(**point.model_dump(), is_best=point is best) for point in points]
         tick = Tick(at=time.time(), status=status, evaluations=evaluations, is_over=is_last)
         if is_last and session.summary is not None:

@@ -51,7 +51,7 @@ class RemoteSession(Session):
     """A worker's session with a server."""
 
     def __init__(self, config: Config, overlap: bool = False) -> None:
-        super().__init__(config.worker)
+        super().__init__(config)
         may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
         self._config = config
         self._exchange: Exchange | None = None  # in a replica group only group rank 0 has it
@@ -178,6 +178,7 @@ class RemoteSession(Session):
         self._steps = Steps(self._strategy, slowdown, data, self._memory, *others)
         if self._exchange is not None:  # of several processes of a worker the first
             self._steps.readings = self.readings
+            self._steps.work = lambda: self.work.text(self._inner[1])
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
         self._follow(optimizers[0])

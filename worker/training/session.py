@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self, get_args
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ...common.config.sections.processes import WorkerConfig
+from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.reporting.pictures.notebook import Card, Losses, Shown
@@ -29,6 +29,7 @@ from .position.memory import Memory, stateful
 from .readings import Readings
 from .rows import Pull, Rows
 from .tasks.init import load_weights
+from .work import Work
 
 log = get_logger()
 
@@ -54,8 +55,9 @@ class Session:
     _inner = (0, 1)  # group rank, and the size of the replica group
     _data_share = (0, 1)  # the same of this worker's batches; all processes of a pipeline have whole batches
 
-    def __init__(self, worker: WorkerConfig) -> None:
-        self._worker = worker
+    def __init__(self, config: Config) -> None:
+        self._worker = config.worker
+        self.work = Work(config)  # the record of what this process runs
         self.metrics: dict[str, float] = {}
         self.length = Length()
         self._tables: list[Rows] = []
@@ -319,6 +321,7 @@ class Session:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         source = source_of(Source(dataset, batch_size, shuffle, drop_last, sampler, loader_options))
         size, seed = source.batch_size or self.settings.batch_size, self.settings.seed
+        self.work.add_batch_size(size)
         if size % self._data_share[1]:
             raise UsageError(
                 f"a batch of {size} samples cannot be divided among the {self._data_share[1]} processes of this worker",
@@ -406,6 +409,14 @@ class Session:
         if loss is not None:
             self.losses.note(self._position, float(loss))
         self._shown.look_again()
+
+    def config(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Record the script's own hyperparameters, such as `vars(args)`, before the first step.
+
+        The run's record has them as `config.NAME`, beside the script, its arguments and commit, and the optimizer.
+        Runs are listed, filtered and compared by them. Of several workers the lowest rank's count.
+        """
+        self.work.add_config({**(values or {}), **more})
 
     def show(self) -> None:
         """Show this worker's progress: a live card in a notebook, elsewhere a line of text.

@@ -57,6 +57,11 @@ Weights = Annotated[
 Curve = Annotated[
     str, _matching(r"\.(csv|jsonl)$", "evaluations are CSV or JSON lines: the name must end in .csv or .jsonl")
 ]
+RunName = Annotated[
+    str,
+    Field(max_length=100),
+    _matching(r"^(?!last$)[^\x00-\x1f\x7f]+$", "can be printed, and `last` is the newest run"),
+]
 Url = Annotated[str, _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")]
 
 
@@ -94,6 +99,12 @@ class OutputConfig(Section):
     project: str = Field("paramserver", min_length=1, description="the project's name in experiment trackers")
     track_dir: str = Field(
         "runs", min_length=1, description="folder of the run store (paramserver.db) and of the trackers' files"
+    )
+    name: Annotated[RunName | None, Flag(Panel.OUTPUT, name="name", metavar="NAME")] = Field(
+        None, description="name of the run in the run store and in trackers; of several runs, NAME-MODE for each"
+    )
+    note: Annotated[str, Flag(Panel.OUTPUT, metavar="TEXT")] = Field(
+        "", max_length=1000, description="what the run is for; ps-runs shows it"
     )
     store: Annotated[bool, Flag(Panel.OUTPUT, (SERVER, LAUNCHER))] = Field(
         True, description="record the run in the run store, for ps-runs; see docs/runs.md"

@@ -22,6 +22,7 @@ class Traffic:
     transport_reason: str = ""  # why it is no better one
     codec: str = "raw"  # of the newest contribution
     region: str = ""  # whose relay it is
+    work: str = ""  # what the worker's process runs, as it says
     measured: Mapping[str, float] = field(default_factory=dict)  # by the worker's process, as it says
     recorded: Mapping[str, float] = field(default_factory=dict)  # by the worker's script
 

@@ -33,13 +33,9 @@ class TrackedRun(NamedTuple):
     mode: str
     project: str
     folder: str  # for files
-    config: dict[str, Any]  # the configuration as JSON, in sections
+    config: dict[str, Any]  # what ran, as JSON, in sections
     step: int  # the training step from which the run continues; 0: a new run
-
-    @property
-    def name(self) -> str:
-        """Name to display."""
-        return f"{self.mode}-{self.run[:6]}"
+    name: str  # to display
 
 
 class Tracker(Protocol):
@@ -79,6 +75,7 @@ class TrackerSink(Sink):
                 fix=f"pip install 'paramserver[{name}]'; or leave {name} out of --track",
             ) from None
         self._run = ""
+        self._from_step: int | None = None  # from which the run continues; None: that of the next status
         self._is_started = False
 
     def begin(self, engine: Engine) -> None:
@@ -87,22 +84,26 @@ class TrackerSink(Sink):
     def take(self, at: float, fact: Fact) -> None:
         match fact:
             case RunStarted():
-                self._run = fact.run
+                self._run, self._from_step = fact.run, None if fact.version else 0
             case StatusTaken(status):
-                self._start(status.step)
-                if status.step or status.workers:
+                if self._from_step is None:
+                    self._from_step = status.step
+                if status.step > self._from_step:  # the first contribution says what runs
+                    self._start()
                     self._tracker.log(status.step, _finite(metrics_of(status)))
             case Evaluated(point):
-                self._start(point.step)
+                self._start()
                 metrics = {f"eval/{name}": metric for name, metric in point.metrics.items()}
                 self._tracker.log(point.step, _finite(metrics))
 
-    def _start(self, step: int) -> None:
+    def _start(self) -> None:
         """Start the tracker at the first metrics. This runs on the sink's thread, as a connection may take seconds."""
         if not self._is_started:
             output, mode = self._config.output, self._config.run.mode
-            settings = self._config.model_dump(mode="json", exclude={"security"})
-            self._tracker.start(TrackedRun(self._run, mode, output.project, output.track_dir, settings, step))
+            name, settings = output.name or f"{mode}-{self._run[:6]}", reports.ran(self._engine).settings
+            self._tracker.start(
+                TrackedRun(self._run, mode, output.project, output.track_dir, settings, self._from_step or 0, name)
+            )
             self._is_started = True
 
     def flush(self) -> None:
@@ -110,8 +111,9 @@ class TrackerSink(Sink):
             self._tracker.flush()
 
     def close(self) -> None:
-        if not self._is_started:
+        if not self._is_started and not self._engine.run.roster.stats:
             return
+        self._start()
         summary = reports.summary(self._engine)  # the event loop waits for this thread, so the run no longer changes
         of_run = {metric.name: getattr(summary, metric.name) for metric in shown_of_run(Display.NOTEBOOK)}
         metrics = {f"final/{name}": value for name, value in (of_run | summary.final).items()}

@@ -52,6 +52,7 @@ class Steps:
         self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
         self.parts: list[ExchangeOptimizer] = []
         self.readings: Readings | None = None  # what the process measures
+        self.work: Callable[[], str] = str  # what the process runs, as JSON
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
         self.num_steps = strategy.progress.training_steps
         self._begins = True  # whether the current step() begins a training step
@@ -214,7 +215,8 @@ class Steps:
         if self._sent_first_for == self.progress.num_starts:
             return None
         self._sent_first_for = self.progress.num_starts
-        return FirstInfo(self.data.num_samples, self._digest, self.data.run_steps, self._first_rates or ())
+        data = self.data
+        return FirstInfo(data.num_samples, self._digest, data.run_steps, self._first_rates or (), self.work())
 
     def _note_gradients(self, part: ExchangeOptimizer) -> None:
         """Compute the digest of the first gradients after a start. Batches of `session.shard()` need none."""

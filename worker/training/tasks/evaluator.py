@@ -98,7 +98,7 @@ class EvaluatorSession(Session):
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config.worker)
+        super().__init__(config)
         self._evaluator = Evaluator(config)
         self.settings = self._evaluator.settings
         self.evaluation = Evaluation(config.run.eval_every or self.settings.eval_every)

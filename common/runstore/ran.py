@@ -1,0 +1,77 @@
+"""What ran: the one record of a run's settings, for the run store, the dashboard, trackers and reports.
+
+The server's configuration describes the server and its mode. A worker describes the rest with its first contribution,
+in the sections of `OF_WORKERS`: the script with its arguments and commit or the task, the batch size, and what the
+script gave to `session.config`. Its model has the optimizer. Before that all of it is unknown, never a default of the
+configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config.schema import Config
+from ..wire.json_text import read_json
+
+Settings = dict[str, dict[str, Any]]  # values by section and name
+
+# Sections of the server's configuration that do not say what workers run, or that are no settings of the run.
+_LEFT_OUT = {"security", "task", "optimizer", "train", "loader", "worker", "slowdown", "launch", "serve", "log"}
+OF_WORKERS = ("script", "task", "run", "launch", "worker", "loader", "slowdown", "config")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What ran, as far as it is known. `work`: the script or the task as a phrase, empty: unknown."""
+
+    work: str = ""
+    settings: Settings = field(default_factory=dict)
+
+
+def settings_of(
+    config: Config, mode: str, policy: Mapping[str, Any], optimizer: Mapping[str, Any] | None, work: Settings
+) -> Settings:
+    """Returns the settings of a run by section.
+
+    `policy`: the options of the mode, with values for its defaults. `optimizer`: its name and hyperparameters; None:
+    unknown. `work`: what workers say, empty before their first word.
+    """
+    found: Settings = config.model_dump(mode="json", exclude=_LEFT_OUT)
+    found["policy"] = {name: getattr(config.policy, name) for name in type(config.policy).model_fields} | dict(policy)
+    found["run"] |= {"mode": mode, "batch_size": None}
+    del found["run"]["other_modes"]
+    found["launch"] = {"serve": config.launch.serve}
+    if "task" in work:
+        found["train"] = config.train.model_dump(mode="json")
+    if optimizer is not None:
+        found["optimizer"] = dict(optimizer)
+    for section, values in work.items():
+        found[section] = {**found.get(section, {}), **values}
+    return found
+
+
+def optimizer_settings(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the name and hyperparameters of an optimizer: a list of values where its groups differ."""
+    keys = dict.fromkeys(key for group in groups for key in group)
+    values = {key: [group.get(key) for group in groups] for key in keys}
+    return {"name": name} | {key: of[0] if of.count(of[0]) == len(of) else of for key, of in values.items()}
+
+
+def label_of(work: Settings) -> str:
+    """Returns the script or the task as a phrase; empty: unknown."""
+    if path := work.get("script", {}).get("path"):
+        return f"script {Path(str(path)).name}"
+    return str(work.get("task", {}).get("name", ""))
+
+
+def read_work(text: str) -> Settings:
+    """Returns what a worker says, without sections that are not its own. Malformed text says nothing."""
+    try:
+        found = read_json(text) if text else {}
+    except ValueError:
+        return {}
+    sections = found.items() if isinstance(found, dict) else ()
+    return {name: values for name, values in sections if name in OF_WORKERS and isinstance(values, dict)}
