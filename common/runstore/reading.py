@@ -67,8 +67,8 @@ class StoredRun(Measured):
     @property
     def label(self) -> str:
         """Returns the name of the run, or e.g. digits-ssp-12: what it runs, its mode and its number in the file."""
-        work = re.split(r"[ :/]", self.work)[-1].removesuffix(".py")
-        return self.name or "-".join(filter(None, (work, self.mode, str(self.key or self.id[:6]))))
+        parts = [re.split(r"[ :/]", text)[-1].removesuffix(".py") for text in (self.work, self.mode)]
+        return self.name or "-".join(filter(None, (*parts, str(self.key or self.id[:6]))))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """Returns the run for a notebook; `RunStore.card` adds its curves."""

@@ -202,8 +202,8 @@ class RunWriter:
         """Raise ParamServerError if the run was deleted, or if another process has taken it over."""
         row = db.execute("SELECT host, process FROM runs WHERE key = ?", (self._key,)).fetchone()
         if row != (this_host(), this_process()):
-            what = "was deleted" if row is None else "was taken over by another process"
-            raise ParamServerError(f"run {self._beginning.run} {what} while this process wrote it")
+            cause = "was deleted" if row is None else "was taken over by another process"
+            raise ParamServerError(f"run {self._beginning.run} {cause} while this process wrote it")
 
     def _put_name(self, db: sqlite3.Connection) -> None:
         """Write the run's name and note if its command gives them. A name that another run has gets a number."""

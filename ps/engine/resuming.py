@@ -25,7 +25,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
     A run that leaves its line (`resume.Line`) keeps the name that it has now. Raises CheckpointError for a snapshot
     that this run cannot continue from."""
     run, model, states = engine.run, engine.model, engine.states
-    own_name, has_gone_back = run.name, run.incarnation > 1
+    new_name, has_gone_back = run.name, run.incarnation > 1
     if name is not None:
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
@@ -47,22 +47,28 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
     if config.checkpoint.dir is not None and config.server.shard == 0:
         run.incarnation = new_incarnation(config, run.incarnation)
     if config.server.shard == 0:
-        _name_run(engine, config, available, name, own_name, has_gone_back=has_gone_back)
+        _name_run(engine, config, available, name, new_name, has_gone_back)
     if name is not None:
         log.info("resumed", path=model.source, version=name.version, run=run.name, incarnation=run.incarnation)
 
 
 def _name_run(
-    engine: Engine, config: Config, available: Available, name: SnapshotName | None, own: str, *, has_gone_back: bool
+    engine: Engine,
+    config: Config,
+    available: Available,
+    name: SnapshotName | None,
+    new_name: str,
+    *,
+    has_gone_back: bool,
 ) -> None:
     """Give the run the name of its line. A server that went back in its process keeps its own."""
     run = engine.run
     if has_gone_back:
-        run.name = own
+        run.name = new_name
         return
-    line = take_line(config, available, name, own, run.incarnation)
+    line = take_line(config, available, name, new_name, run.incarnation)
     run.name, engine.parent = line.run, line.parent
-    if name is not None and line.run == own:
+    if name is not None and line.run == new_name:
         meaning = "it continues in a copy of its folder, or from an older snapshot, so it is a run of its own"
         log.info("branched", run=run.name, parent=engine.parent, meaning=meaning)
 

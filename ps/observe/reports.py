@@ -136,7 +136,8 @@ def ran(engine: Engine) -> Ran:
     """Return what ran: settings of the server and the mode, and what the lowest rank that has contributed says."""
     works = [(rank, traffic.work) for rank, traffic in list(engine.traffic.items()) if traffic.work]
     work = read_work(min(works)[1]) if works else {}
-    run, spec = engine.run, engine.model.whole_optimizer
+    run, model, config = engine.run, engine.model, engine.config
+    spec = model.whole_optimizer
     policy, outer = run.policy, run.policy.outer
     options = policy.options.model_dump(mode="json")
     if outer is not None and "outer_momentum" in options:
@@ -146,8 +147,8 @@ def ran(engine: Engine) -> Ran:
     optimizer = (
         None if spec is None else optimizer_settings(spec.name, [group.hyperparameters for group in spec.groups])
     )
-    found = settings_of(engine.config, run.mode, options, optimizer, work)
-    found["run"] |= {"workers": engine.config.run.workers or len(run.roster.stats), "parent": engine.parent}
+    found = settings_of(config, run.mode, options, optimizer, work)
+    found["run"] |= {"workers": config.run.workers or len(run.roster.stats), "parent": engine.parent}
     return Ran(label_of(work), found)
 
 

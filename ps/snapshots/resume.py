@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from ...common.config.schema import Config
 from ...common.errors import CheckpointError, ParamServerError
 from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
+from ...common.wire.json_text import read_json, to_json
 from ..tensors.model import Model
 from .available import Available, snapshot_dir
 from .common import SnapshotName
@@ -109,7 +109,7 @@ def take_line(config: Config, available: Available, name: SnapshotName | None, r
     else:
         origin = list(name or ())
     line = Line(run, str(directory.resolve()), _inode(directory), incarnation, origin)
-    _write(directory / _LINE, json.dumps(line._asdict()))
+    _write(directory / _LINE, to_json(line._asdict()))
     return line
 
 
@@ -126,7 +126,7 @@ def _goes_on(config: Config, available: Available, name: SnapshotName, line: Lin
 
 def _read_line(directory: Path) -> Line | None:
     try:
-        return Line(**json.loads((directory / _LINE).read_text()))
+        return Line(**read_json((directory / _LINE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
 

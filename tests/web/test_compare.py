@@ -299,12 +299,12 @@ def test_the_comparison_by_keyboard(dashboard: Any, tab: Callable[..., Tab]) -> 
     shown = opened(tab, dashboard)
     keys = shown.page.keyboard
     for _ in range(40):
-        if shown.page.evaluate("() => document.activeElement.ariaLabel") == "compare async-bbbb00":
+        if shown.page.evaluate("() => document.activeElement.ariaLabel") == "compare digits-async-3":
             break
         keys.press("Tab")
     keys.press("Space")
     legend(shown, "async")
-    assert shown.page.evaluate("() => document.activeElement.ariaLabel") == "compare async-bbbb00", "the focus stays"
+    assert shown.page.evaluate("() => document.activeElement.ariaLabel") == "compare digits-async-3", "the focus stays"
     chart = shown.page.locator("[data-chart=loss]")
     chart.locator("canvas").wait_for()
     chart.focus()

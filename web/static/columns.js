@@ -7,7 +7,7 @@ const ALIASES = { run: 'name', task: 'work', tag: 'tags', started: 'started_at',
 const MAX_EVALUATED = 4; // columns of evaluations that are displayed without being chosen
 
 // As StoredRun.label.
-export const labelOf = run => run.name || [(run.work || '').split(/[ :/]/).pop().replace(/\.py$/, ''), run.mode, run.key || run.id.slice(0, 6)].filter(Boolean).join('-');
+export const labelOf = run => run.name || [...[run.work, run.mode].map(text => (text || '').split(/[ :/]/).pop().replace(/\.py$/, '')), run.key || run.id.slice(0, 6)].filter(Boolean).join('-');
 export function modeMark(mode) {
   const mark = make('span', { class: 'mode' }, mode);
   mark.style.setProperty('--of-mode', modeVar(mode));

@@ -111,10 +111,10 @@ class TrackerSink(Sink):
             self._tracker.flush()
 
     def close(self) -> None:
-        if not self._is_started and not self._engine.run.roster.stats:
+        summary = reports.summary(self._engine)  # the event loop waits for this thread, so the run no longer changes
+        if not self._is_started and not summary.workers:
             return
         self._start()
-        summary = reports.summary(self._engine)  # the event loop waits for this thread, so the run no longer changes
         of_run = {metric.name: getattr(summary, metric.name) for metric in shown_of_run(Display.NOTEBOOK)}
         metrics = {f"final/{name}": value for name, value in (of_run | summary.final).items()}
         self._tracker.finish(_finite(metrics), summary.ended_by)
