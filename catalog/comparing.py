@@ -46,7 +46,7 @@ def compare(path: Path, names: Sequence[str], report: str | None, wanted: str | 
                 add_trained(summary.trained, row)
         settings = config_differences(store.config(run) for run in runs)
     differs = {key: values for key, values in settings.items() if not key.startswith(IRRELEVANT_SETTINGS)}
-    labels, notes = _labels(runs, differs), _notes(runs)
+    labels, notes = labels_of(runs, differs), _notes(runs)
     named = list(zip(labels, summaries, strict=True))
     texts = findings(named, target) if len({run.work for run in runs}) == 1 else []
     if as_json:
@@ -74,7 +74,7 @@ def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
     return found
 
 
-def _labels(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
+def labels_of(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
     """Returns each run's name, or its mode and its settings that differ from other runs of that mode.
 
     Runs get the same label, and are pooled, if nothing but their seed differs of all that is on record.

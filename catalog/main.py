@@ -6,7 +6,7 @@ Examples
   ps-runs list mode=ssp 'lr<0.1' baseline     those that fit: words, settings, metrics
   ps-runs show last                           one run, by `last`, name, id or start of its id
   ps-runs tag last baseline                   give a run a name
-  ps-runs compare baseline sync-3f02 last     side by side, with the settings that differ
+  ps-runs compare baseline digits-sync-12 last  side by side, with the settings that differ
   ps-runs compare baseline last --report out  also writes out/report.html and out/report.md
   ps-runs plot last --metric accuracy         plot in the terminal, or to --out FILE.svg or .png
   ps-runs export last --out last.csv          the series of a run

@@ -59,7 +59,8 @@ class Record:
         if not is_written and (is_last or not self._has_waited):
             self._has_waited = True
             lost = "what was not written is lost" if is_last else "it is tried again with each status"
-            log.warning("store_locked", path=str(self._path), meaning=f"another process has locked it; {lost}")
+            why = f"{self.writer.obstacle} writes this run" if self.writer.obstacle else "another process has locked it"
+            log.warning("store_locked", path=str(self._path), meaning=f"{why}; {lost}")
 
     @property
     def _is_wanted(self) -> bool:

@@ -31,6 +31,7 @@ _MOST_EVENTS = 10_000
 _MOST_PENDING = 2_000
 _WAIT_S = 2.0  # for a locked file; the next flush tries again
 _LAST_WAIT_S = 5.0  # at the end
+_FIX = "give each run its own --checkpoint-dir, and each machine its own output.track_dir"
 
 _OF_WORKER = ("rank", "state", "waiting_for", "transport", "transport_reason", "codec")
 
@@ -48,14 +49,6 @@ class Beginning:
     machine: Mapping[str, Any]
     name: str | None = None
     note: str = ""
-
-
-class OtherWriterError(ParamServerError):
-    """Another process writes the run. Not `is_final`: it may have crashed, as its host is another."""
-
-    def __init__(self, message: str, *, fix: str, is_final: bool) -> None:
-        super().__init__(message, fix=fix)
-        self.is_final = is_final
 
 
 class RunWriter:
@@ -78,7 +71,7 @@ class RunWriter:
         self._ending: tuple[Summary, str] | None = None  # results, and who stopped the run
         self._num_skipped = 0  # pending ticks, from the first, whose status is not kept
         self.model = ""  # fingerprint of the model that the run trains
-        self._waits_for_other = False  # another process writes the run
+        self.obstacle = ""  # another process that writes the run
         self.ran = Ran()  # written with the next tick
         self._written = Ran()
 
@@ -89,22 +82,19 @@ class RunWriter:
     # ---- to the file -----------------------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Write all pending ticks in one transaction. Returns False while another process locks the file."""
+        """Write all pending ticks in one transaction. Returns False while another process locks the file or the run."""
         try:
             if self._db is None:
-                self._db = self._begun()
-                self._watch = FileWatch(self._path)
+                if (begun := self._begun()) is None:
+                    self._make_room()
+                    return False
+                self._db, self._watch = begun, FileWatch(self._path)
             if (self._pending or self._ending) and self._watch is not None:
                 self._watch.look()
                 self._write(self._db)
                 self._watch.wrote()
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise
-            self._make_room()
-            return False
-        except OtherWriterError as error:
-            if error.is_final:
                 raise
             self._make_room()
             return False
@@ -128,10 +118,14 @@ class RunWriter:
             self._watch.close()
             self._watch = None
 
-    def _begun(self) -> sqlite3.Connection:
+    def _begun(self) -> sqlite3.Connection | None:
+        """Open the file and put the run on record. Returns None while another process writes the run."""
         db = open_to_write(self._path, _WAIT_S)
         try:
             db.execute("BEGIN IMMEDIATE")
+            if self._has_other_writer(db):
+                db.close()
+                return None
             self._put_on_record(db)
             db.execute("COMMIT")
         except BaseException:
@@ -166,7 +160,6 @@ class RunWriter:
     def _put_on_record(self, db: sqlite3.Connection) -> None:
         """Insert the run, or continue it: delete its rows after the version from which it continues."""
         beginning = self._beginning
-        self._check_writer(db)
         db.execute(
             "INSERT INTO runs (id, project, mode, work, starts, started_at, heard_at, heartbeat_s, host, process) "
             "VALUES (:run, :project, :mode, '', 1, :at, :at, :heartbeat_s, :host, :process) "
@@ -187,16 +180,18 @@ class RunWriter:
         for name, body in {"machine": beginning.machine, "code": beginning.code}.items():
             self._put_document(db, name, to_json(body))
 
-    def _check_writer(self, db: sqlite3.Connection) -> None:
-        """Raise OtherWriterError for a run that another process writes."""
+    def _has_other_writer(self, db: sqlite3.Connection) -> bool:
+        """Whether another live process writes the run. Raises ParamServerError if such a process has ended it."""
         columns = "host, process, heard_at, heartbeat_s, ended_at"
         row = db.execute(f"SELECT {columns} FROM runs WHERE id = ?", (self._beginning.run,)).fetchone()
-        if row is None or (row[0], row[1]) == (this_host(), this_process()):
-            return
-        if self._waits_for_other if row[4] is not None else still_writes(*row[:4]):
-            is_final, self._waits_for_other = row[4] is not None or row[0] == this_host(), True
-            message = f"process {row[1].split()[0]} on {row[0].split()[0]} writes run {self._beginning.run}"
-            raise OtherWriterError(message, fix="give each run its own --checkpoint-dir", is_final=is_final)
+        if row is None or row[:2] == (this_host(), this_process()):
+            return False
+        if row[4] is not None and self.obstacle:
+            raise ParamServerError(f"run {self._beginning.run} was written by {self.obstacle}", fix=_FIX)
+        if row[4] is None and still_writes(*row[:4]):
+            self.obstacle = f"process {row[1].split()[0]} on {row[0].split()[0]}"
+            return True
+        return False
 
     def _check_owned(self, db: sqlite3.Connection) -> None:
         """Raise ParamServerError if the run was deleted, or if another process has taken it over."""

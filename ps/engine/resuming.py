@@ -53,13 +53,7 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
 
 
 def _name_run(
-    engine: Engine,
-    config: Config,
-    available: Available,
-    name: SnapshotName | None,
-    new_name: str,
-    *,
-    has_gone_back: bool,
+    engine: Engine, config: Config, available: Available, name: SnapshotName | None, new_name: str, has_gone_back: bool
 ) -> None:
     """Give the run the name of its line. A server that went back in its process keeps its own."""
     run = engine.run

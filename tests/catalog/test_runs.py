@@ -18,16 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paramserver.catalog.comparing import summary_so_far
+from paramserver.catalog.comparing import labels_of, summary_so_far
+from paramserver.catalog.filtering import fitting
 from paramserver.common.config.sources import load_config
+from paramserver.common.errors import UsageError
 from paramserver.common.reporting.log import setup_logging
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.reporting.view import EvaluatedPoint, Tick
 from paramserver.common.runstore import changing
 from paramserver.common.runstore.ran import Ran
-from paramserver.common.runstore.reading import RunStore
+from paramserver.common.runstore.reading import RunStore, StoredRun, relevant_settings
 from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import VERSION
 from paramserver.common.runstore.writing import Beginning, RunWriter
@@ -183,7 +187,7 @@ def test_names_are_data(folder: Path) -> None:
     write(folder / "runs" / "paramserver.db", "dddd00000005", mode=EVIL, work=EVIL, lr=EVIL)
     for arguments in (["list"], ["show", "dddd"], ["compare", "dddd", "bbbb", "--report", "out"], ["plot", "dddd"]):
         output = ps_runs(*arguments, folder=folder)
-        assert "\x1b[2J" not in output and "[bold red]" in output
+        assert "\x1b[2J" not in output and ("[bold red]" in output or "[2J-" in output)
     assert "<script>alert" not in (folder / "out" / "report.html").read_text()
 
 
@@ -310,6 +314,94 @@ def test_a_file_that_may_only_be_read_is_left_as_it_is(tmp_path: Path, capsys: p
         with RunStore(file) as store:
             assert [run.id for run in store.runs()] == ["a" * 12]
     assert file.read_bytes() == before
+
+
+def process(run: str) -> str:
+    """A process that begins a run in the store of its folder, and lives until its input ends."""
+    return (
+        "import sys; from pathlib import Path; from paramserver.common.runstore.writing import Beginning, RunWriter; "
+        f"RunWriter(Path('runs/paramserver.db'), Beginning(run='{run}', mode='sync', project='p', version=0, "
+        "heartbeat_s=1.0, code={}, machine={})).flush(); print('begun', flush=True); sys.stdin.read()"
+    )
+
+
+def test_a_run_has_one_writer_and_its_key_goes_to_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "runs" / "paramserver.db"
+    command = [sys.executable, "-c", process("b" * 12)]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "begun\n"
+        record = record_in(file.parent)
+        record.writer.add(tick(1))
+        record.flush()
+        assert f"process {other.pid} on " in capsys.readouterr().err and not record.is_off
+        with RunStore(file) as store:
+            assert [(run.starts, run.step) for run in store.runs()] == [(1, 0)], "nothing of this process"
+        assert other.stdin is not None
+        other.stdin.close()
+        other.wait()
+    record.flush()  # the other has crashed
+    with RunStore(file) as store:
+        (run,) = store.runs()
+        assert (run.starts, run.step) == (2, 1)
+    changing.remove(file, [run.key])
+    write(file, "c" * 12)
+    record.writer.add(tick(2))
+    record.flush()
+    assert record.is_off and "was deleted while this process wrote it" in capsys.readouterr().err
+    with RunStore(file) as store:
+        (left,) = store.runs()
+        assert left.key != run.key and [point.step for point in store.series(left)] == [0, 50, 100]
+
+
+def test_a_run_that_goes_back_loses_the_evaluations_beyond_its_snapshot(tmp_path: Path) -> None:
+    file = tmp_path / "paramserver.db"
+    write(file, "a" * 12)
+    again = RunWriter(file, Beginning(run="a" * 12, mode="sync", project="p", version=60, heartbeat_s=1.0, code={},
+                                      machine={}, name="mine", note="a note"))  # fmt: skip
+    assert again.flush()
+    again.close()
+    with RunStore(file) as store:
+        (run,) = store.runs()
+        assert [(point.version, point.num_bytes) for point in store.evaluations(run)] == [(50, 50_000)]
+        assert (run.metrics, run.name, run.note) == ({"accuracy": 0.25}, "mine", "a note")
+        assert run.work == "digits" and store.config(run)["optimizer"] == {"lr": 0.1}, "until a worker says it again"
+
+
+@pytest.mark.parametrize(
+    ("terms", "found"),
+    [(["digits-sync"], "123"), (["lr<0.15"], "12"), (["lr=0.2", "mode=async"], "4"), (["accuracy>0.4", "seed=1"], "2"),
+     (["optimizer.lr!=0.1"], "34"), (["mode=a*"], "4"), (["nobody"], ""), (["width=1"], None)],
+)  # fmt: skip
+def test_runs_are_filtered_by_what_is_on_record(tmp_path: Path, terms: list[str], found: str | None) -> None:
+    file = tmp_path / "runs" / "paramserver.db"
+    for number, (mode, seed, lr) in enumerate(
+        [("sync", 0, 0.1), ("sync", 1, 0.1), ("sync", 0, 0.2), ("async", 0, 0.2)]
+    ):
+        write(file, f"aaaa0000000{number + 1}", mode=mode, seed=seed, lr=lr)
+    with RunStore(file) as store:
+        runs = store.runs()
+        settings = {key: relevant_settings(config) for key, config in store.configs(run.key for run in runs).items()}
+    if found is None:
+        with pytest.raises(UsageError, match="no run has 'width'"):
+            fitting(runs, settings, terms)
+    else:
+        assert sorted(run.id[-1] for run in fitting(runs, settings, terms)) == list(found)
+
+
+VALUES = st.fixed_dictionaries({
+    "run.seed": st.integers(0, 2), "optimizer.lr": st.sampled_from([0.1, 0.2]),
+    "script.arguments": st.sampled_from("ab"), "config.x": st.integers(0, 1),
+})  # fmt: skip
+
+
+@given(all_values=st.lists(VALUES, min_size=2, max_size=6))
+def test_runs_are_pooled_only_if_nothing_but_their_seed_differs(all_values: list[dict[str, Any]]) -> None:
+    runs = [StoredRun(id=f"{number:06d}000000", mode="sync", work="w") for number in range(len(all_values))]
+    differs = {name: [values[name] for values in all_values] for name in all_values[0]}
+    labels = labels_of(runs, {name: values for name, values in differs.items() if len(set(values)) > 1})
+    rest = [{name: value for name, value in values.items() if name != "run.seed"} for values in all_values]
+    for index, label in enumerate(labels):
+        assert [other == label for other in labels] == [item == rest[index] for item in rest]
 
 
 def tick(step: int) -> Tick:

@@ -27,7 +27,8 @@ def script(*arguments: str) -> dict[str, object]:
     return work.sections["script"]
 
 
-def test_arguments_are_on_record_and_secrets_are_not() -> None:
+def test_arguments_are_on_record_and_secrets_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
     assert script("--lr", "0.1", "a b")["arguments"] == "--lr 0.1 'a b'"
     hidden = script("--api-key", "k1", "--hf_token=k2", "--verbose", "x", "--password", "--next", "7")["arguments"]
     assert hidden == "--api-key '***' '--hf_token=***' --verbose x --password --next 7"
@@ -35,7 +36,7 @@ def test_arguments_are_on_record_and_secrets_are_not() -> None:
 
 def test_a_prompt_and_a_notebook_have_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
     for file in (None, "/lib/ipykernel_launcher.py"):
-        monkeypatch.setattr(sys.modules["__main__"], "__file__", file)
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
         work = Work(Config())
         work.set_script(["x.py"])
         assert label_of(work.sections) == "" and "script" not in work.sections
