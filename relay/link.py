@@ -15,7 +15,7 @@ from ..common.reporting.history import region_run
 from ..common.reporting.log import get_logger
 from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
-from ..common.wire.records import Contribution, Counts, Outcome, Position, TrainingInfo
+from ..common.wire.records import Contribution, Counts, FirstInfo, Outcome, Position, TrainingInfo
 from ..worker.conversation.exchange import Exchange
 from ..worker.conversation.messages import Final, Goodbye, Outgoing
 from ..worker.conversation.security import worker_credentials
@@ -47,6 +47,7 @@ class RegionContribution(NamedTuple):
     num_steps: int  # in this contribution
     training: TrainingInfo = TrainingInfo()
     without: frozenset[str] = frozenset()  # parameters without a gradient
+    work: str = ""  # what the region's workers run
 
 
 class RegionTensors(ModelTensors):
@@ -116,6 +117,7 @@ class Link:
             of_worker["security"] = config.security.model_copy(update=names)
         credentials = worker_credentials(config.model_copy(update=of_worker))
         self.num_workers = config.run.workers or 1  # of the region, as the server above knows it
+        self._sent_first_for = -1  # `num_starts` when FirstInfo was sent
         region = upstream.region or socket.gethostname(), self.num_workers
         self._exchange = Exchange(worker, upstream.rank, None, credentials, region)
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
@@ -195,8 +197,10 @@ class Link:
             kind=self.settings.kind,
             counts=Counts(contribution.num_samples, num_steps, num_workers=contribution.num_workers),
             training=contribution.training,
+            first=FirstInfo(work=contribution.work) if self._sent_first_for != self.progress.num_starts else None,
             position=Position(contribution.step, contribution.num_steps),
         )
+        self._sent_first_for = self.progress.num_starts
         self.num_workers = contribution.num_workers
         self._strategy.contribute(Outgoing(record, contribution.state))
         return self.progress.outcome

@@ -27,6 +27,7 @@ from ..common.errors import ParamServerError, Reason, UsageError
 from ..common.reporting.log import get_logger
 from ..common.wire.records import COUNTED, Outcome, TrainingInfo
 from ..ps.core import effects, events
+from ..ps.core.counting.sources import work_of
 from ..ps.core.run import ABOVE_IS_OVER
 from ..ps.engine.engine import Engine
 from ..ps.engine.resuming import restore_traffic
@@ -203,7 +204,10 @@ class Region(Keeper):
         self.pace.contribute(steps)
         num_workers = self._run.options.num_workers or len(self._run.policy.members)
         training = training or TrainingInfo(loss=self._loss())
-        return RegionContribution(None, self._state(), first, num_samples, num_workers, num_steps, training, without)
+        work = work_of(self._engine.traffic)
+        return RegionContribution(
+            None, self._state(), first, num_samples, num_workers, num_steps, training, without, work
+        )
 
     def _record(self) -> None:
         """Note readings for the server above: workers, steps ahead of the last reply, traffic and staleness."""

@@ -20,6 +20,7 @@ Settings = dict[str, dict[str, Any]]  # values by section and name
 
 # Sections of the server's configuration that do not say what workers run, or that are no settings of the run.
 _LEFT_OUT = {"security", "task", "optimizer", "train", "loader", "worker", "slowdown", "launch", "serve", "log"}
+_LONGEST = 100  # characters of a name that a worker gives
 OF_WORKERS = ("script", "task", "run", "launch", "worker", "loader", "slowdown", "config")
 
 
@@ -63,8 +64,8 @@ def optimizer_settings(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[s
 def label_of(work: Settings) -> str:
     """Returns the script or the task as a phrase; empty: unknown."""
     if path := work.get("script", {}).get("path"):
-        return f"script {Path(str(path)).name}"
-    return str(work.get("task", {}).get("name", ""))
+        return f"script {Path(str(path)).name[:_LONGEST]}"
+    return str(work.get("task", {}).get("name", ""))[:_LONGEST]
 
 
 def read_work(text: str) -> Settings:

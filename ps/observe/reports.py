@@ -10,7 +10,7 @@ from ...common.reporting.metrics import OF_WORKER, Value, over_workers, values_o
 from ...common.reporting.status import Status, WorkerStatus, mean_recorded
 from ...common.reporting.summary import Cost, ShardSummary, Summary
 from ...common.runstore.ran import Ran, label_of, optimizer_settings, read_work, settings_of
-from ..core.counting.sources import Traffic, WorkerSource
+from ..core.counting.sources import Traffic, WorkerSource, work_of
 from ..core.run import Run
 from ..engine.engine import Engine
 from ..policies.shared.decisions import Outer
@@ -134,8 +134,7 @@ def summary(engine: Engine) -> Summary:
 
 def ran(engine: Engine) -> Ran:
     """Return what ran: settings of the server and the mode, and what the lowest rank that has contributed says."""
-    works = [(rank, traffic.work) for rank, traffic in list(engine.traffic.items()) if traffic.work]
-    work = read_work(min(works)[1]) if works else {}
+    work = read_work(work_of(engine.traffic))
     run, model, config = engine.run, engine.model, engine.config
     spec = model.whole_optimizer
     policy, outer = run.policy, run.policy.outer

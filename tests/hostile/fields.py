@@ -105,6 +105,7 @@ CompletionInfo    failed : flag any
 FirstInfo         num_samples run_steps : whole header
 FirstInfo         digest : hash any
 FirstInfo         rates : real header
+FirstInfo         work : json header
 Position          step batches epoch epoch_batches : whole header
 Position          local_steps : whole any
 AskAgain          seq : whole header

@@ -33,6 +33,12 @@ class Traffic:
         self.measured = {name: value for name, value in known.items() if not name.startswith(RECORDED)}
 
 
+def work_of(traffic: Mapping[int, Traffic]) -> str:
+    """Return what the lowest rank says of what it runs; empty: no rank has said it."""
+    works = [(rank, item.work) for rank, item in list(traffic.items()) if item.work]
+    return min(works)[1] if works else ""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSource:
     """The source of one worker's metrics (`common/reporting/metrics.py`)."""
