@@ -45,7 +45,7 @@ def test_an_estimate_leaves_nothing_behind(cluster: Cluster) -> None:
 
 
 # Settings of results and snapshots that an estimate keeps, because nothing is written by them alone.
-_KEPT = {"output.target", "output.project", "output.track_dir", "checkpoint.keep"}
+_KEPT = {"output.name", "output.note", "output.target", "output.project", "output.track_dir", "checkpoint.keep"}
 _VALUES = {
     "output.curve": "c.csv", "output.traces": "http://h:1", "output.track": "tensorboard", "output.store": True,
     "output.save_averaged": True, "output.target": "loss < 1", "checkpoint.every_steps": 2, "checkpoint.every_s": 1.0,
