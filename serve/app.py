@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,21 +13,42 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from ..common.config.schema import ServeConfig
 from ..common.reporting.log import get_logger
+from ..common.wire.json_text import read_json, to_json
 from ..web.files import static_routes
 from ..web.guard import Rules
-from .engine import End, Engine, Job, Piece, Refused
+from .engine import End, Engine, Job, Piece
+from .errors import Refused
 from .infer import described_inputs, read_inputs, write_outputs
-from .openai import ClientRequest, Replies, Requests, error_response, models, refused_by_guard
+from .openai import (
+    ClientRequest,
+    JsonResponse,
+    Replies,
+    Requests,
+    described_version,
+    error_response,
+    models,
+    refused_by_guard,
+)
 from .source import Follower, Source
 
 log = get_logger()
 
-RULES = Rules(1 << 20, ("/", "/chat"), writes_need_token=False, refusal=refused_by_guard)
+_MORE_CONNECTIONS = 64  # beside the requests that are computed or wait: health, metrics, pages, idle ones
 _SSE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+def rules(settings: ServeConfig) -> Rules:
+    """Return the limits and rights of clients."""
+    most = settings.slots + settings.queue + _MORE_CONNECTIONS
+    return Rules(
+        settings.max_body_bytes, ("/", "/chat"), writes_need_token=False, refusal=refused_by_guard,
+        max_connections=most, share_of_descriptors=2,
+    )  # fmt: skip
 
 
 class Meters:
@@ -53,11 +73,12 @@ class Meters:
 class Service:
     """Handles the requests to one process. `name` is the task's name."""
 
-    def __init__(self, name: str, engine: Engine, follower: Follower, source: Source, max_tokens: int) -> None:
+    def __init__(self, name: str, engine: Engine, follower: Follower, source: Source, settings: ServeConfig) -> None:
         self._name, self._engine, self._follower, self._source = name, engine, follower, source
         self._meters = Meters(engine, follower)
         kind = engine.kind
-        self._requests = Requests(engine.task, self._names, kind, max_tokens) if kind is not None else None
+        self._limit_s = settings.reply_s
+        self._requests = Requests(engine.task, self._names, kind, settings.max_tokens) if kind is not None else None
         self._inputs: list[dict[str, Any]] | None = None
 
     def routes(self) -> list[Route]:
@@ -85,6 +106,9 @@ class Service:
                 response = error_response(refused.status, refused.message, refused.code, refused.param)
             except ClientDisconnect:
                 response = error_response(400, "the body is not whole")
+            except Exception as error:
+                log.error("serve_failed", path=request.url.path[:80], error=f"{type(error).__name__}: {error}")
+                response = error_response(500, f"ps-serve failed: {type(error).__name__}: {error}", "internal_error")
             if request.method == "POST":
                 self._meters.replies.labels(str(response.status_code)).inc()
             return response
@@ -98,7 +122,7 @@ class Service:
             message = f"task {self._name} writes no text"
             raise Refused(404, f"{message}; ask /v2/models/{self._name}/infer", "model_not_found")
         client = self._requests.read(await _json(request), is_chat)
-        stream = Stream(self._engine, client, self._meters)
+        stream = Stream(self._engine, client, self._meters, self._limit_s)
         replies = Replies(client, self._name, self._engine.task.decode)
         async with _watched(request, stream):
             found = await stream.next()
@@ -109,15 +133,14 @@ class Service:
             raise found
         version = found.version if isinstance(found, End) else stream.job.version
         assert version is not None
-        headers = {"ps-version": str(version.number)}
+        headers = {"ps-version": version.name}
         if isinstance(found, Piece) or client.is_streamed:
             body = _sse(stream, found, replies)
             return StreamingResponse(body, media_type="text/event-stream", headers=_SSE | headers)
-        return JSONResponse(replies.whole(found), headers=headers)
+        return JsonResponse(replies.whole(found), headers=headers)
 
     async def list_models(self, _: Request) -> Response:
-        versions = [(version, self._follower.age_s) for version in self._engine.versions()]
-        return JSONResponse(models(sorted(self._names()), versions))
+        return JsonResponse(models(sorted(self._names()), self._engine.versions()))
 
     # ---- tensors ------------------------------------------------------------------------------
 
@@ -130,21 +153,30 @@ class Service:
     async def infer(self, request: Request) -> Response:
         self._check_model(request)
         body = await _json(request)
-        inputs = read_inputs(body)
-        future = self._engine.infer(inputs)
-        outputs, version = await asyncio.wrap_future(future)
-        reply = {"model_name": self._name, "model_version": str(version.number), "outputs": write_outputs(outputs)}
+        inputs = await asyncio.to_thread(read_inputs, body)
+        computed: asyncio.Future[Any] = asyncio.wrap_future(self._engine.infer(inputs))
+        gone: asyncio.Future[Any] = asyncio.create_task(_gone(request))
+        try:
+            await asyncio.wait({computed, gone}, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not computed.done():
+                raise ClientDisconnect if gone.done() else self._engine.late(self._limit_s)
+            outputs, version = computed.result()
+        finally:
+            gone.cancel()
+            computed.cancel()
+        reply: dict[str, Any] = {"model_name": self._name, "model_version": version.name}
         if isinstance(body.get("id"), str):
             reply["id"] = body["id"]
-        return JSONResponse(reply, headers={"ps-version": str(version.number)})
+        reply["outputs"] = await asyncio.to_thread(write_outputs, outputs)
+        return JsonResponse(reply, headers={"ps-version": version.name})
 
     async def described(self, request: Request) -> Response:
         self._check_model(request)
         if self._inputs is None:
             self._inputs = await asyncio.to_thread(described_inputs, self._engine.task)
-        versions = [str(version.number) for version in self._engine.versions()]
+        versions = [version.name for version in self._engine.versions()]
         is_text = self._requests is not None
-        return JSONResponse(
+        return JsonResponse(
             {"name": self._name, "versions": versions, "platform": f"torch-{torch.__version__}",
              "inputs": [] if is_text else self._inputs, "outputs": [], "is_text": is_text}
         )  # fmt: skip
@@ -154,16 +186,18 @@ class Service:
     async def ready(self, _: Request) -> Response:
         if not self._engine.versions():
             raise Refused(503, "no weights have arrived yet", "not_ready")
-        return JSONResponse({"ready": True})
+        return JsonResponse({"ready": True})
 
     async def health(self, _: Request) -> Response:
         versions = self._engine.versions()
         is_paused = self._engine.is_paused
         state = "starting" if not versions else "paused" if is_paused else "stale" if self._source.is_stale else "ok"
         found: dict[str, Any] = {"status": state, "active": self._engine.num_active}
+        if is_paused:
+            found["reason"] = self._engine.pause
         if versions:
-            found |= {"run": versions[0].run, "version": versions[0].number, "age_s": round(self._follower.age_s, 3)}
-        return JSONResponse(found)
+            found |= described_version(versions[0])
+        return JsonResponse(found)
 
     async def metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._meters.registry), media_type="text/plain; version=0.0.4")
@@ -175,8 +209,8 @@ class Stream:
     Raises Refused if the engine does not accept the request.
     """
 
-    def __init__(self, engine: Engine, client: ClientRequest, meters: Meters) -> None:
-        self._engine, self._meters, self._client = engine, meters, client
+    def __init__(self, engine: Engine, client: ClientRequest, meters: Meters, limit_s: float) -> None:
+        self._engine, self._meters, self._client, self._limit_s = engine, meters, client, limit_s
         self._loop = asyncio.get_running_loop()
         self._found: asyncio.Queue[Piece | End | Refused] = asyncio.Queue()
         self._began_at = self._loop.time()
@@ -192,7 +226,13 @@ class Stream:
             self.job.is_cancelled = True
 
     async def next(self) -> Piece | End | Refused:
-        found = await self._found.get()
+        found: Piece | End | Refused
+        try:
+            async with asyncio.timeout(self._limit_s):
+                found = await self._found.get()
+        except TimeoutError:
+            found = self._engine.late(self._limit_s)
+            self.close()
         if isinstance(found, Piece):
             if not self._num_pieces:
                 self._meters.first_s.observe(self._loop.time() - self._began_at)
@@ -226,12 +266,16 @@ async def _sse(stream: Stream, first: Piece | End | Refused, replies: Replies) -
             for chunk in replies.last_chunks(found):
                 yield _event(chunk)
         yield b"data: [DONE]\n\n"
+    except Exception as error:  # the task's decode(), of log probabilities
+        log.error("serve_failed", error=f"{type(error).__name__}: {error}")
+        message = f"ps-serve failed: {type(error).__name__}: {error}"
+        yield _event({"error": {"message": message, "type": "server_error", "code": "internal_error"}})
     finally:
         stream.close()
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode(errors="replace") + b"\n\n"
+    return b"data: " + to_json(value, ensure_ascii=False).encode(errors="replace") + b"\n\n"
 
 
 @asynccontextmanager
@@ -239,8 +283,7 @@ async def _watched(request: Request, stream: Stream) -> AsyncIterator[None]:
     """End the request of a client that leaves before the reply begins, or before a reply without a stream is whole."""
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        await _gone(request)
         stream.close()
 
     watching = asyncio.create_task(watch())
@@ -253,10 +296,16 @@ async def _watched(request: Request, stream: Stream) -> AsyncIterator[None]:
         watching.cancel()
 
 
+async def _gone(request: Request) -> None:
+    """Wait until the client is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _json(request: Request) -> Any:
     try:
-        return await request.json()
-    except (ValueError, RecursionError) as error:
+        return read_json(await request.body())
+    except ValueError as error:
         raise Refused(400, f"the body is no JSON: {error}", "invalid_json") from None
 
 

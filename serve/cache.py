@@ -31,6 +31,7 @@ class KvCache:
         self.context = context
         self._memory = torch.zeros(num_layers, 2, num_rows, num_heads, context, num_channels, dtype=dtype)
         self._free = list(range(num_rows))
+        self._num_written = [0] * num_rows
 
     def take(self) -> int:
         """Take and return the lowest free row, so that the rows of a batch are mostly contiguous."""
@@ -44,6 +45,10 @@ class KvCache:
 
     def view(self, rows: Sequence[int], lengths: Sequence[int], num_tokens: int) -> CacheView:
         """Return a view of rows that have `lengths` tokens. Each gets `num_tokens` more."""
+        for row, length in zip(rows, lengths, strict=True):
+            if length == 0:  # a mask hides old values, but 0 * NaN is NaN
+                self._memory[:, :, row, :, : self._num_written[row]] = 0
+            self._num_written[row] = length + num_tokens
         return CacheView(self._memory, Rows(rows, lengths, num_tokens))
 
 

@@ -6,13 +6,10 @@ sequences that have ended. A new version of the weights takes over between two s
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,7 +18,10 @@ from torch import nn
 
 from ..common.config.schema import ServeConfig
 from ..common.reporting.log import get_logger
-from .models import LanguageModel, Paused, batch_of
+from .errors import MOST_PAUSES, Paused, Refused
+from .infer import Tensors
+from .infer_queue import InferQueue, Reply
+from .models import LanguageModel, batch_of
 from .sampling import Chosen, Sampling, choose
 from .slots import Slots, State, Version
 from .text import TextPieces
@@ -32,17 +32,6 @@ if TYPE_CHECKING:
 log = get_logger()
 
 _CHUNK = 256  # tokens of a prompt in one step; the other sequences wait for them
-_MAX_BATCH = 8  # requests of `infer` in one forward pass
-_BATCH_S = 0.003  # that a request of `infer` waits for others
-_MOST_PAUSES = 3  # that a sequence may see before its next token; then it may be the reason
-
-
-class Refused(Exception):
-    """The reason why a request is not served: an HTTP status, a sentence, and a code for programs."""
-
-    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
 
 
 @dataclass(frozen=True)
@@ -123,9 +112,9 @@ class Engine:
         self._cache = kind.new_cache(models[0], options.slots) if kind is not None else None
         self._active: list[Job] = []
         self._waiting: deque[Job] = deque()
-        self._inferring: deque[tuple[dict[str, torch.Tensor], Future[Any]]] = deque()
         self._drains_until = 0.0
         self._changed = threading.Condition()  # guards everything that another thread reads or writes
+        self._inferring = InferQueue(task, options.queue, self._changed)
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -135,7 +124,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the current step. Open requests end as cancelled."""
+        """Stop after the current step. Open requests are refused."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
@@ -158,7 +147,7 @@ class Engine:
         )  # fmt: skip
         with self._changed:
             self._slot_of(request)
-            if len(self._waiting) >= self.options.queue:
+            if len(self._waiting) >= self.options.queue + max(0, self.options.slots - len(self._active)):
                 message = f"{len(self._waiting)} requests wait already, which is the maximum (serve.queue)"
                 raise Refused(429, message, "queue_full")
             self._waiting.append(sequence)
@@ -169,18 +158,16 @@ class Engine:
         """End a request before its next step, because its client is gone."""
         with self._changed:
             sequence.is_cancelled = True
+            if sequence in self._waiting:  # also while replies pause
+                self._end(sequence, "cancelled")
             self._changed.notify()
 
-    def infer(self, inputs: dict[str, torch.Tensor]) -> Future[tuple[dict[str, torch.Tensor], Version]]:
-        """Queue a forward pass of named tensors, whose first axis is the batch."""
-        future: Future[tuple[dict[str, torch.Tensor], Version]] = Future()
+    def infer(self, inputs: Tensors) -> Reply:
+        """Queue a forward pass of named tensors, whose first axis is the batch. Raises Refused."""
         with self._changed:
             self._serving()
-            if len(self._inferring) >= self.options.queue:
-                raise Refused(429, f"{len(self._inferring)} requests wait already (serve.queue)", "queue_full")
-            self._inferring.append((inputs, future))
             self._changed.notify()
-        return future
+            return self._inferring.add(inputs)
 
     def _wake(self) -> None:
         with self._changed:
@@ -190,6 +177,16 @@ class Engine:
     def is_paused(self) -> bool:
         """Whether a stage of the model is away."""
         return self._stages is not None and not self._stages.is_ready
+
+    @property
+    def pause(self) -> str:
+        """The stages that are away, and why. Empty: none."""
+        return "" if self._stages is None else self._stages.problem
+
+    def late(self, limit_s: float) -> Refused:
+        """Return the refusal of a request that has waited too long."""
+        work = f"{self.num_active} requests are decoded, {self.num_waiting + len(self._inferring)} wait"
+        return Refused(504, f"nothing came for {limit_s:g} s (serve.reply_s): {self.pause or work}", "timeout")
 
     @property
     def num_active(self) -> int:
@@ -244,22 +241,38 @@ class Engine:
     # ---- on the engine's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._is_stopped or (self._has_work() and not self.is_paused)):
-                    self._changed.wait()
-                if self._is_stopped:
-                    break
-                self._swap()
-                self._retire_cancelled()
-                self._admit()
+        while self._next_step():
             if self._stages is not None and self._stages.forget():
                 for sequence in self._active:
                     sequence.num_cached = 0
-            with torch.no_grad(), suppress(Paused):
-                self._step()
-        for sequence in [*self._active, *self._waiting]:
-            self._end(sequence, "cancelled")
+            try:
+                with torch.no_grad():
+                    self._step()
+            except Paused:
+                pass
+            except Exception as error:  # of this program; without the thread, all requests would wait forever
+                self._refuse_all(Refused(500, f"ps-serve failed: {type(error).__name__}: {error}", "internal_error"))
+        self._refuse_all(Refused(503, "ps-serve is stopping", "stopping"))
+
+    def _next_step(self) -> bool:
+        """Wait for work, and choose the sequences of the next step. Return False at the end."""
+        with self._changed:
+            while not (self._is_stopped or (self._has_work() and not self.is_paused)):
+                self._changed.wait()
+            if not self._is_stopped:
+                self._swap()
+                self._retire_cancelled()
+                self._admit()
+            return not self._is_stopped
+
+    def _refuse_all(self, reason: Refused) -> None:
+        if reason.status == 500:
+            log.error("serve_failed", error=reason.message)
+        with self._changed:
+            for sequence in [*self._active, *self._waiting]:
+                self._release(sequence)
+                sequence.emit(reason)
+            self._inferring.refuse(reason)
 
     def _has_work(self) -> bool:
         is_swapping = self.slots.find(State.WHOLE) is not None
@@ -319,20 +332,25 @@ class Engine:
             ready = [sequence for sequence in sequences if sequence not in new]
             if self._cache is None:
                 new, ready = [], sequences
-            batches = [*([new[:1]] if new else []), *([[s] for s in ready] if self._cache is None else [ready])]
-            for batch in filter(None, batches):
+            # A sequence that has seen a pause is computed alone: it may be the reason.
+            alone = [sequence for sequence in ready if self._cache is None or sequence.num_pauses]
+            together = [sequence for sequence in ready if sequence not in alone]
+            for batch in filter(None, [new[:1], together, *([sequence] for sequence in alone)]):
                 self._compute(slot, sorted(batch, key=lambda sequence: sequence.row))
         if self._inferring:
-            self._infer()
+            slot = self._serving()
+            version = self.slots.versions[slot]
+            assert version is not None
+            self._inferring.compute(self.models[slot], version)
 
     def _compute(self, slot: int, batch: list[Job]) -> None:
         """Compute the next tokens of these sequences, or the next chunk of a prompt."""
         try:
-            logits = self._logits(slot, batch)
+            logits = self._checked(self._logits(slot, batch), len(batch))
         except Paused as paused:
             for sequence in batch:
                 sequence.num_pauses += 1
-                if sequence.num_pauses >= _MOST_PAUSES:
+                if sequence.num_pauses >= MOST_PAUSES:
                     self._fail(sequence, paused)
             raise
         except Exception as error:
@@ -361,6 +379,11 @@ class Engine:
         logits = self.kind.next_logits(model, batch_of(parts), view)
         for sequence in batch:
             sequence.num_cached += len(parts[0])
+        return logits
+
+    def _checked(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
+        if logits.dim() != 2 or len(logits) != num_rows:
+            raise ValueError(f"the logits of {num_rows} texts have shape {list(logits.shape)}")
         return logits
 
     def _take(self, sequence: Job, chosen: Chosen) -> None:
@@ -393,48 +416,3 @@ class Engine:
                 self._cache.give_back(sequence.row)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-
-    # ---- models that write no text ------------------------------------------------------------
-
-    def _infer(self) -> None:
-        """Compute one forward pass for requests whose tensors differ only in the size of the batch."""
-        if len(self._inferring) < _MAX_BATCH:
-            time.sleep(_BATCH_S)  # more requests may arrive
-        with self._changed:
-            first, *_ = self._inferring[0]
-            taken = list(itertools.takewhile(lambda item: _shapes(item[0]) == _shapes(first), self._inferring))
-            taken = taken[:_MAX_BATCH]
-            for _ in taken:
-                self._inferring.popleft()
-            taken = [item for item in taken if item[1].running() or item[1].set_running_or_notify_cancel()]
-            if not taken:
-                return
-            slot = self._serving()
-            version = self.slots.versions[slot]
-        inputs = {name: torch.cat([item[0][name] for item in taken]) for name in first}
-        try:
-            outputs = predict(self.task, self.models[slot], inputs)
-            sizes = [len(next(iter(item[0].values()))) for item in taken]
-            parts = {name: tensor.split(sizes) for name, tensor in outputs.items()}
-        except Paused:
-            self._inferring.extendleft(reversed(taken))
-            raise
-        except Exception as error:  # a wrong shape, most often
-            message = f"the model failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            for _, future in taken:
-                future.set_exception(Refused(400, message, "model_failed", "inputs"))
-            return
-        for index, (_, future) in enumerate(taken):
-            future.set_result(({name: tensors[index] for name, tensors in parts.items()}, version))
-
-
-def _shapes(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {name: (tensor.shape[1:], tensor.dtype) for name, tensor in inputs.items()}
-
-
-def predict(task: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the outputs of a model that writes no text, from the task's predict(model, inputs) or a forward pass."""
-    if callable(getattr(task, "predict", None)):
-        return dict(task.predict(model, inputs))
-    found = model(*inputs.values())
-    return dict(found) if isinstance(found, dict) else {"output": found}

@@ -2,59 +2,131 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from .engine import Refused
+from .errors import Paused, Refused
+
+Tensors = dict[str, torch.Tensor]
 
 _DTYPES = {
     "BOOL": torch.bool, "UINT8": torch.uint8, "INT8": torch.int8, "INT16": torch.int16, "INT32": torch.int32,
     "INT64": torch.int64, "FP16": torch.float16, "FP32": torch.float32, "FP64": torch.float64, "BF16": torch.bfloat16,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MOST_AXES = 32
 
 
-def read_inputs(body: Any) -> dict[str, torch.Tensor]:
+def read_inputs(body: Any) -> Tensors:
     """Return the tensors of a request by name. Raises Refused with the name of the tensor."""
     inputs = body.get("inputs") if isinstance(body, dict) else None
     if not isinstance(inputs, list) or not inputs:
         raise Refused(400, "inputs is a list of {name, shape, datatype, data}", "invalid_type", "inputs")
-    return dict(_tensor(entry) for entry in inputs)
+    found: Tensors = {}
+    for entry in inputs:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name in found:
+            raise Refused(400, "each input has a name, and no two have the same", "invalid_type", "inputs")
+        found[name] = _tensor(name, entry)
+    return found
 
 
-def _tensor(entry: Any) -> tuple[str, torch.Tensor]:
-    name = entry.get("name") if isinstance(entry, dict) else None
-    if not isinstance(name, str):
-        raise Refused(400, "an input has no name", "invalid_type", "inputs")
-    dtype, shape = _DTYPES.get(entry.get("datatype", "FP32")), entry.get("shape")
+def _tensor(name: str, entry: dict[str, Any]) -> torch.Tensor:
+    datatype: Any = entry.get("datatype", "FP32")
+    shape: Any = entry.get("shape")
+
+    def wrong(message: str) -> Refused:
+        return Refused(400, f"{name[:80]}: {message}", "invalid_value", name)
+
+    dtype = _DTYPES.get(datatype) if isinstance(datatype, str) else None
     if dtype is None:
-        raise Refused(400, f"{name}: datatype {str(entry['datatype'])[:20]} is none of {', '.join(_DTYPES)}",
-                      "invalid_value", name)  # fmt: skip
-    is_shape = isinstance(shape, list) and shape and all(type(size) is int and size > 0 for size in shape)
-    if not is_shape:
-        raise Refused(400, f"{name}: shape is a list of sizes, the batch first", "invalid_value", name)
+        raise wrong(f"datatype {str(datatype)[:20]} is none of {', '.join(_DTYPES)}")
+    is_list = isinstance(shape, list) and 0 < len(shape) <= _MOST_AXES
+    if not is_list or not all(type(size) is int and size > 0 for size in shape):
+        raise wrong(f"shape is a list of at most {_MOST_AXES} sizes, the batch first; a size is at least 1")
     try:
-        tensor = torch.tensor(entry.get("data"), dtype=dtype)
+        data, tensor = torch.tensor(entry.get("data")), torch.tensor(entry.get("data"), dtype=dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise Refused(400, f"{name}: data are no numbers: {error}", "invalid_value", name) from None
-    num_values = torch.Size(shape).numel()
-    if tensor.numel() != num_values:
-        message = f"{name}: shape {shape} has {num_values} values, and data {tensor.numel()}"
-        raise Refused(400, message, "invalid_value", name)
-    return name, tensor.reshape(shape)
+        raise wrong(f"data are no numbers of {datatype}: {str(error)[:200]}") from None
+    if dtype.is_floating_point:
+        is_kept = bool(tensor.isfinite().all())
+    else:  # torch would cut 1.5 to 1
+        is_kept = not data.is_floating_point() and torch.equal(tensor.long(), data.long())
+    if not is_kept:
+        raise wrong(f"data has values that {datatype} does not have")
+    if tensor.numel() != math.prod(shape):
+        raise wrong(f"shape {str(shape)[:80]} has {math.prod(shape)} values, and data {tensor.numel()}")
+    return tensor.reshape(shape)
 
 
-def write_outputs(outputs: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Return the tensors of a reply. Raises Refused for values that JSON does not have."""
-    for name, tensor in outputs.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise Refused(500, f"the model failed: {name} has values that are not finite", "model_failed")
+def write_outputs(outputs: Tensors) -> list[dict[str, Any]]:
+    """Return the tensors of a reply."""
     return [
         {"name": name, "shape": list(tensor.shape), "datatype": _NAMES[tensor.dtype],
          "data": tensor.flatten().tolist()}
         for name, tensor in outputs.items()
     ]  # fmt: skip
+
+
+def signature(inputs: Tensors) -> Any:
+    """Return what requests of one forward pass have in common; None for inputs that differ in the size of the batch."""
+    if len({len(tensor) for tensor in inputs.values()}) > 1:
+        return None
+    return [(name, tensor.dtype, tensor.shape[1:]) for name, tensor in inputs.items()]
+
+
+def compute(task: Any, model: nn.Module, requests: Sequence[Tensors]) -> list[Tensors]:
+    """Return the outputs of each request, by one forward pass. Several requests have one signature.
+
+    Raises Refused, or Paused.
+    """
+    try:
+        if len(requests) == 1:
+            return [_outputs(task, model, requests[0])]
+        outputs = _outputs(task, model, {name: torch.cat([item[name] for item in requests]) for name in requests[0]})
+        sizes = [len(next(iter(item.values()))) for item in requests]
+        parts = {name: tensor.split(sizes) for name, tensor in outputs.items()}  # fails for another first axis
+        return [{name: tensors[index] for name, tensors in parts.items()} for index in range(len(requests))]
+    except (Paused, Refused):
+        raise
+    except Exception as error:  # a wrong shape, most often
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Refused(400, f"the model failed: {reason}", "model_failed", "inputs") from None
+
+
+def _outputs(task: Any, model: nn.Module, inputs: Tensors) -> Tensors:
+    """Return the outputs of a model that writes no text, from the task's predict(model, inputs) or a forward pass."""
+    found = task.predict(model, inputs) if callable(getattr(task, "predict", None)) else _forward(model, inputs)
+    outputs = dict(found) if isinstance(found, Mapping) else {"output": found}
+    for name, tensor in outputs.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _NAMES:
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            message = f"the model failed: output {name} is a {kind}; the task's predict() returns tensors by name"
+            raise Refused(500, message, "model_failed")
+        if not tensor.isfinite().all():
+            has_diverged = not all(bool(item.isfinite().all()) for item in model.parameters())
+            reason = "its weights are not finite either" if has_diverged else "the inputs are too large for it"
+            message = f"the model failed: {name} has values that are not finite, and {reason}"
+            raise Refused(500 if has_diverged else 400, message, "model_failed", None if has_diverged else "inputs")
+    return outputs
+
+
+def _forward(model: nn.Module, inputs: Tensors) -> Any:
+    """Call the model with each tensor under its name. A single tensor may have any name."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
+    unknown = [name for name in inputs if name not in names]
+    if unknown and len(inputs) == 1:
+        return model(*inputs.values())
+    if unknown and not any(item.kind is item.VAR_KEYWORD for item in parameters):
+        message = f"the model has no input {unknown[0][:80]}; its inputs are: {', '.join(names)}"
+        raise Refused(400, message, "invalid_value", "inputs")
+    return model(**inputs)
 
 
 def described_inputs(task: Any) -> list[dict[str, Any]]:

@@ -68,7 +68,10 @@ class LiveRun:
                 log.info("version_not_fetched", reason=refused.message)
             self._refusal = refused.message
             return None
-        return None if pulled is None else Version(standing.run, standing.incarnation, pulled)
+        after = self.look()  # the server may have gone back since, or another run may be at its address
+        if pulled is None or after is None or after.incarnation != standing.incarnation:
+            return None
+        return Version(standing.run, standing.incarnation, pulled)
 
     def close(self) -> None:
         self._reader.close()

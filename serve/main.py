@@ -82,6 +82,7 @@ def _serve(resolved: Resolved, run: str | None, file: Path | None) -> None:
 def _served(resolved: Resolved, run: str | None, file: Path | None) -> Served:
     from .process import Served, wait_for_run
     from .source import WeightsFile
+    from .task import model_name
 
     source: Source
     name, args = resolved.config.task.name, dict[str, Any]()
@@ -93,7 +94,7 @@ def _served(resolved: Resolved, run: str | None, file: Path | None) -> Served:
         source, standing = wait_for_run(resolved.config)
         name, args = standing.settings.task, standing.settings.task_args or {}
     spec = _task(resolved, name, args)
-    return Served(name or spec.name, spec.load(), source, spec)
+    return Served(model_name(name or spec.name), spec.load(), source, spec)
 
 
 def _recorded(resolved: Resolved, wanted: str) -> tuple[str, dict[str, Any], Source]:

@@ -21,10 +21,6 @@ from .cache import CacheView, KvCache
 log = get_logger()
 
 
-class Paused(Exception):
-    """A part of the model is away. The same step can be computed once it is back."""
-
-
 class LanguageModel:
     """A model without a cache: `next_logits` gets one whole sequence (1, T) and returns the next logits (1, V).
 

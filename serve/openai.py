@@ -10,7 +10,9 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from .engine import End, Piece, Refused, Request
+from ..common.wire.json_text import to_json
+from .engine import End, Piece, Request
+from .errors import Refused
 from .models import LanguageModel
 from .sampling import Sampling
 from .slots import Version
@@ -25,17 +27,26 @@ _MOST_STOPS, _MOST_LOGPROBS = 4, 20
 _MAX_TOKENS = 64  # of a reply if the request does not say; fewer if the context ends before
 
 
+class JsonResponse(JSONResponse):
+    """A reply that any parser reads: without NaN, Infinity and halves of UTF-16 pairs."""
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
 def error_response(status: int, message: str, code: str = "", param: str | None = None) -> Response:
     """Return an error in the shape of OpenAI's API."""
     kinds = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
-             404: "not_found_error", 413: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
+             404: "not_found_error", 408: "invalid_request_error", 413: "invalid_request_error",
+             429: "rate_limit_error"}  # fmt: skip
     error = {"message": message, "type": kinds.get(status, "server_error"), "param": param, "code": code or None}
     headers = {"retry-after": "1"} if status in (429, 503) else None
-    return JSONResponse({"error": error}, status, headers)
+    return JsonResponse({"error": error}, status, headers)
 
 
 def refused_by_guard(status: int, error: str, fix: str = "") -> Response:
     """Return the refusal of a guard in the same shape."""
+    fix = "send a shorter body, or start ps-serve with a larger serve.max_body_bytes" if status == 413 else fix
     return error_response(status, f"{error}: {fix}" if fix else error)
 
 
@@ -54,7 +65,7 @@ class ClientRequest:
 class Requests:
     """Reads the requests to one model.
 
-    `names` returns the valid values of the field `model`, besides RUN@VERSION. `max_tokens`: limit of a reply.
+    `names` returns the valid values of the field `model`, besides names of versions. `max_tokens`: limit of a reply.
     """
 
     def __init__(self, task: Any, names: Callable[[], set[str]], kind: LanguageModel, max_tokens: int) -> None:
@@ -86,15 +97,15 @@ class Requests:
         default = min(_MAX_TOKENS, room, self._max_tokens)
         most = default if body.get(limit) is None else _number(body, limit, 0, 1, self._max_tokens, whole=True)
         request = Request(tuple(prompt), int(most), self._sampling(body, is_chat), _stops(body), self._version(body))
-        return ClientRequest(request, is_chat, stream, bool(options.get("include_usage")))
+        return ClientRequest(request, is_chat, stream, _switch(options, "include_usage"))
 
     def _prompt(self, body: dict[str, Any]) -> list[int]:
         prompt = body.get("prompt", "")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            return self._encoded(prompt, "prompt")
-        if isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt):
+            return self._encoded(self._task.encode, prompt, "prompt")
+        if isinstance(prompt, list) and all(type(token) is int and 0 <= token < 2**31 for token in prompt):
             return prompt
         raise Refused(400, "prompt is a text or a list of tokens; several prompts are several requests",
                       "invalid_type", "prompt")  # fmt: skip
@@ -115,14 +126,14 @@ class Requests:
                 raise Refused(400, message, "invalid_type", "messages")
             checked.append({"role": role, "content": content})
         if callable(getattr(self._task, "chat", None)):
-            return list(self._task.chat(checked))
+            return self._encoded(self._task.chat, checked, "messages")
         text = "".join(f"{message['role']}: {message['content']}\n" for message in checked)
-        return self._encoded(f"{text}assistant: ", "messages")
+        return self._encoded(self._task.encode, f"{text}assistant: ", "messages")
 
-    def _encoded(self, text: str, param: str) -> list[int]:
+    def _encoded(self, encode: Callable[[Any], Any], text: Any, param: str) -> list[int]:
         try:
-            return list(self._task.encode(text))
-        except Exception as error:  # the task's own; half of a UTF-16 pair, most often
+            return [int(token) for token in encode(text)]
+        except Exception as error:  # the task's own: a character or a role that it does not have, most often
             message = f"{param} cannot be encoded: {type(error).__name__}: {error}"
             raise Refused(400, message, "invalid_value", param) from None
 
@@ -138,7 +149,7 @@ class Requests:
             num = None if is_off else _number(body, "logprobs", 0, 0, _MOST_LOGPROBS, whole=True)
         return Sampling(
             temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
-            top_p=_number(body, "top_p", 1.0, 0.0, 1.0) or 1e-9,
+            top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
             top_k=int(_number(body, "top_k", 0, 0, 2**31, whole=True)),
             seed=seed,
             num_logprobs=None if num is None else int(num),
@@ -155,7 +166,10 @@ class Requests:
             return ""
         known = ", ".join(sorted(self._names()))
         raise Refused(
-            404, f"no model {model[:80]} is here; there are: {known}, RUN@VERSION", "model_not_found", "model"
+            404,
+            f"no model {model[:80]} is here; there are: {known}, RUN@INCARNATION.VERSION",
+            "model_not_found",
+            "model",
         )
 
 
@@ -259,7 +273,7 @@ class Replies:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 
 
 def _joined(parts: list[Any]) -> dict[str, Any] | None:
@@ -269,10 +283,18 @@ def _joined(parts: list[Any]) -> dict[str, Any] | None:
     return {name: [entry for part in parts for entry in part[name]] for name in parts[0]}
 
 
-def models(names: list[str], versions: list[tuple[Version, float]]) -> dict[str, Any]:
-    """Return the list of models: the names of the newest version, and each version as RUN@VERSION."""
-    listed = [{"id": name, "object": "model", "created": 0, "owned_by": "paramserver"} for name in names]
-    for version, age_s in versions:
-        entry = {"id": f"{version.run}@{version.number}", "object": "model", "created": 0, "owned_by": "paramserver"}
-        listed.append(entry | {"run": version.run, "version": version.number, "age_s": round(age_s, 3)})
-    return {"object": "list", "data": listed}
+def described_version(version: Version) -> dict[str, Any]:
+    """Return the name of a version (RUN@INCARNATION.VERSION), its parts and its age."""
+    age_s = time.monotonic() - version.fetched_at
+    return {
+        "model": f"{version.run}@{version.name}", "run": version.run, "incarnation": version.incarnation,
+        "version": version.number, "age_s": round(age_s, 3),
+    }  # fmt: skip
+
+
+def models(names: list[str], versions: list[Version]) -> dict[str, Any]:
+    """Return the list of models: the names of the newest version, and the name of each version."""
+    found = [described_version(version) for version in versions]
+    entries = [*({"id": name} for name in names), *({"id": entry.pop("model")} | entry for entry in found)]
+    common = {"object": "model", "created": 0, "owned_by": "paramserver"}
+    return {"object": "list", "data": [entry | common for entry in entries]}

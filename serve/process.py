@@ -48,13 +48,13 @@ def run(config: Config, load: Callable[[], Served]) -> None:
     import torch
 
     from ..web.http import HttpServer
-    from .app import RULES, Service, make_app
+    from .app import Service, make_app, rules
     from .source import Follower
 
     after_torch()
     settings = config.serve
     torch.set_num_threads(settings.threads)
-    http = HttpServer(settings.listen, config, RULES, name="ps-serve", flag="--listen")
+    http = HttpServer(settings.listen, config, rules(settings), name="ps-serve", flag="--listen")
     stopped, failures = threading.Event(), list[Exception]()
 
     def failed(error: Exception) -> None:
@@ -67,7 +67,7 @@ def run(config: Config, load: Callable[[], Served]) -> None:
         served.source.averaged_buffers = getattr(served.task, "averaged_buffers", ())
         engine, stages = _engine(config, served, failed)
         follower = Follower(engine, served.source, every(settings.every), failed)
-        http.start(make_app(Service(served.name, engine, follower, served.source, settings.max_tokens)))
+        http.start(make_app(Service(served.name, engine, follower, served.source, settings)))
         running.callback(http.close)
         for part in (engine, stages, follower):
             if part is not None:
@@ -96,7 +96,9 @@ def _engine(config: Config, served: Served, failed: Callable[[Exception], None])
         raise UsageError(message, fix="put it into a task: ps-serve --task FILE.py:NAME --group G")
     from .stages import Spec, Stages
 
-    spec = Spec(served.spec, settings.group, config.worker.cut, settings.slots, settings.threads)
+    spec = Spec(
+        served.spec, settings.group, config.worker.cut, settings.slots, settings.threads, settings.stage_silence_s
+    )  # fmt: skip
     with user_code():
         stages = Stages(task, spec, failed)
     return Engine(task, stages.models, stages.kind, settings, stages), stages

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+_LEAST_TEMPERATURE = 1e-30  # a smaller one is 0 in float32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -41,21 +43,26 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator)
 
     Log probabilities are those of the model, before temperature and limits.
     """
+    if not logits.max().isfinite():  # max() of NaN is NaN; a token that is never drawn may have -inf
+        raise ValueError("the logits are not finite")
     token = _draw(logits, sampling, generator)
     if sampling.num_logprobs is None:
         return Chosen(token)
     logprobs = logits.float().log_softmax(-1)
-    values, tokens = logprobs.topk(min(sampling.num_logprobs, len(logprobs)))
+    values, tokens = logprobs.topk(min(sampling.num_logprobs, int(logprobs.isfinite().sum())))
     return Chosen(token, float(logprobs[token]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
 
 
 def _draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     if sampling.temperature == 0:
         return int(logits.argmax())
-    probabilities, tokens = (logits.float() / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+    # The likeliest token has 0 here, so that no temperature makes its quotient infinite.
+    scaled = (logits.float() - logits.max()) / max(sampling.temperature, _LEAST_TEMPERATURE)
+    probabilities, tokens = scaled.softmax(-1).sort(descending=True, stable=True)
     if sampling.top_k:
         probabilities = probabilities[: sampling.top_k]
     # Nucleus sampling (Holtzman et al., 2020): the fewest tokens that have top_p together.
     before = probabilities.cumsum(0) - probabilities
-    kept = probabilities * (before < sampling.top_p)
-    return int(tokens[torch.multinomial(kept, 1, generator=generator)])
+    is_kept = before < sampling.top_p
+    is_kept[0] = True  # top_p may be 0 in float32
+    return int(tokens[torch.multinomial(probabilities * is_kept, 1, generator=generator)])

@@ -1,4 +1,4 @@
-"""The states of the versions that a process has. Pure: no tensors, threads or time.
+"""The states of the versions that a process has. Pure: no tensors and no threads.
 
     idle -> arriving -> whole -> serving -> draining -> idle
 
@@ -9,8 +9,9 @@ slots at most one is arriving (or whole), one serving and one draining.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 NUM_SLOTS = 3
@@ -31,11 +32,17 @@ class Version:
     run: str
     incarnation: int
     number: int
+    fetched_at: float = field(default_factory=time.monotonic, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The version's name within its run. After the server went back, a number stands for other weights."""
+        return f"{self.incarnation}.{self.number}"
 
     @property
     def fingerprint(self) -> str:
         """The version's name in replies."""
-        return f"{self.run}:{self.number}"
+        return f"{self.run}:{self.name}"
 
     def is_newer(self, than: Version | None) -> bool:
         """Return whether this version replaces `than`. A greater incarnation wins, also with a smaller number."""

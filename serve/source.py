@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -68,7 +69,6 @@ class Follower:
     def __init__(self, engine: Engine, source: Source, every: Every, failed: Callable[[Exception], None]) -> None:
         self._engine, self._source, self._every, self._failed = engine, source, every, failed
         self._newest: Version | None = None  # in a slot
-        self._fetched_at = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
 
@@ -80,8 +80,8 @@ class Follower:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the newest version was fetched."""
-        return time.monotonic() - self._fetched_at
+        """Seconds since the newest version was fetched; not a number before the first."""
+        return math.nan if self._newest is None else time.monotonic() - self._newest.fetched_at
 
     def _follow(self) -> None:
         while not self._stopped.is_set():
@@ -107,7 +107,7 @@ class Follower:
         finally:
             self._engine.arrived(slot, version)
         if version is not None:
-            self._newest, self._fetched_at = version, time.monotonic()
+            self._newest = version
         return version is not None
 
     def _is_due(self, found: Version) -> bool:

@@ -14,13 +14,16 @@ import inspect
 import json
 import mmap
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -40,13 +43,16 @@ from ..worker.replica_group.redistribution import Finish, Range, RedistributedTr
 from ..worker.tensors.transfer import ModelTensors, named_tensors
 from ..worker.training.pipeline import check_tensor, check_weights, layers_of
 from .cache import CacheView, KvCache, Rows
-from .models import LanguageModel, Paused, language_model
+from .errors import Paused
+from .models import LanguageModel, language_model
 from .slots import NUM_SLOTS
 from .task import TaskSpec
 
 log = get_logger()
 
 _BACKOFF_S = 30.0  # at most between two starts of a stage
+_BEAT_S = 0.5  # between two signs of life of a stage
+_ALIVE, _READY = b".", b"r"  # a sign of life; the stage is ready
 
 
 class Spec(NamedTuple):
@@ -57,6 +63,7 @@ class Spec(NamedTuple):
     cut: list[int] | str
     num_rows: int  # of the cache
     threads: int = 1
+    silence_s: float = 10.0  # without a sign of life, after which a stage is started again
 
 
 class Divided:
@@ -216,6 +223,7 @@ class RemoteStage:
     def __init__(self, stages: Stages, index: int, memory: int) -> None:
         self._stages, self._index, self._memory = stages, index, memory
         self._link: Link | None = None  # of a process that is ready
+        self.problem = f"stage {index} is starting"
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"stage {index}", daemon=True)
@@ -236,14 +244,14 @@ class RemoteStage:
         """As `Stage.compute`. Raises Paused if the process has died."""
         link = self._link
         if link is None or self._stages.has_lost:  # this may be another process than the one that has the cache
-            raise Paused(f"stage {self._index} has ended")
+            raise Paused(self.problem or f"stage {self._index} has ended")
         try:
             link.send({"slot": slot, "rows": rows}, inputs)
             message, output = link.receive()
         except OSError:
             if self._link is link:  # not that of a newer process
                 self._link = None
-            raise Paused(f"stage {self._index} has ended") from None
+            raise Paused(self.problem or f"stage {self._index} has ended") from None
         if output is None:
             raise RuntimeError(f"stage {self._index}: {message['error']}")
         return output
@@ -262,28 +270,44 @@ class RemoteStage:
         num_failures = 0
         while not self._closed.is_set():
             here, there = socket.socketpair()
-            link = Link(here)
-            with there:
-                command = [sys.executable, "-m", __name__, str(there.fileno()), str(self._memory), str(self._index)]
-                self._process = subprocess.Popen(command, pass_fds=(there.fileno(), self._memory))
+            link, (beats, beating) = Link(here), os.pipe()
+            fds = there.fileno(), beating, self._memory
+            command = [sys.executable, "-m", __name__, *map(str, (*fds, self._index))]
+            self._process = subprocess.Popen(command, pass_fds=fds)
+            there.close()
+            os.close(beating)
             if self._closed.is_set():
                 self._end()
-            try:
-                link.send(self._stages.spec._asdict())
-                link.receive()
-            except OSError:
-                num_failures += 1
-            else:
-                self._link, num_failures = link, 0
-                log.info("stage_ready", stage=self._index, pid=self._process.pid)
-                self._stages.has_changed()
+            is_ready, reason = self._watch(link, beats)
+            self._link, self.problem = None, f"stage {self._index} {reason}; it is started again"
+            self._process.kill()  # it may be frozen
             code = self._process.wait()
-            self._link = None
             link.close()
+            os.close(beats)
             if self._closed.is_set():
                 return
-            self._stages.lost(self._index, code, num_failures)
+            num_failures = 0 if is_ready else num_failures + 1
+            self._stages.lost(self._index, code, reason, num_failures)
             self._closed.wait(min(_BACKOFF_S, 2.0**num_failures - 1))
+
+    def _watch(self, link: Link, beats: int) -> tuple[bool, str]:
+        """Return when the process has ended or is silent: whether it was ready, and what happened."""
+        is_ready, polling = False, select.poll()
+        polling.register(beats, select.POLLIN)
+        polling.poll()
+        with suppress(OSError):  # it has ended
+            link.send(self._stages.spec._asdict())
+        # Loading has no limit: it may be one call into a library, which stops the thread of the signs.
+        while polling.poll(self._stages.spec.silence_s * 1000 if is_ready else None):
+            found = os.read(beats, 1 << 10)
+            if not found:
+                return is_ready, "has ended"
+            if _READY in found:
+                assert self._process is not None
+                self._link, self.problem, is_ready = link, "", True
+                log.info("stage_ready", stage=self._index, pid=self._process.pid)
+                self._stages.has_changed()
+        return is_ready, f"has given no sign of life for {self._stages.spec.silence_s:g} s (serve.stage_silence_s)"
 
 
 class Stages:
@@ -314,6 +338,11 @@ class Stages:
         return kind
 
     @property
+    def problem(self) -> str:
+        """The stages that are away, and why. Empty: none."""
+        return "; ".join(stage.problem for stage in self._remote if stage.problem)
+
+    @property
     def is_ready(self) -> bool:
         self._was_ready = self._was_ready or all(stage.is_ready for stage in self._remote)
         return all(stage.is_ready for stage in self._remote)
@@ -331,13 +360,15 @@ class Stages:
         for stage in self._remote:
             stage.close()
 
-    def lost(self, index: int, code: int, num_failures: int) -> None:
+    def lost(self, index: int, code: int, reason: str, num_failures: int) -> None:
         """Note that the process of a stage has ended."""
         self.has_lost = True
         if num_failures and not self._was_ready:
             message = f"stage {index} of {self.spec.size} ended with exit code {code} before it was ready"
             self.failed(ParamServerError(message, fix="its own message is above"))
-        log.warning("stage_lost", stage=index, exit=code, meaning="replies pause until it is started again")
+        log.warning(
+            "stage_lost", stage=index, exit=code, reason=reason, meaning="replies pause until it is started again"
+        )
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """Return the output of all layers. Raises Paused."""
@@ -403,8 +434,17 @@ def _memory(num_bytes: int) -> int:
     return memory
 
 
-def _run(end: int, memory: int, index: int) -> None:
+def _beat(beating: int) -> None:
+    """Give signs of life, also during a long step, until the process of the engine ends."""
+    with suppress(OSError):
+        while True:
+            os.write(beating, _ALIVE)
+            time.sleep(_BEAT_S)
+
+
+def _run(end: int, beating: int, memory: int, index: int) -> None:
     """Compute a stage until the process of the engine ends."""
+    threading.Thread(target=_beat, args=(beating,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the engine's process ends this one
     setup_logging(LogConfig(level="error"), SERVE)  # process 0 logs the rest
     link = Link(socket.socket(fileno=end))
@@ -412,7 +452,7 @@ def _run(end: int, memory: int, index: int) -> None:
     spec = Spec(**found | {"task": TaskSpec(*found["task"])})
     torch.set_num_threads(spec.threads)
     stage = Stage(Divided(spec.task.load(), spec), index, memory, spec.num_rows)
-    link.send({})
+    os.write(beating, _READY)
     with torch.no_grad():
         while True:
             message, inputs = link.receive()

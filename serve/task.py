@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,3 +23,9 @@ class TaskSpec(NamedTuple):
         if self.from_run is None:
             return load_task(self.name, self.args, seed=0, device=device)
         return load_named_by_server(self.name, self.from_run, self.args, seed=0, device=device)
+
+
+def model_name(task: str) -> str:
+    """Return the name of a task's model in requests, where a path would end the path of an address."""
+    file, _, name = task.rpartition(":")
+    return name if file else Path(task).stem

@@ -1,9 +1,10 @@
-"""Accepts the connections of the dashboard, and limits their number and the time that one may take.
+"""Accepts the connections of an HTTP server, and limits their number and the time that their peers take.
 
 uvicorn accepts every connection, and waits for its first request without a limit: 1,224 silent connections took all
 file descriptors of a server, which could then write no snapshots and accept no workers. Here a connection without a
-request is *idle*. At the maximum, a new connection replaces the connection that has been idle longest. This module
-closes a connection that is idle for `_IDLE_S`, or whose peer reads or sends no bytes for `_PROGRESS_S`.
+request is *idle*. At the maximum, a new connection replaces the connection that has been idle longest, and if none is
+idle, its request is refused with 503. This module closes a connection that is idle for `_IDLE_S`, or whose peer reads
+no bytes for `_PROGRESS_S`. The guard limits the time of a request's body; the application has no limit here.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..common.reporting.log import get_logger
+from .guard import Rules
 
 log = get_logger()
 
-_MAX_CONNECTIONS = 128
 _MIN_CONNECTIONS = 8
-_SHARE_OF_DESCRIPTORS = 8  # an eighth of all descriptors; workers, snapshots and the history need the others
+_MAX_REFUSED = 16  # connections beyond the maximum whose requests are refused; more are closed
 _IDLE_S = 10.0  # until the first request, or the next one; also for a TLS handshake
-_PROGRESS_S = 30.0  # for a request's body, the start of a response, and the next bytes of a response
+_PROGRESS_S = 30.0  # for a peer to read the next bytes of a response
 _MAX_UNSENT_BYTES = 8 << 20  # that a peer does not read; responses wait earlier, replies to its pings do not
 _CHECK_S = 0.5
 _ACCEPT_AGAIN_S = 0.1
@@ -41,6 +42,7 @@ class _Connection:
         self.socket = accepted
         self.until = until
         self.is_idle = True
+        self.is_refused = False  # there are too many
         self.opening: asyncio.Task[asyncio.Transport] | None = None
 
     @property
@@ -63,13 +65,13 @@ class _Connection:
 
 
 class Door:
-    """Wraps an ASGI application, and records when requests begin and end. It runs in the dashboard's thread."""
+    """Wraps an ASGI application, and records when requests begin and end. It runs in the HTTP server's thread."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, rules: Rules) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        share = _MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else limit // _SHARE_OF_DESCRIPTORS
-        self.max = max(_MIN_CONNECTIONS, min(_MAX_CONNECTIONS, share))
-        self._app = app
+        share = rules.max_connections if limit == resource.RLIM_INFINITY else limit // rules.share_of_descriptors
+        self.max = max(_MIN_CONNECTIONS, min(rules.max_connections, share))
+        self._app, self._refusal = app, rules.refusal
         self._connections: dict[tuple[Address, Address], _Connection] = {}  # by both addresses, the oldest first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,11 +86,17 @@ class Door:
             await send(message)
             connection.until = math.inf
 
-        connection.is_idle, connection.until = False, now() + _PROGRESS_S
+        connection.is_idle, connection.until = False, math.inf
+        app = self._refused if connection.is_refused else self._app
         try:
-            await self._app(scope, receive, sends)
+            await app(scope, receive, sends)
         finally:
             connection.is_idle, connection.until = True, now() + _IDLE_S
+
+    async def _refused(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = self._refusal(503, f"all {self.max} connections of this server are in use", "ask again later")
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
 
     async def accept(
         self, listening: socket.socket, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None
@@ -102,7 +110,7 @@ class Door:
                 try:
                     accepted, _ = await loop.sock_accept(listening)
                 except OSError as error:  # usually no descriptors are left
-                    log.debug("dashboard_not_accepted", reason=error.strerror or str(error))
+                    log.debug("connection_not_accepted", reason=error.strerror or str(error))
                     self._end_longest_idle()
                     await asyncio.sleep(_ACCEPT_AGAIN_S)
                     continue
@@ -118,7 +126,8 @@ class Door:
     def _take(self, accepted: socket.socket, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None) -> None:
         loop = asyncio.get_running_loop()
         self._forget_gone()
-        if len(self._connections) >= self.max and not self._end_longest_idle():
+        is_full = len(self._connections) >= self.max and not self._end_longest_idle()
+        if is_full and len(self._connections) >= self.max + _MAX_REFUSED:
             accepted.close()
             return
         try:
@@ -127,6 +136,7 @@ class Door:
             accepted.close()
             return
         connection = _Connection(accepted, loop.time() + _IDLE_S)
+        connection.is_refused = is_full
         connection.opening = loop.create_task(_opened(accepted, make, tls))
         self._connections[ends] = connection
 
@@ -137,7 +147,8 @@ class Door:
 
     def _end_longest_idle(self) -> bool:
         """End the connection that is idle longest. Returns False if every connection has a request."""
-        idle = [(connection.until, ends) for ends, connection in self._connections.items() if connection.is_idle]
+        them = self._connections.items()
+        idle = [(item.until, ends) for ends, item in them if item.is_idle and not item.is_refused]
         if not idle:
             return False
         self._connections.pop(min(idle)[1]).end()

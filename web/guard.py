@@ -5,7 +5,7 @@
 * A request with an `Origin` (a browser's) must come from this server's own page: otherwise 403.
 * A request that changes something needs the token: otherwise 401.
 * At an address that other machines can reach, every request needs the token: 401.
-* The size of bodies (413) and the number of viewers (503, in `app.py`) are limited.
+* The size of bodies (413), their time (408) and the number of viewers (503, in `app.py`) are limited.
 
 The token comes as `Authorization: Bearer`, or as the cookie that `/?token=...` sets: HttpOnly, so that no script reads
 it, and SameSite=Strict, so that no other page sends it. A browser sends a host's cookies to all of its ports, so the
@@ -46,12 +46,17 @@ class Rules:
     """Settings of one application.
 
     `pages`: paths that accept the token in their address. `writes_need_token`: changes need it on this machine too.
+    `body_s`: for all of a body. Beyond `max_connections`, and beyond this process's descriptors divided by
+    `share_of_descriptors`, requests are refused.
     """
 
     max_body_bytes: int = 64 << 10
     pages: tuple[str, ...] = ("/", "/runs")
     writes_need_token: bool = True
     refusal: Callable[[int, str, str], Response] = refusal
+    body_s: float = 30.0
+    max_connections: int = 128
+    share_of_descriptors: int = 8  # workers, snapshots and the history need the others
 
 
 class Guard:
@@ -72,7 +77,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        request = _LimitedRequest(scope, receive, send, self._rules.max_body_bytes)
+        request = _LimitedRequest(scope, receive, send, self._rules)
         scope.setdefault("state", {})["may_control"] = self._has_token(headers)
         refused = self._refusal(scope, headers)
         if refused is not None:
@@ -81,9 +86,16 @@ class Guard:
             else:
                 await refused(scope, request.receive, request.reply)
             return
-        await self._app(scope, request.receive, request.send)
+        try:
+            await self._app(scope, request.receive, request.send)
+        except Exception:  # an application that expects the whole body
+            if not (request.is_body_too_long or request.is_body_too_slow):
+                raise
         if request.is_body_too_long:
             await self._payload_too_large()(scope, request.receive, request.reply)
+        elif request.is_body_too_slow:
+            error = f"the body did not arrive within {self._rules.body_s:g} s"
+            await self._rules.refusal(408, error, "send it at once")(scope, request.receive, request.reply)
 
     def _payload_too_large(self) -> Response:
         most = self._rules.max_body_bytes
@@ -168,29 +180,35 @@ class _LimitedRequest:
     reply, up to _MAX_DRAIN_BYTES and for _MAX_DRAIN_S.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int) -> None:
-        self._receive, self._send, self._most_bytes = receive, send, most_bytes
+    def __init__(self, scope: Scope, receive: Receive, send: Send, rules: Rules) -> None:
+        self._receive, self._send, self._most_bytes = receive, send, rules.max_body_bytes
+        self._until = asyncio.get_running_loop().time() + rules.body_s
         self._is_read_only = scope.get("method") in _READS
         self._is_body_complete = self._is_read_only or scope["type"] != "http"
         self._num_bytes = 0
         self._has_response_started = False
-        self.is_body_too_long = False  # then no message of the application is sent
+        self.is_body_too_long = self.is_body_too_slow = False  # then no message of the application is sent
 
     async def receive(self) -> Message:
-        """Receive a message. A body that is too long ends like one whose client is gone."""
-        message = await self._receive()
+        """Receive a message. A body that is too long or too slow ends like one whose client is gone."""
+        try:
+            async with asyncio.timeout_at(None if self._is_body_complete else self._until):
+                message = await self._receive()
+        except TimeoutError:
+            # Once a response has started there can be no 408: the application sees that the client is gone.
+            self.is_body_too_slow = not self._has_response_started
+            return {"type": "http.disconnect"}
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             self._is_body_complete = self._is_body_complete or not message.get("more_body", False)
             if self._num_bytes > self._most_bytes:
-                # Once a response has started there can be no 413: the application sees that the client is gone.
                 self.is_body_too_long = not self._has_response_started
                 return {"type": "http.disconnect"}
         return message
 
     async def send(self, message: Message) -> None:
-        """Send a message of the application, unless the body is too long."""
-        if not self.is_body_too_long:
+        """Send a message of the application, unless the body is too long or too slow."""
+        if not (self.is_body_too_long or self.is_body_too_slow):
             await self.reply(message)
 
     async def reply(self, message: Message) -> None:

@@ -87,10 +87,11 @@ class HttpServer:
         host, port = split_address(self._address)[0], listening.getsockname()[1]
         self.address = join_address(host, port)
         is_tls = self._security.cert is not None
-        door = Door(Guard(app, self._hosts, self._tokens, is_tls, self._rules))
+        door = Door(Guard(app, self._hosts, self._tokens, is_tls, self._rules), self._rules)
         self._server = _Server(
             uvicorn.Config(
-                door, lifespan="off", access_log=False, log_level="critical", log_config=None, server_header=False,
+                door, http="h11",
+                lifespan="off", access_log=False, log_level="critical", log_config=None, server_header=False,
                 timeout_graceful_shutdown=1, ssl_certfile=self._security.cert, ssl_keyfile=self._security.key,
                 ws_max_size=1 << 16, ws_ping_interval=_PING_S, ws_ping_timeout=_PING_S,
                 h11_max_incomplete_event_size=1 << 16,

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
-from paramserver.common.config.conditions import every
-from paramserver.common.config.schema import Config, ServeConfig
-from paramserver.serve.source import Follower, WeightsFile
-from paramserver.tests.serve.conftest import Reply, Served
+from paramserver.tests.serve.conftest import Reply
+from paramserver.tests.serve.http_service import HttpService
 from paramserver.tests.web.conftest import Tab, browser, tab  # noqa: F401  (fixtures)
 from paramserver.worker.tasks.digits import Digits
 from paramserver.worker.tasks.gpt import Gpt
-
-pytest.importorskip("starlette", reason="pip install 'paramserver[serve]'")
-from paramserver.serve.app import RULES, Service, make_app
-from paramserver.web.http import HttpServer
 
 Open = Callable[..., Tab]
 PROMPT = "def "
@@ -63,23 +54,16 @@ class Gated:
         return self._decode(tokens)
 
 
-class Page:
+class Page(HttpService):
     """ps-serve in this process, and what people see of it."""
 
     def __init__(self, task: Any, new_tab: Open, **options: Any) -> None:
-        self.served, self._task = Served(task, ServeConfig(**options)), task
-        self._folder = tempfile.TemporaryDirectory()
-        file = Path(self._folder.name, "unused.safetensors")
-        save_file({}, file)
-        source = WeightsFile(file, "run")
-        follower = Follower(self.served.engine, source, every("10s"), lambda error: None)
-        self._http = HttpServer("127.0.0.1:0", Config(), RULES, name="ps-serve", flag="--listen")
-        self._http.start(make_app(Service("small", self.served.engine, follower, source, 1024)))
-        self._tab = new_tab
+        super().__init__(task, **options)
+        self._task, self._tab = task, new_tab
 
     def open(self, **options: Any) -> Any:
         page = self._tab(**options).page
-        page.goto(self._http.url("/"))
+        page.goto(self.url)
         page.locator("#state[data-state=live]").wait_for()
         page.get_by_text("Try small").wait_for()
         return page
@@ -87,8 +71,7 @@ class Page:
     def close(self) -> None:
         if isinstance(self._task, Gated):
             self._task.may_go_on.set()
-        self.served.engine.close()
-        self._http.close()
+        super().close()
 
 
 @pytest.fixture
@@ -140,9 +123,9 @@ def test_a_prompt_streams_its_text_while_a_newer_version_arrives(served: Callabl
     gated.may_go_on.set()
     page.wait_for_function("() => document.getElementById('version').textContent.includes('version 2')")
     until_over(page)
-    whole = PROMPT + text(here.served.ask(PROMPT, 40, version="run:1"))
-    assert panes(page) == [("Reply", "run, version 1", whole)] and whole.startswith(first) and first != whole
-    assert version == "run, version 1"
+    whole = PROMPT + text(here.served.ask(PROMPT, 40, version="run:1.1"))
+    assert panes(page) == [("Reply", "run, version 1.1", whole)] and whole.startswith(first) and first != whole
+    assert version == "run, version 1.1"
 
 
 @pytest.mark.slow
@@ -154,10 +137,10 @@ def test_the_version_of_a_reply_changes_before_the_reader_s_eyes(served: Callabl
     gated.stop_after(20)
     page.get_by_role("button", name="Continue").click()
     badge = page.locator("#replies .tag")
-    badge.filter(has_text="run, version 1").wait_for()
+    badge.filter(has_text="run, version 1.1").wait_for()
     here.served.publish()
     gated.may_go_on.set()
-    badge.filter(has_text="run, version 2").wait_for()
+    badge.filter(has_text="run, version 1.2").wait_for()
     until_over(page)
 
 
@@ -193,9 +176,9 @@ def test_two_versions_stand_side_by_side(served: Callable[..., Page]) -> None:
     page.get_by_role("button", name="Continue").click()
     page.wait_for_function("() => document.querySelectorAll('#replies section').length === 2")
     until_over(page)
-    texts = [PROMPT + text(here.served.ask(PROMPT, 40, version=f"run:{number}")) for number in (2, 1)]
+    texts = [PROMPT + text(here.served.ask(PROMPT, 40, version=f"run:1.{number}")) for number in (2, 1)]
     assert panes(page) == [
-        ("Version now", "run, version 2", texts[0]), ("Version before", "run, version 1", texts[1])
+        ("Version now", "run, version 1.2", texts[0]), ("Version before", "run, version 1.1", texts[1])
     ]  # fmt: skip
     boxes = [item.bounding_box() for item in page.locator("#replies section").all()]
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
@@ -209,7 +192,7 @@ def test_a_model_of_tensors_has_a_form(served: Callable[..., Page]) -> None:
     page.get_by_role("button", name="Compute").click()
     page.locator("#replies pre").wait_for()
     ((title, version, numbers),) = panes(page)
-    assert (title, version, len(numbers.split())) == ("output [1, 10]", "version 1", 10)
+    assert (title, version, len(numbers.split())) == ("output [1, 10]", "version 1.1", 10)
     area.fill("1 2 3")
     page.get_by_role("button", name="Compute").click()
     page.get_by_role("alert").filter(has_text="has 64 values, and data 3").wait_for()

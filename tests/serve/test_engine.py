@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_a_recomputed_reply_goes_on_as_the_new_version_would(serve: Serve, task:
     if "drain_s" in options:  # a third version waits no longer for a reply of the first
         served.publish()
         until(lambda: served.numbers() == [2, 1], "second version")
-    reply = served.ask("def ", pauses=True, version="run:1")
+    reply = served.ask("def ", pauses=True, version="run:1.1")
     served.publish()
     end = reply.end()
     assert isinstance(end, End) and (end.version.number, end.num_swaps) == (2, 1)
@@ -148,14 +149,14 @@ def test_a_version_is_served_by_name_while_it_is_there(serve: Serve) -> None:
     served = serve()
     old = served.ask("def ", pauses=True)
     served.publish()
-    named = served.ask("def ", version="run:1")
+    named = served.ask("def ", version="run:1.1")
     old.end(), named.end()
     assert named.tokens == old.tokens
-    assert isinstance(served.ask("def ", version="run:1").end(), End)  # it stays until the next one
+    assert isinstance(served.ask("def ", version="run:1.1").end(), End)  # it stays until the next one
     served.publish()
     until(lambda: served.numbers() == [3, 2], "third version")
-    with pytest.raises(Refused, match=r"there are: run:\d, run:\d") as refused:
-        served.ask("def ", version="run:1")
+    with pytest.raises(Refused, match=r"there are: run:1.\d, run:1.\d") as refused:
+        served.ask("def ", version="run:1.1")
     assert refused.value.status == 404
 
 
@@ -171,3 +172,43 @@ def test_a_request_that_fails_takes_no_other_with_it(serve: Serve) -> None:
     nan = served.ask("def ", sampling=Sampling(seed=1), pauses=True)
     torch.nn.init.constant_(next(served.engine.models[nan.job.slot].parameters()), torch.nan)
     assert isinstance(nan.end(), Refused)
+
+
+def test_a_version_that_diverged_leaves_nothing_to_later_requests(serve: Serve, task: Gpt) -> None:
+    """Its keys and values are NaN; the row of its request is then shorter than another row of the batch."""
+    served = serve(slots=2)
+    first = served.ask("a" * 60, pauses=True)
+    model = served.engine.models[first.job.slot]
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    refused = first.end()
+    assert isinstance(refused, Refused) and "logits are not finite" in refused.message
+    cancelled = served.ask("b" * 300, pauses=False)  # its prompt has two chunks
+    assert isinstance(cancelled.end(), Refused)
+    model.load_state_dict(weights)
+    replies = {prompt: served.ask(prompt, 30) for prompt in ("def ", "class " * 20)}
+    for prompt, reply in replies.items():
+        assert isinstance(reply.end(), End)
+        expected = greedy(task, 1, list(prompt.encode()), 30)
+        assert reply.tokens[: len(expected)] == expected
+
+
+def test_an_engine_that_stops_refuses_all(serve: Serve) -> None:
+    served = serve(slots=1)
+    active = served.ask("def ", 300, pauses=True)
+    waits = served.ask("class ")
+    stopping = threading.Thread(target=served.engine.close)
+    stopping.start()
+    until(lambda: served.engine._is_stopped, "stop")
+    ends = [active.end(), waits.end()]
+    stopping.join()
+    assert [end.status for end in ends if isinstance(end, Refused)] == [503, 503]
+
+
+def test_a_queue_of_0_still_serves_those_for_whom_there_is_a_slot(serve: Serve) -> None:
+    served = serve(slots=1, queue=0)
+    paused = served.ask("def ", pauses=True)
+    with pytest.raises(Refused, match=r"serve\.queue"):
+        served.ask("def ")
+    assert isinstance(paused.end(), End)

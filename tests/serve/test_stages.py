@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch import nn
 
 from paramserver.common.config.schema import ServeConfig
@@ -37,7 +38,8 @@ class Group:
     def __init__(self, name: str, args: dict[str, Any], size: int, **options: Any) -> None:
         self.spec = TaskSpec(name, args)
         self.task, self.failures = self.spec.load(), list[Exception]()
-        self.stages = Stages(self.task, Spec(self.spec, size, "auto", 8), self.failures.append)
+        silence_s = options.get("stage_silence_s", 60.0)
+        self.stages = Stages(self.task, Spec(self.spec, size, "auto", 8, 1, silence_s), self.failures.append)
         self.engine = Engine(self.task, self.stages.models, self.stages.kind, ServeConfig(**options), self.stages)
         self.publish(1)
         self.engine.start()
@@ -52,10 +54,14 @@ class Group:
             model.write(name, tensor)
         self.engine.arrived(slots[-1], Version("run", 1, number))
 
+    def process(self, stage: int) -> psutil.Process:
+        (found,) = {child for child in psutil.Process().children() if child.cmdline()[-1:] == [str(stage)]}
+        return found
+
     def kill(self, stage: int) -> None:
         """Kill a stage, and return once it has died."""
-        (pid,) = {child.pid for child in psutil.Process().children() if child.cmdline()[-1:] == [str(stage)]}
-        process = psutil.Process(pid)
+        process = self.process(stage)
+        pid = process.pid
         process.kill()
         until(lambda: not psutil.pid_exists(pid) or process.status() == psutil.STATUS_ZOMBIE, "end of the stage")
 
@@ -130,7 +136,7 @@ def test_a_killed_stage_pauses_replies_and_they_go_on_with_the_same_version(star
     assert [(end.version.number, end.num_swaps) for end in ends if isinstance(end, End)] == [(1, 0), (2, 0)]
     assert old.tokens == alone(["def "], 1, 30)[0] and other.tokens == alone(["class "], 2, 30)[0]
     group.kill(1)  # while nobody asks
-    again = group.ask("def ", version="run:2")
+    again = group.ask("def ", version="run:1.2")
     assert isinstance(again.end(), End) and again.tokens == alone(["def "], 2)[0]
 
 
@@ -141,6 +147,30 @@ def test_a_request_that_kills_a_stage_each_time_ends_with_an_error(start: Callab
     assert isinstance(refused, Refused) and (refused.status, refused.code) == (500, "model_failed")
     assert "stage 1 has ended" in refused.message
     assert isinstance(group.ask("abc").end(), End)
+
+
+@pytest.mark.slow
+def test_a_frozen_stage_is_noticed_and_started_again(start: Callable[..., Group]) -> None:
+    """During a reply, and while nobody asks."""
+    group = start(stage_silence_s=2.0)
+    reply = group.ask("def ", 30, pauses=True)
+    for _ in range(2):
+        until(lambda: not group.engine.is_paused, "all stages")
+        group.process(1).suspend()
+        reply.go_on()
+        until(lambda: group.engine.is_paused, "pause")
+        until(lambda: "stage 1 has given no sign of life for 2 s" in group.engine.pause, "reason")
+    assert isinstance(reply.end(), End) and reply.tokens == alone(["def "], 1, 30)[0]
+    until(lambda: not group.engine.pause, "end of the pause")
+
+
+@pytest.mark.slow
+def test_tensors_that_kill_a_stage_each_time_end_with_an_error(start: Callable[..., Group]) -> None:
+    group = start(2, f"{LAYERED}:Deadly", {})
+    deadly, harmless = (group.engine.infer({"tokens": torch.tensor([[token]])}) for token in (200, 65))
+    error = deadly.exception(DEADLINE_S)
+    assert isinstance(error, Refused) and error.status == 500 and "stage 1 has ended" in error.message
+    assert harmless.result(DEADLINE_S)[0]["output"].shape == (1, 1, 128)
 
 
 class Tied(nn.Sequential):
@@ -231,7 +261,7 @@ def test_each_version_of_a_live_run_is_whole_in_all_stages(cluster: Cluster) -> 
     while len(versions) < 10:
         status, reply, _ = client.ask("/v2/models/live/infer", row)
         assert status == 200, reply
-        version = int(reply["model_version"])
+        version = int(reply["model_version"].removeprefix("1."))
         assert reply["outputs"][0]["data"] == [0, *[version] * 8]
         versions.add(version)
         if len(versions) in (4, 7) and (pid := next(kills, None)) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,3 +45,22 @@ def test_no_piece_has_anything_of_the_first_stop_string(text: str, stop: list[st
 def test_bytes_that_are_no_character_do_not_hold_the_text_back(tokens: list[int]) -> None:
     pieces, _ = pieces_of(tokens)
     assert "".join(pieces) == decode(tokens)
+
+
+PARTS = [
+    b"\xe2", b"\x82", b"\xac", b"\xe2\x82\xac", b"\xf0\x9f", b"\x98\x80a", b"a\xe2", b"\xff", b" b", b"\xed\xa0", b"",
+]  # fmt: skip
+DECODERS = {
+    "replace": lambda data: data.decode(errors="replace"),
+    "ignore": lambda data: data.decode(errors="ignore"),
+    "each byte": lambda data: re.sub("[\udc80-\udcff]", "\ufffd", data.decode(errors="surrogateescape")),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(tokens=st.lists(st.integers(0, len(PARTS) - 1), max_size=12))
+def test_wrong_bytes_swallow_no_character(name: str, tokens: list[int]) -> None:
+    """Tokens are whole characters, parts of them, and bytes that are none; pieces together are the decoded text."""
+    pieces = TextPieces(lambda found: DECODERS[name](b"".join(PARTS[token] for token in found)))
+    texts = [pieces.push(token) for token in tokens]
+    assert "".join([*texts, pieces.rest()]) == DECODERS[name](b"".join(PARTS[token] for token in tokens))

@@ -19,12 +19,11 @@ function show(problem) {
 async function look() {
   try {
     const health = await json('/health');
-    say($('state'), health.status);
+    say($('state'), health.reason ? `${health.status}: ${health.reason}` : health.status);
     $('state').dataset.state = { ok: 'live', stale: 'stopped' }[health.status] || '';
     if (health.run !== undefined) {
-      const name = `${health.run}@${health.version}`;
-      if (newest !== null && name !== newest) before = newest;
-      newest = name;
+      if (newest !== null && health.model !== newest) before = newest;
+      newest = health.model;
       say($('version'), `${health.run}, version ${health.version}, ${duration(health.age_s)} old`);
     }
   } catch (error) {

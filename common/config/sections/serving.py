@@ -35,6 +35,11 @@ class ServeConfig(Section):
         "pinned", description="replies under way at a new version: pinned, in-flight or recompute; see docs/serving.md"
     )
     drain_s: float = Field(30.0, ge=0, description="seconds that replies may keep an old version back (pinned)")
+    reply_s: float = Field(600.0, gt=0, description="seconds without a token or a result, after which a reply is 504")
+    max_body_bytes: int = Field(1 << 20, ge=1024, description="bytes of a request; a longer one is refused with 413")
+    stage_silence_s: float = Field(
+        10.0, ge=2, description="seconds without a sign of life of a process (--group), after which it is started again"
+    )
     threads: int = Field(1, ge=1, description="torch threads of each process")
     group: Annotated[int, Flag(Panel.RUN, (SERVE,), metavar="G")] = Field(
         1, ge=1, le=64, description="processes on this host that the model's layers are divided over"
