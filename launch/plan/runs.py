@@ -206,7 +206,7 @@ class Plan:
             if self.config.launch.web and self.config.server.web is None:
                 settings["server.web"] = f"{DEFAULT_HOST}:0"
             if self.serves_at:  # the dashboard links to it
-                settings["launch.serve"] = self.serves_at.rpartition(":")[2]
+                settings["launch.serve"] = int(self.serves_at.rpartition(":")[2])
         else:
             host = self.listen.rpartition(":")[0] or DEFAULT_HOST
             listen = placement.listen if placement is not None and host not in WILDCARDS else host

@@ -215,7 +215,7 @@ def test_a_port_that_is_taken_is_a_sentence(gpt: Client, cluster: Cluster) -> No
 @pytest.mark.slow
 def test_clients_that_read_nothing_keep_no_slot(gpt: Client) -> None:
     """A hundred of them; those beyond slots and queue are refused, and others get replies meanwhile."""
-    body = json.dumps({"prompt": "a", "max_tokens": 1024, "stream": True, "logprobs": 20}).encode()
+    body = json.dumps({"prompt": "a", "max_tokens": 128, "stream": True, "logprobs": 20}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
     address = gpt.url.removeprefix("http://").split(":")
     sockets = []
