@@ -3,6 +3,7 @@
     snapshot-000000001200-3/
         weights.safetensors     by name, as `model.load_state_dict(load_file(path))` takes them
         averaged.safetensors    the Polyak average, if one is kept
+        master.safetensors      float32 values of 16-bit weights, if they are kept (`ps/tensors/master.py`)
         optimizer.safetensors   `exp_avg/<parameter>` and so on, if the server's optimizer has a state
         tables.safetensors      `weight/<table>` and the optimizer state of its rows, if the run has tables
         state-0.safetensors     the state of rank 0's script (`session.state`), as its worker sent it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
 
@@ -25,14 +26,18 @@ from ...common.tensors.optimizers import (
     check_hyperparameters,
 )
 from ..core.changes import MOST_LR_SCALE
+from ..tensors.master import NARROW
 from ..tensors.model import check_table
 from .common import RUN_NAME
 
 WEIGHTS: Final = "weights.safetensors"
 AVERAGED: Final = "averaged.safetensors"
+MASTER: Final = "master.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 TABLES: Final = "tables.safetensors"
-FileName = Literal["weights.safetensors", "averaged.safetensors", "optimizer.safetensors", "tables.safetensors"]
+FileName = Literal[
+    "weights.safetensors", "averaged.safetensors", "master.safetensors", "optimizer.safetensors", "tables.safetensors"
+]
 _FIX = "resume from an older snapshot (--resume PATH), or start a new run with --resume never"
 Tensors = Mapping[str, torch.Tensor]  # by name
 Files = Mapping[FileName, Tensors]
@@ -132,16 +137,18 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
     """Raise CheckpointError unless `files` have exactly the tensors that the manifest describes."""
     if WEIGHTS not in files:
         raise CheckpointError(f"it has no {WEIGHTS}")
-    expected = {name: (DTYPES[spec.dtype], spec.shape) for spec in layout.specs for name in (spec.name, *spec.aliases)}
-    for file in (WEIGHTS, AVERAGED):
+    stepped = _stepped(layout, files)
+    described: dict[FileName, Layout] = {WEIGHTS: layout, AVERAGED: stepped}
+    for file, of_file in described.items():
         if file in files:
-            _check_shapes(file, expected, files[file])
+            named = [(name, spec) for spec in of_file.specs for name in (spec.name, *spec.aliases)]
+            _check_shapes(file, {name: (DTYPES[spec.dtype], spec.shape) for name, spec in named}, files[file])
     optimizer, hyperparameters = manifest.outer or manifest.optimizer, manifest.hyperparameters
     if optimizer is not None and hyperparameters is not None:
         if len(hyperparameters) != len(optimizer.groups):
             raise CheckpointError(f"hyperparameters of {len(hyperparameters)} groups for {len(optimizer.groups)}")
         saved = SavedState(optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {}))
-        check_state(layout, saved)
+        check_state(stepped, saved)
         _check_numbers(saved)
     elif OPTIMIZER in files:
         raise CheckpointError(f"it has an {OPTIMIZER} and no optimizer of the server")
@@ -150,6 +157,20 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 <= scale <= MOST_LR_SCALE:
         raise CheckpointError(f"its lr_scale is {scale!r:.40}; the range is 0 to {MOST_LR_SCALE:g}", fix=_FIX)
     check_finite(layout, files)
+
+
+def _stepped(layout: Layout, files: Files) -> Layout:
+    """Return the layout with the dtypes of the master weights. Raises CheckpointError for wrong master weights."""
+    if MASTER not in files:
+        return layout
+    narrow = {spec.name: spec for spec in layout.specs if spec.dtype in NARROW and spec.kind is not Kind.FROZEN}
+    expected = {
+        name: (torch.float32, spec.shape)
+        for name, spec in narrow.items()
+        if spec.kind is Kind.PARAMETER or name in files[MASTER]
+    }
+    _check_shapes(MASTER, expected, files[MASTER])
+    return Layout(replace(spec, dtype="float32") if spec.name in expected else spec for spec in layout.specs)
 
 
 def check_finite(layout: Layout, files: Files) -> None:

@@ -10,7 +10,7 @@ from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.sharding import Share, divide
 from ..tensors.model import outer_spec
 from .checkpoint import Loaded
-from .manifest import AVERAGED, OPTIMIZER, TABLES, WEIGHTS, FileName, Tensors
+from .manifest import AVERAGED, MASTER, OPTIMIZER, TABLES, WEIGHTS, FileName, Tensors
 
 
 def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
@@ -24,6 +24,8 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
             found = put_together([part.files[file] for part in parts], before, share)
             aliases = {alias: found[part.name].clone() for part in share.parts for alias in part.as_spec().aliases}
             files[file] = found | aliases
+    if any(MASTER in part.files for part in parts):  # a part without 16-bit weights has none
+        files[MASTER] = put_together([part.files.get(MASTER, {}) for part in parts], before, share)
     if any(part.state for part in parts):
         files[OPTIMIZER] = _state_together(parts, before, share)
     mine = share.optimizer(optimizer) if optimizer is not None else None

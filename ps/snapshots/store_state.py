@@ -22,6 +22,7 @@ from ..tensors.store import Store
 from .checkpoint import Loaded
 from .manifest import (
     AVERAGED,
+    MASTER,
     OPTIMIZER,
     TABLES,
     WEIGHTS,
@@ -38,9 +39,14 @@ from .manifest import (
 
 @dataclass
 class Captured:
-    """A store between two commits. `payloads` are those of weights and average, uint8 [layout.total_bytes]."""
+    """A store between two commits. `payloads` are those of weights, master weights and average.
+
+    Weights are uint8 [layout.total_bytes]. The others have the layout `stepped`, which is another one if there are
+    master weights.
+    """
 
     version: int
+    stepped: Layout
     payloads: dict[FileName, torch.Tensor]
     optimizer: OptimizerState | None
     tables: Tensors = field(default_factory=dict)
@@ -55,32 +61,44 @@ def capture(store: Store, into: Captured | None = None) -> Captured:
     payloads: dict[FileName, torch.Tensor] = {WEIGHTS: store.weights}
     if store.averaged is not None:
         payloads[AVERAGED] = store.averaged
+    if store.master is not None:
+        payloads[MASTER] = store.master.weights
     if into is None:
         copies = {file: payload.clone() for file, payload in payloads.items()}
     else:
         copies = into.payloads
-        changing = slice(0, store.layout.exchange_bytes)  # frozen tensors are there since the first time
         for file, payload in payloads.items():
+            layout = store.layout if file == WEIGHTS else store.step_layout
+            changing = slice(0, layout.exchange_bytes)  # frozen tensors are there since the first time
             copies[file][changing].copy_(payload[changing])
     optimizer = store.optimizer.state(into.optimizer if into else None) if store.optimizer is not None else None
     tables = store.tables.state(into.tables if into else None) if store.tables is not None else {}
-    return Captured(store.version, copies, optimizer, tables)
+    return Captured(store.version, store.step_layout, copies, optimizer, tables)
 
 
 def tensors_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None) -> Files:
     """The tensors of each file of a snapshot, by name; they share `captured`'s memory, but for aliases."""
-    files: dict[FileName, Tensors] = {
-        file: {
-            name: tensor if name == spec.name else tensor.clone()  # safetensors has no two names for one tensor
-            for spec, tensor in layout.views(payload)
-            for name in (spec.name, *spec.aliases)
-        }
-        for file, payload in captured.payloads.items()
-    }
+    payloads, stepped = captured.payloads, captured.stepped
+    files: dict[FileName, Tensors] = {WEIGHTS: _named(layout, payloads[WEIGHTS])}
+    if AVERAGED in payloads:  # frozen tensors have no master weights
+        files[AVERAGED] = {**(files[WEIGHTS] if MASTER in payloads else {}), **_named(stepped, payloads[AVERAGED])}
+    if MASTER in payloads:
+        dtypes = {spec.name: spec.dtype for spec in layout.specs}
+        masters = stepped.views(payloads[MASTER])
+        files[MASTER] = {spec.name: tensor for spec, tensor in masters if spec.dtype != dtypes[spec.name]}
     if captured.optimizer is not None and optimizer is not None:
-        files[OPTIMIZER] = _state_tensors(layout, optimizer, captured.optimizer)
+        files[OPTIMIZER] = _state_tensors(stepped, optimizer, captured.optimizer)
     files[TABLES] = captured.tables
     return {file: tensors for file, tensors in files.items() if tensors}
+
+
+def _named(layout: Layout, payload: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a payload by all their names. Only the first shares its memory: safetensors refuses two names."""
+    return {
+        name: tensor if name == spec.name else tensor.clone()
+        for spec, tensor in layout.views(payload)
+        for name in (spec.name, *spec.aliases)
+    }
 
 
 def manifest_of(captured: Captured, layout: Layout, optimizer: OptimizerSpec | None, **fields: Any) -> Manifest:
@@ -110,10 +128,10 @@ def _state_tensors(layout: Layout, optimizer: OptimizerSpec, state: OptimizerSta
 
 def optimizer_tensors(model: Model) -> tuple[int, dict[str, torch.Tensor]]:
     """The version, and the state of the optimizer here at it, as `<key>/<parameter>`; copies."""
-    store, layout, optimizer = model.store, model.layout, model.running
-    if store.optimizer is None or layout is None or optimizer is None:
+    store, optimizer = model.store, model.running
+    if store.optimizer is None or optimizer is None:
         return store.version, {}
-    return store.version, _state_tensors(layout, optimizer, store.optimizer.state())
+    return store.version, _state_tensors(store.step_layout, optimizer, store.optimizer.state())
 
 
 def read_optimizer(model: Model, payload: bytes) -> OptimizerState | None:
@@ -149,8 +167,11 @@ def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
         raise CheckpointError(f"snapshot {loaded.path} is of another model: " + "; ".join(differences))
     manifest, weights = loaded.manifest, loaded.files[WEIGHTS]
     _fill(store.layout, store.weights, weights)
+    masters = {**weights, **loaded.files.get(MASTER, {})}
+    if store.master is not None:
+        _fill(store.step_layout, store.master.weights, masters)
     if store.averaged is not None:
-        _fill(store.layout, store.averaged, loaded.files.get(AVERAGED, weights))
+        _fill(store.step_layout, store.averaged, loaded.files.get(AVERAGED, masters))
     is_same_kind = is_outer == (manifest.outer is not None)
     if store.optimizer is not None and manifest.hyperparameters is not None and is_same_kind:
         name, groups = store.optimizer.name, store.optimizer.torch.param_groups
@@ -162,7 +183,7 @@ def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
                 + (", and with policy.outer_delay or without it as it was" if is_outer else ""),
             )
         saved = SavedState(spec, manifest.hyperparameters, manifest.scalars, loaded.state)
-        store.optimizer.set_state(_state_from(loaded.layout, saved))
+        store.optimizer.set_state(_state_from(store.step_layout, saved))
     if store.tables is not None:
         try:
             store.tables.set_state(loaded.files.get(TABLES, {}))

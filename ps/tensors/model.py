@@ -28,6 +28,7 @@ from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..policies.base import Policy
+from .master import first_narrow
 from .replies.publication import Changes, Publisher
 from .replies.reference import References
 from .staging import StagingPool
@@ -41,6 +42,12 @@ _NUM_NAMED = 8
 _NOT_AVERAGED = (
     "they follow the lowest live rank; to average running statistics of your own layers, name them in "
     "session.optimizer(..., averaged_buffers=[...]) or in a task's averaged_buffers"
+)
+
+_MASTER = "the server averages and steps them in float32, in more memory; store.master_weights=false turns it off"
+_SHORT = (
+    "a step below half of their precision changes nothing, as in torch; to keep such steps, train a model in float32 "
+    "with --precision bf16, or let workers take local steps (--mode diloco, with store.master_weights)"
 )
 
 
@@ -165,15 +172,27 @@ class Model:
         if not any(group.tensors for group in optimizer.groups):
             raise refusal(Reason.BAD_REQUEST, "there is nothing to train: the optimizer has no parameter")
 
+    def _has_master(self) -> bool:
+        """Whether 16-bit weights are stepped in float32: workers take local steps, and send what is averaged."""
+        return self._config.store.master_weights and self.kind.worker_steps and not self.kind.has_peers
+
     def _check_average(self, layout: Layout) -> None:
         """Refuse an average of 16-bit weights: it would stop moving, as its steps are below their precision."""
-        narrow = [
-            spec for spec in layout.specs if spec.kind is Kind.PARAMETER and spec.dtype in ("float16", "bfloat16")
-        ]
-        if self._config.store.polyak is not None and narrow:
-            problem = f"store.polyak with '{narrow[0].name}' in {narrow[0].dtype}, in which an average stops moving"
+        narrow = first_narrow(layout)
+        if self._config.store.polyak is not None and narrow is not None and not self._has_master():
+            problem = f"store.polyak with '{narrow.name}' in {narrow.dtype}, in which an average stops moving"
             fix = "leave store.polyak out; or a model in float32, with --precision bf16"
             raise refusal(Reason.BAD_REQUEST, problem, fix=fix)
+
+    def _name_narrow(self, layout: Layout) -> None:
+        """Log what happens to 16-bit weights."""
+        if (narrow := first_narrow(layout)) is None:
+            return
+        if self._has_master():
+            num_bytes = 4 * sum(run.num_elements for run in layout.runs if run.kind is Kind.PARAMETER)
+            log.info("master_weights", tensor=narrow.name, dtype=narrow.dtype, bytes=num_bytes, meaning=_MASTER)
+        else:
+            log.warning("short_weights", tensor=narrow.name, dtype=narrow.dtype, meaning=_SHORT)
 
     def share_of(self, whole: Layout) -> Share:
         """Return this shard's share of a model. Raises a LIMIT_EXCEEDED refusal if it has too few rows to divide."""
@@ -200,6 +219,7 @@ class Model:
         log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **fields)
         if server.shard == 0:
             self._name_buffers(whole)
+            self._name_narrow(whole)
         if optimizer.tables and server.shard == 0:
             rows = ", ".join(f"{table.name} {table.num_rows:,} x {table.dim}" for table in optimizer.tables)
             log.info("tables", rows=rows)
@@ -312,6 +332,7 @@ class Model:
                 is_part=server.shards > 1,
                 measures_direction=self._outer is not None,
                 steps=not self.kind.has_peers,
+                has_master=self._has_master(),
             ),
             self._tables,
         )

@@ -27,10 +27,11 @@ from .aggregation.base import Aggregator
 from .aggregation.direction import Direction
 from .aggregation.mean import Mean
 from .flat_optimizer import FlatOptimizer, OptimizerState
+from .master import Master, first_narrow
 from .sanity import Sanity, Unsound
 from .tables import Rows, Tables
 from .thread import INLINE_BYTES
-from .windows import windows_of
+from .windows import Window, windows_of
 
 
 class Step(NamedTuple):
@@ -60,6 +61,7 @@ class StoreOptions(StoreConfig):
     - `is_part`: other shards have the rest of the model.
     - `measures_direction`: compare each round's mean with the previous one.
     - `steps`: False if the optimizer only keeps the state that the workers send (`Store.bring`).
+    - `has_master`: workers take local steps, so 16-bit weights are stepped in float32 (`master.py`).
     """
 
     aggregation: type[Aggregator] = Mean
@@ -67,13 +69,15 @@ class StoreOptions(StoreConfig):
     is_part: bool = False
     measures_direction: bool = False
     steps: bool = True
+    has_master: bool = False
 
 
 class Store:
     """Versioned weights, uint8 [layout.total_bytes], with the aggregation and optimizer that change them.
 
     `optimizer` is None if workers contribute weights. The mean then becomes the new weights. `version` counts commits.
-    `sanity` judges contributions before they are folded.
+    `sanity` judges contributions before they are folded. With a `master`, the aggregation, the optimizer and the Polyak
+    average work in its layout, `step_layout`, and `weights` are the rounded ones.
     """
 
     def __init__(
@@ -89,18 +93,26 @@ class Store:
         self.version = 0
         self._options = options
         self._steps = options.steps and optimizer is not None
-        self.windows = windows_of(layout)
+        self.windows = self._windows = windows_of(layout)
+        self.step_layout, stepped = layout, weights
+        self.master: Master | None = None
+        if options.has_master and first_narrow(layout) is not None:
+            self.master = Master(layout, weights, options.buffers == "average")
+            self.step_layout, stepped = self.master.layout, self.master.weights
+            self._windows = windows_of(self.step_layout)
         self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
-        self.aggregator = options.aggregation(self.windows, self._view, options.buffers, options.trim)
+        self.aggregator = options.aggregation(self._windows, self._view, options.buffers, options.trim)
         self.aggregator.sums = self._steps and optimizer is not None and optimizer.reduction == "sum"
         if tables is not None:
             tables.sums = self.aggregator.sums
         self.sanity = Sanity(options, self.windows, self._view, self._steps, options.is_part, self._name_of)
         self.tables = tables
-        self.direction = Direction(self.windows, self._view) if options.measures_direction else None
+        self.direction = Direction(self._windows, self._view) if options.measures_direction else None
         self._without: frozenset[str] = frozenset()  # parameters without a gradient in all folds since the last commit
-        self.averaged = weights.clone() if options.polyak is not None else None
-        self.optimizer = FlatOptimizer(optimizer, layout, weights, self.windows) if optimizer is not None else None
+        self.averaged = stepped.clone() if options.polyak is not None else None
+        self.optimizer = None
+        if optimizer is not None:
+            self.optimizer = FlatOptimizer(optimizer, self.step_layout, stepped, self._windows)
 
     def fold(
         self,
@@ -120,7 +132,11 @@ class Store:
         if self.tables is not None:
             self.tables.fold(rows, weight)
         self._without = without & self._without if self.aggregator.num_folded else without
-        return self.aggregator.fold(payload, weight, rank, may_keep)
+        if self.master is None:
+            return self.aggregator.fold(payload, weight, rank, may_keep)
+        taken = self.master.contribution(payload, self.weights, are_weights=not self._steps)
+        self.master.free += self.aggregator.fold(taken, weight, rank, may_keep=True)
+        return [payload]
 
     def bring(self, state: OptimizerState | None) -> None:
         """Set the state of the workers' optimizer that belongs to the weights folded next. None: it is unknown."""
@@ -133,6 +149,18 @@ class Store:
         """Take these weights, uint8 [total_bytes], in `target` as those of this version."""
         target.copy_(weights)
         self.weights = target
+        if self.master is not None:
+            self.master.set(weights)
+
+    def change(self, rule: Callable[..., object], *weights: torch.Tensor) -> None:
+        """Change the weights in place: call `rule(layout, now, *weights)`, with all weights in that layout."""
+        if self.master is None:
+            rule(self.layout, self.weights, *weights)
+            return
+        wide = [self.master.widened(item) for item in weights]
+        rule(self.master.layout, self.master.weights, *wide)
+        self.master.free += wide
+        self.master.round(self.weights)
 
     def commit(
         self,
@@ -158,15 +186,14 @@ class Store:
                 self.tables.set_hyperparameters(step.hyperparameters[len(optimizer.torch.param_groups) :])
             if wrong_rows := self.tables.commit(step.lr_scale, 1.0 if factor is None else factor):
                 raise Unsound(wrong_rows)
-        old, new = self.weights, self.weights if target is None else target
         if optimizer is not None and step.hyperparameters:
             optimizer.set_hyperparameters(step.hyperparameters)
-        share = min(1.0, round_.num_folded / max(1, step.num_live))
-        is_of_lowest = round_.lowest_rank <= step.lowest_live  # buffers that are not averaged come from this rank
         before = [] if optimizer is None else optimizer.slow_down(step.lr_scale, step.momentum_among)
-        for index, window in enumerate(self.windows):
-            if new is not old:
-                new[window.start : window.end].copy_(old[window.start : window.end])
+        new = self.weights if target is None else target
+        stepped = new if self.master is None else self.master.weights
+        for index, window in enumerate(self._windows):
+            if self.master is None and new is not self.weights:
+                new[window.start : window.end].copy_(self.weights[window.start : window.end])
                 if optimizer is not None:
                     optimizer.move(index, new)
             if round_.result is not None:
@@ -174,22 +201,44 @@ class Store:
                     round_.complete(window)
                 elif factor < 1:
                     self.sanity.scale_window(round_.result, window, factor)
-                self._move_window(index, round_.result, new, share, is_of_lowest)
-                if (wrong := self.sanity.first_unsound(new, window)) is not None:
-                    raise Unsound(f"{wrong.view(new).item()} in '{self._name_of(wrong)}'")
-            progress(window.end)
+                self._move_window(index, round_.result, stepped, step)
+            if self.master is None:
+                self._check_window(new, window)
+                progress(window.end)
+        if self.master is not None:
+            self._publish_master(self.master, new, progress)
         if optimizer is not None and before:  # not after a failed step, which ends the run
             optimizer.restore(before)
         self.weights = new
         self.version += 1
         if self.direction is not None:
             self.direction.close()
-        return round_.close() if round_.result is not None else []
+        return self._close_round()
+
+    def _publish_master(self, master: Master, target: torch.Tensor, progress: Callable[[int], None]) -> None:
+        """Write the rounded weights to `target`."""
+        master.round(target)
+        for window in self.windows:
+            self._check_window(target, window)
+        progress(self.layout.exchange_bytes)
+
+    def _check_window(self, weights: torch.Tensor, window: Window) -> None:
+        """Raise Unsound for NaN or Inf in a window that a round has changed."""
+        if self.aggregator.result is not None and (wrong := self.sanity.first_unsound(weights, window)) is not None:
+            raise Unsound(f"{wrong.view(weights).item()} in '{self._name_of(wrong)}'")
+
+    def _close_round(self) -> list[torch.Tensor]:
+        """End the round, and return the payloads that may be reused."""
+        reusable = self.aggregator.close() if self.aggregator.result is not None else []
+        if self.master is None:
+            return reusable
+        self.master.free += reusable
+        return []
 
     def mean(self) -> torch.Tensor | None:
         """Complete and return the mean of the round, uint8 [exchange_bytes]; None: nothing was folded."""
         if self.aggregator.result is not None:
-            for window in self.windows:
+            for window in self._windows:
                 self.aggregator.complete(window)
         return self.aggregator.result
 
@@ -198,7 +247,7 @@ class Store:
         payloads that may be reused."""
         self.replace(weights, target)
         self.version += 1
-        return self.aggregator.close() if self.aggregator.result is not None else []
+        return self._close_round()
 
     def measure(self) -> float:
         """Complete the mean of the round, and return the 2-norm of its parameters and rows on this shard."""
@@ -206,7 +255,7 @@ class Store:
         if mean is None:
             return 0.0
         norms = [self.tables.measure() if self.tables is not None else 0.0]
-        for window in self.windows:
+        for window in self._windows:
             self.aggregator.complete(window)
             norms.append(self.sanity.norm(mean, window) or 0.0)
         return math.hypot(*norms)
@@ -222,16 +271,16 @@ class Store:
             return None
         return min(1.0, factor_to(min(bounds), self.measure() if norm is None else norm))
 
-    def _move_window(
-        self, index: int, mean: torch.Tensor, weights: torch.Tensor, share: float, is_of_lowest: bool
-    ) -> None:
+    def _move_window(self, index: int, mean: torch.Tensor, weights: torch.Tensor, step: Step) -> None:
         """Compute the weights and the Polyak average of one window from its old weights and the mean."""
+        share = min(1.0, self.aggregator.num_folded / max(1, step.num_live))
+        is_of_lowest = self.aggregator.lowest_rank <= step.lowest_live  # buffers that are not averaged come from it
         if self.direction is not None:
             self.direction.see(index, mean, self._without)
         if self.optimizer is not None and self._steps:
             self.optimizer.step(index, mean, self._view, self._without)
         view, buffers, polyak = self._view, self._options.buffers, self._options.polyak
-        for piece in self.windows[index].pieces:
+        for piece in self._windows[index].pieces:
             is_buffer = piece.kind is Kind.BUFFER
             if is_buffer and buffers != "keep":
                 target, source = view(piece, weights), view(piece, mean)
@@ -254,7 +303,13 @@ class Store:
 
     def payload(self, averaged: bool = False) -> torch.Tensor:
         """Return the weights, or the Polyak average if there is one, uint8 [layout.total_bytes]."""
-        return self.averaged if averaged and self.averaged is not None else self.weights
+        if not averaged or self.averaged is None:
+            return self.weights
+        if self.master is None:
+            return self.averaged
+        rounded = self.weights.clone()
+        self.master.round(rounded, self.averaged)
+        return rounded
 
     def tensors(self, averaged: bool = False) -> dict[str, torch.Tensor]:
         """Return copies of the tensors by name, with aliases, as `model.load_state_dict` expects them."""
@@ -269,5 +324,6 @@ class Store:
             "mean": sum(payload.numel() for payload in self.aggregator.payloads),
             "optimizer": self.optimizer.num_state_bytes if self.optimizer is not None else 0,
             "averaged": self.averaged.numel() if self.averaged is not None else 0,
+            **({"master": self.master.num_bytes} if self.master is not None else {}),
             **({"tables": self.tables.num_bytes} if self.tables is not None else {}),
         }

@@ -18,6 +18,9 @@ class StoreConfig(Section):
         "average", description="running statistics of normalisation: average them, copy the lowest live rank's, or keep"
     )
     polyak: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
+    master_weights: bool = Field(
+        True, description="keep 16-bit weights in float32 too, in modes with local steps, so that small means count"
+    )
     on_nonfinite: Literal["reject", "skip", "clip", "halt"] = Field(
         "reject",
         description="on NaN or Inf in a contribution: the worker repeats it, skip it, use 0 instead, or end the run",
