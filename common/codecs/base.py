@@ -65,7 +65,7 @@ class Codec(ABC):
     # The worker adds the residual, multiplied by `decay`, to the next contribution (error feedback).
     has_feedback: bool = False
     decay: float = 1.0
-    # The codec may encode weights, and not only gradients and differences.
+    # Replies may be weights in this codec, and not only differences to a reference.
     takes_weights: bool = True
     # Whether the server's optimizer may be adaptive or have momentum (law 1 in docs/codecs.md). A residual comes later
     # in large values, which both kinds of optimizer amplify.
@@ -145,20 +145,19 @@ class FreeBuffers:
             self._idle.append(payload)
 
 
-def _or_differences(setting: str, codec: Codec) -> str:
-    """Return the fix for a codec that cannot encode weights."""
-    message = f"--set worker.{setting}={codec.name} for ps-server too: localsgd then averages weight changes"
-    return f"{message}; or --mode diloco, which always does; or --set worker.{setting}=bf16"
-
-
-def _check_reference(mode: str, kind: ContributionKind, down: Codec) -> None:
-    """Raise UsageError if replies cannot be differences in this codec."""
-    if not kind.may_lose:
+def _check_weights(mode: str, setting: str, codec: Codec) -> None:
+    """Raise UsageError if workers send weights, of which a codec in either direction would lose the small steps."""
+    if not codec.is_identity:
         raise UsageError(
-            f"worker.reply_codec is {down.name}, and workers of this run in mode {mode} send weights, from which the "
-            "codec would lose values",
-            fix=_or_differences("reply_codec", down),
+            f"worker.{setting} is {codec.name}, and workers of this run in mode {mode} send weights, of which the codec "
+            "would lose every small step",
+            fix=f"--set worker.{setting}={codec.name} for ps-server too: localsgd then averages weight changes; or "
+            "--mode diloco, which always does",
         )
+
+
+def _check_reference(down: Codec) -> None:
+    """Raise UsageError if replies cannot be differences in this codec."""
     if not down.goes_in_parts or down.optimizer is not None:
         raise UsageError(
             f"worker.reply_codec is {down.name}, with which workers approach the server's weights too slowly or never",
@@ -215,14 +214,10 @@ def check_codecs(
     """
     if fragments > 1:
         _check_fragments(up, down, fragments)
+    for setting, codec in (("codec", up), ("reply_codec", down)) if not kind.may_lose else ():
+        _check_weights(mode, setting, codec)
     if not down.takes_weights:
-        _check_reference(mode, kind, down)
-    if not kind.may_lose and not up.takes_weights:
-        raise UsageError(
-            f"worker.codec is {up.name}, and workers of this run in mode {mode} send weights, and the codec leaves out "
-            "too much of them",
-            fix=_or_differences("codec", up),
-        )
+        _check_reference(down)
     _check_own(mode, up, optimizers)
     for name, arguments in optimizers if kind.steps_along_mean_gradient and up.optimizer is None else ():
         if not up.suits_adaptive and name not in _LINEAR:

@@ -26,7 +26,7 @@ def make_policy(config: Config) -> Policy:
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     codecs = _codecs(config)
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
-    settings["leaves_out"] = not all(codec.takes_weights for codec in codecs)
+    settings["rounds"] = bool(codecs)
     settings["keeps_most"] = bool(codecs) and not codecs[0].suits_outer_momentum
     settings["max_staged"] = config.server.max_staged if config.server.shards == 1 else None  # `make_room`
     made = policy_of(run.mode, {**settings, **options.model_dump()})

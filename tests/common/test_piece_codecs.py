@@ -266,14 +266,16 @@ def check(kind: ContributionKind, codec: str, *optimizers: tuple[str, dict[str, 
 def test_what_leaves_out_little_goes_with_every_optimizer(codec: str) -> None:
     check(ContributionKind.GRADIENT, codec, SGD, MOMENTUM, ADAM)
     check(ContributionKind.DELTA, codec)
-    if CODECS.load(codec).takes_weights:
-        check(ContributionKind.WEIGHTS, codec, down=codec)
 
 
-def test_weights_themselves_survive_rounding_alone() -> None:
+@pytest.mark.parametrize("codec", ["bf16", "q4"])
+def test_weights_themselves_are_sent_as_they_are(codec: str) -> None:
+    check(ContributionKind.WEIGHTS, "raw")
     with pytest.raises(UsageError, match="in mode sync send weights") as error:
-        check(ContributionKind.WEIGHTS, "q4")
-    assert "--set worker.codec=q4 for ps-server too" in error.value.fix
+        check(ContributionKind.WEIGHTS, codec)
+    assert f"--set worker.codec={codec} for ps-server too" in error.value.fix
+    with pytest.raises(UsageError, match=rf"worker.reply_codec is {codec}, and .* in mode sync send weights"):
+        check(ContributionKind.WEIGHTS, "raw", down=codec)
     with pytest.raises(UsageError, match=r"worker.reply_codec is int8, and .* in mode sync send weights") as error:
         check(ContributionKind.WEIGHTS, "raw", down="int8")
     assert "--set worker.reply_codec=int8 for ps-server too" in error.value.fix and "diloco" in error.value.fix

@@ -237,7 +237,7 @@ def test_it_equals_an_independent_reference(inner, sizes, lr, momentum):
 
 def test_localsgd_whose_codec_leaves_out_much_is_the_mean_of_weights_by_differences():
     settings = {"training_steps": STEPS, "num_workers": 3, "local_steps": H}
-    policy = policy_of("localsgd", settings | {"leaves_out": True})
+    policy = policy_of("localsgd", settings | {"rounds": True})
     assert policy_of("localsgd", settings).kind == ContributionKind.WEIGHTS and policy.kind.holds_differences
     found = ours(THREE, STEPS, policy, [Worker() for _ in THREE])
     assert_same(found.tensors(), reference(THREE, STEPS, H, 1.0, 0.0))

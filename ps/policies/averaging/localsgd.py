@@ -8,8 +8,9 @@ average + (its weights now - those it sent): delayed averaging (CoCoD-SGD, Shen 
 Wang et al. 2020). With equally weighted workers no step is lost. The K steps did not see the others' last K steps,
 which counts as one version of staleness.
 
-A codec may omit more than weights tolerate (`Common.leaves_out`). Workers then contribute deltas, and the server steps
-along their mean at a rate of 1: the same mean, except for the residual that the codec sends later.
+With a codec (`Common.rounds`), in either direction, workers contribute deltas, and the server steps along their mean at
+a rate of 1: the same mean, except for the residual that the codec sends later. Encoded weights would lose every step
+below the codec's precision, and after encoded replies the mean of weights would not have what the reply rounded away.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class LocalSgdPolicy(RoundPolicy):
     def __init__(self, common: Common, options: LocalSgdOptions) -> None:
         super().__init__(common, options)
         self.local_steps = options.local_steps
-        if common.leaves_out:
+        if common.rounds:
             self.kind = ContributionKind.DELTA
 
     @classmethod
@@ -48,7 +49,7 @@ class LocalSgdPolicy(RoundPolicy):
     def outer(self) -> Outer | None:
         if not self.kind.server_steps:
             return None
-        why = "the codec would omit too much of the weights, so workers send deltas"
+        why = "encoded weights would lose small steps, so workers send deltas"
         return Outer("SGD", {"lr": 1.0, "momentum": 0.0, "nesterov": False}, why)
 
 

@@ -23,7 +23,7 @@ class Common:
     max_staged: int | None = None  # uploads in memory at once; None: one of each worker
     weighting: Literal["samples", "equal"] = "samples"
     delayed_update: bool = False  # workers compute their next contribution while an exchange is in flight
-    leaves_out: bool = False  # a codec of the run omits more than weights tolerate
+    rounds: bool = False  # the run has a codec: encoded weights would lose small steps
     keeps_most: bool = False  # the contributions' codec sends most of a delta later; outer momentum would sum it up
 
 
