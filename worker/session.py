@@ -33,6 +33,7 @@ class Progress:
     incarnation: int = 0
     num_counted: int = 0  # contributions that count; the next sequence number is one more
     version: int = 0
+    num_received: int = 0  # times that weights arrived; two arrivals of one version may differ (a lossy reply codec)
     steps_left: int = 0  # local steps before the next contribution
     local_steps: int = 0  # training steps in the next contribution
     is_cut_short: bool = False  # the next contribution has fewer steps than the server expects
@@ -59,12 +60,16 @@ class Progress:
         """The server has accepted this process."""
         self.run, self.rank, self.incarnation = run, rank, incarnation
 
+    def received(self, version: int) -> None:
+        """Weights of this version have arrived."""
+        self.version, self.num_received = version, self.num_received + 1
+
     def replied(self, reply: Reply) -> None:
         """The server lets the worker continue. A reply without weights leaves the version as it is."""
         work = reply.next_work
         self.num_counted, self.outcome = reply.result.seq, reply.result.outcome
         if reply.has_new_weights:
-            self.version = reply.result.version
+            self.received(reply.result.version)
         self.steps_left = self.local_steps = work.local_steps
         self.is_cut_short = False
         self.is_done = work.local_steps == 0

@@ -149,8 +149,8 @@ def _check_weights(mode: str, setting: str, codec: Codec) -> None:
     """Raise UsageError if workers send weights, of which a codec in either direction would lose the small steps."""
     if not codec.is_identity:
         raise UsageError(
-            f"worker.{setting} is {codec.name}, and workers of this run in mode {mode} send weights, of which the codec "
-            "would lose every small step",
+            f"worker.{setting} is {codec.name}, and workers of this run in mode {mode} send weights, of which the "
+            "codec would lose every small step",
             fix=f"--set worker.{setting}={codec.name} for ps-server too: localsgd then averages weight changes; or "
             "--mode diloco, which always does",
         )

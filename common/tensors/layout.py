@@ -70,6 +70,11 @@ class TensorSpec:
     averaged: bool = True
 
     @property
+    def is_averaged(self) -> bool:
+        """Whether the workers' values are averaged. Integers never are."""
+        return self.averaged and DTYPES[self.dtype].is_floating_point
+
+    @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 

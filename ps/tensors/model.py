@@ -153,12 +153,12 @@ class Model:
             if optimizer.tables:
                 sent = "weights" if self._outer is None else "changes of weights"
                 problem = f"tables of rows (session.rows) need gradients, and workers of mode {mode} send {sent}"
-                raise refusal(Reason.BAD_REQUEST, problem, fix="use --mode sync, async or ssp")
+                raise refusal(Reason.OPTIMIZER_UNSUPPORTED, problem, fix="use --mode sync, async or ssp")
             return
         _check_known(optimizer)
         if optimizer.tables and (store.max_norm or store.polyak or aggregation != "mean"):
             raise refusal(
-                Reason.BAD_REQUEST,
+                Reason.OPTIMIZER_UNSUPPORTED,
                 "a run with tables of rows (session.rows) aggregates by mean, without store.max_norm and store.polyak, "
                 "which do not cover rows",
                 fix="start ps-server without these; in mode sync, store.clip_norm covers rows",
@@ -170,7 +170,7 @@ class Model:
         for table in optimizer.tables:
             check_table(table)
         if not any(group.tensors for group in optimizer.groups):
-            raise refusal(Reason.BAD_REQUEST, "there is nothing to train: the optimizer has no parameter")
+            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, "there is nothing to train: the optimizer has no parameter")
 
     def _has_master(self) -> bool:
         """Whether 16-bit weights are stepped in float32: workers take local steps, and send what is averaged."""
@@ -182,7 +182,7 @@ class Model:
         if self._config.store.polyak is not None and narrow is not None and not self._has_master():
             problem = f"store.polyak with '{narrow.name}' in {narrow.dtype}, in which an average stops moving"
             fix = "leave store.polyak out; or a model in float32, with --precision bf16"
-            raise refusal(Reason.BAD_REQUEST, problem, fix=fix)
+            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, problem, fix=fix)
 
     def _name_narrow(self, layout: Layout) -> None:
         """Log what happens to 16-bit weights."""
@@ -311,7 +311,7 @@ class Model:
             is_float = spec.kind is not Kind.FROZEN and tensor.is_floating_point()
             if is_float and not bool(torch.isfinite(tensor).all()):
                 raise refusal(
-                    Reason.BAD_REQUEST,
+                    Reason.OPTIMIZER_UNSUPPORTED,
                     f"the initial weights of rank {rank} have NaN or Inf in '{spec.name}'",
                     fix="check its initialisation; a mask with -inf can be a buffer with persistent=False",
                 )

@@ -95,6 +95,18 @@ def test_every_mode_takes_a_group_as_a_worker(run: Run, mode: str) -> None:
             assert difference(torch.load(run.folder / f"w{rank}-{inner}.pt"), saved) == 0
 
 
+@pytest.mark.parametrize("codec", ["bf16", "q4"])
+def test_after_lossy_replies_all_processes_end_with_the_exact_weights(run: Run, codec: str) -> None:
+    """The final weights have the version of the newest reply, and other bytes."""
+    run.serve("--mode", "sync", "--workers", "1", "--steps", "10", "--batch-size", "8", "--save",
+              str(run.folder / "w.safetensors"))  # fmt: skip
+    run.group(0, 2, PS_WORKER__REPLY_CODEC=codec)
+    ended(run)
+    saved = load_file(run.folder / "w.safetensors")
+    for inner in range(2):
+        assert difference(torch.load(run.folder / f"w0-{inner}.pt"), saved) == 0
+
+
 @pytest.mark.parametrize(("size", "batch_size"), [(2, 10), (3, 9)])
 def test_a_model_in_ddp_is_not_averaged_twice(run: Run, size: int, batch_size: int) -> None:
     """With 9 the last batch of an epoch has five samples for three processes."""

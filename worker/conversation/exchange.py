@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,7 +29,7 @@ from ..transports.transport import Transports
 from .channel import Channel, Lost
 from .interrupts import sleep
 from .membership import GroupView, Membership
-from .messages import Begun, Final, Goodbye, Outgoing, Settings, read_settings
+from .messages import Begun, Final, Goodbye, Outgoing, Settings, loses_replies, read_settings
 from .residuals import Residuals
 from .shard import Shard
 from .shard_set import ShardSet
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from .tracing import ExchangeTraces
 
 log = get_logger()
+
+Pulled = TypeVar("Pulled")
 
 
 class Exchange:
@@ -250,10 +252,21 @@ class Exchange:
 
         Waits for a lost server up to the give-up time. If the server went back, it discards the next contribution.
         """
+        return self._until_reached(lambda: self.shards.pull_rows(table, ids))
+
+    @property
+    def replies_lose(self) -> bool:
+        return loses_replies(self.config, self.settings)
+
+    def pull_exact(self, model: ModelTensors) -> int:
+        return self._until_reached(lambda: self.shards.pull_exact(model))
+
+    def _until_reached(self, pull: Callable[[], Pulled]) -> Pulled:
+        """Pull; again while the server is lost, up to the give-up time."""
         retry = Retry(self.config.server, self.config.give_up_s, self.progress.rank)
         while True:
             try:
-                return self.shards.pull_rows(table, ids)
+                return pull()
             except Lost as lost:
                 sleep(retry.failed(time.monotonic(), str(lost)))
                 self.shards.find_again(self.progress.run)
@@ -274,7 +287,7 @@ class Exchange:
                 if self._rejoin(lost) is not None and not (is_early or self.progress.is_done):
                     return None
                 continue
-            self.progress.version = finals[0].version
+            self.progress.received(finals[0].version)
             self._history.write("end", rank=self.progress.rank, seq=self.progress.num_counted)
             return finals[0]
 

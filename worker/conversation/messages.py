@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from ...common.config.conditions import every
-from ...common.config.schema import TrainConfig
+from ...common.config.schema import TrainConfig, WorkerConfig
 from ...common.errors import Reason, UsageError, refusal, shown
 from ...common.kinds import ContributionKind
 from ...common.tensors.layout import Layout, as_bytes
@@ -198,6 +198,11 @@ _KINDS = {
 def settings_from(payload: bytes) -> Settings:
     """Read the settings of `Exchange.settings_bytes` in another process of the replica group."""
     return read_settings(pb.RunSettings.FromString(payload))
+
+
+def loses_replies(worker: WorkerConfig, settings: Settings) -> bool:
+    """Whether this worker gets weights in a lossy codec."""
+    return worker.reply_codec != "raw" and not settings.kind.has_peers
 
 
 def read_settings(message: pb.RunSettings) -> Settings:

@@ -286,6 +286,13 @@ class Shard:
         self.rpc.pull(True, transfer.write, model.layout.total_bytes)
         transfer.finish_write(model.layout.total_bytes)
 
+    def pull_exact(self, model: ModelTensors, version: int | None) -> int:
+        """Write this part of a version, None: the newest, into a part of a model, without a codec."""
+        transfer, num_bytes = make_transfer(model), model.layout.total_bytes
+        found, _ = self.rpc.pull_version(version, num_bytes, transfer.write, "")
+        transfer.finish_write(num_bytes)
+        return found
+
     def leave(self, goodbye: Goodbye) -> None:
         """Leave the run with a goodbye message."""
         fields = goodbye._asdict()

@@ -193,6 +193,14 @@ class ShardSet:
         for shard, share in zip(self.all, self._shares, strict=True):
             shard.pull_averaged(part_of(model, share))
 
+    def pull_exact(self, model: ModelTensors) -> int:
+        """Write the newest version into the model, without a codec. Returns the version."""
+        version: int | None = None
+        for shard, share in zip(self.all, self._shares, strict=True):
+            version = shard.pull_exact(part_of(model, share), version)
+        assert version is not None
+        return version
+
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
         """Fetch the state of the server's optimizer, by parameter and key (exp_avg, step). Raises UnreachableError."""
         found: dict[str, dict[str, list[torch.Tensor]]] = {}

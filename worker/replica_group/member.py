@@ -60,10 +60,11 @@ class GroupMember:
     """An `Exchanger`. `exchange` is group rank 0's, and `whole` is the model as the server sees it."""
 
     def __init__(
-        self, exchange: Exchange | None, whole: ModelTensors, redistribution: Redistribution, settings: Settings
-    ) -> None:
+        self, exchange: Exchange | None, whole: ModelTensors, redistribution: Redistribution, settings: Settings,
+        replies_lose: bool,
+    ) -> None:  # fmt: skip
         self._exchange, self._whole, self._redistribution = exchange, whole, redistribution
-        self.settings = settings
+        self.settings, self.replies_lose = settings, replies_lose
         self.progress = exchange.progress if exchange is not None else Progress()
         self._link = ProgressLink(self.progress)
         self.measured: list[dict[str, Any]] = exchange.measured if exchange is not None else []
@@ -115,6 +116,11 @@ class GroupMember:
 
     def finish(self, can_evaluate: bool) -> Final | None:
         return self._together(lambda exchange: exchange.finish(can_evaluate), Final)
+
+    def pull_exact(self, model: ModelTensors) -> int:
+        found = self._together(lambda exchange: Final(version=exchange.pull_exact(self._whole)), Final)
+        assert found is not None
+        return found.version
 
     # ---- group rank 0's alone -----------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Entry, Layout
 from ...common.tensors.statistics import statistics_of
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Settings
+from ..conversation.messages import Settings, loses_replies
 from ..strategies.base import Strategy, divided_tensor, is_divided
 from ..strategies.choice import make_server_strategy
 from ..tensors.transfer import ModelTensors, check_still, homes_of, named_tensors
@@ -74,7 +74,9 @@ class Sharded:
 
     def strategy(self, exchange: Exchange | None, settings: Settings, config: Config) -> Strategy:
         """Return this process's strategy. `exchange` is group rank 0's."""
-        return make_server_strategy(GroupMember(exchange, self.whole, self._redistribution, settings))
+        return make_server_strategy(
+            GroupMember(exchange, self.whole, self._redistribution, settings, loses_replies(config.worker, settings))
+        )
 
     def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int] | None:
         """Where each process's bytes of a tensor begin, as torch.chunk splits rows.

@@ -131,7 +131,7 @@ class Grouped(Strategy):
         self._samples: list[float] = []  # samples of each step of the contribution, over all processes
         self._losses: list[float] = []
         self._newest_samples = 0.0
-        self._shared_weights = (-1, -1)  # (version, start) of the weights that all processes have
+        self._num_shared = 0  # `num_received` of the weights that all processes have; -1: they have others
         self._stop_reason = ""
         self.evaluates = not group.rank
         if group.rank:
@@ -189,10 +189,10 @@ class Grouped(Strategy):
             message = self._group.receive_message()
             self._link.take(message)
         else:
-            at = self.progress.version, self.progress.num_starts
-            is_new = has_weights and (at != self._shared_weights or self.kind.worker_steps)
+            num_received = self.progress.num_received
+            is_new = has_weights and (num_received != self._num_shared or self.kind.worker_steps)
             if is_new:
-                self._shared_weights = at
+                self._num_shared = num_received
             message = self._link.message(self._inner.begun, result=result, weights=is_new)
             self._group.send_all(message)
         if message["weights"]:
@@ -347,7 +347,7 @@ class Grouped(Strategy):
         self._samples, self._losses = [], []
         self._reshard()
         num_steps: int = self._share(self._inner.replayed() if self._inner is not None else 0)
-        self._shared_weights = (-1, self._shared_weights[1])
+        self._num_shared = -1
         return num_steps
 
     def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
@@ -379,8 +379,8 @@ class Grouped(Strategy):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
         entries = zip(self._model.layout.entries, self._model.tensors, strict=True)
-        buffers = [(entry.spec.averaged, item.data) for entry, item in entries if entry.spec.kind is Kind.BUFFER]
-        statistics = [tensor for is_averaged, tensor in buffers if is_averaged and tensor.dtype.is_floating_point]
+        buffers = [(entry.spec.is_averaged, item.data) for entry, item in entries if entry.spec.kind is Kind.BUFFER]
+        statistics = [tensor for is_averaged, tensor in buffers if is_averaged]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         with torch.no_grad():
             if self._is_weighed or self._sums:
@@ -453,6 +453,9 @@ class Grouped(Strategy):
     def settle(self) -> int:
         self._reshard()
         return self._inner.settle() if self._inner is not None else self.progress.version
+
+    def show_exact(self, version: int) -> int:
+        return self._inner.show_exact(version) if self._inner is not None else version
 
     def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
         self._reshard()

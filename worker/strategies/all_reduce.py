@@ -67,7 +67,7 @@ class AllReduceStrategy(Strategy):
         # parameters in the order of backward, then buffers
         self._order = [*reversed(self._trained), *range(model.num_trained, model.num_exchanged)]
         entries = enumerate(model.layout.entries)
-        self._of_lowest = frozenset(index for index, entry in entries if not entry.spec.averaged)
+        self._of_lowest = frozenset(index for index, entry in entries if not entry.spec.is_averaged)
         self._of_sum = frozenset(self._trained) if optimizer.reduction == "sum" else frozenset()
         devices = {tensor.device for tensor in model.tensors}
         self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")

@@ -39,6 +39,13 @@ class Exchanger(Protocol):
     def contribute(self, outgoing: Outgoing) -> Reply:
         """Send the next contribution. Returns when the model has the weights of the reply."""
 
+    @property
+    def replies_lose(self) -> bool:
+        """Whether a codec of replies makes the model differ from the server's weights until the run ends."""
+
+    def pull_exact(self, model: ModelTensors) -> int:
+        """Write the server's exact newest weights into this model. Returns their version. Waits for a lost server."""
+
     def finish(self, can_evaluate: bool) -> Final | None:
         """Wait for the other workers and receive the final weights. None: the server went back, and steps remain."""
 
@@ -69,6 +76,7 @@ class Strategy:
         self.progress = exchange.progress  # the training loop's progress in the run
         self._ready_gradients: ReadyGradients | None = None  # set if gradients are sent during backward
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
+        self._decoded: list[torch.Tensor] = []  # the model's tensors while it shows exact ones
         # (number of the start, tensors as they arrived with it, by index)
         self._at_start: tuple[int, dict[int, torch.Tensor]] = (0, {})
 
@@ -224,8 +232,18 @@ class Strategy:
         """Put the server's weights into the model until `measured` is called. Returns their version."""
         return self.progress.version
 
+    def show_exact(self, version: int) -> int:
+        """After `settle`: replace decoded weights by the server's exact ones. Returns the version in the model."""
+        if not self._exchange.replies_lose:
+            return version
+        self._decoded = [tensor.detach().clone() for tensor in self._model.tensors]
+        return self._exchange.pull_exact(self._model)
+
     def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
         """Send the result of an evaluation with the next message to the server."""
+        for tensor, decoded in zip(self._model.tensors, self._decoded, strict=False):
+            tensor.data.copy_(decoded)
+        self._decoded = []
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         result = {"version": version, "step": self.progress.position, "metrics": finite}
         self._exchange.measured.append({**result, "failure": failure, "exit_code": exit_code})

@@ -236,6 +236,6 @@ class Overlapped(DelayedUpdate):
         return self._exchange.progress.version
 
     def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
+        super().measured(version, metrics, failure, exit_code)
         if self._overlap is not None:
             self._overlap.hide()
-        super().measured(version, metrics, failure, exit_code)

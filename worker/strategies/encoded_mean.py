@@ -62,6 +62,6 @@ class EncodedMean:
         for index, (entry, total, item) in enumerate(zip(self._model.layout.entries, sums, decoded, strict=False)):
             factor = 1.0 if index in self._of_sum else share
             if member == 0:
-                torch.mul(item, factor, out=total) if entry.spec.averaged else total.copy_(item)
-            elif entry.spec.averaged:
+                torch.mul(item, factor, out=total) if entry.spec.is_averaged else total.copy_(item)
+            elif entry.spec.is_averaged:
                 total.add_(item, alpha=factor)

@@ -222,6 +222,9 @@ class RemoteSession(Session):
                 f"session.rows() in mode {self.settings.mode}: its workers run the optimizer, and rows need gradients",
                 fix="use --mode sync, async or ssp, or an nn.Embedding in the model",
             )
+        if self.settings.polyak:
+            message = f"session.rows() with store.polyak {self.settings.polyak:g}, whose average does not cover rows"
+            raise UsageError(message, fix="leave store.polyak out, or use an nn.Embedding in the model")
         if self._steps is not None:
             raise UsageError("session.rows() after session.optimizer()", fix="call session.rows() first")
         return lambda ids, number=len(self._tables): self._pull_rows(number, ids)  # type: ignore[misc]
@@ -237,6 +240,7 @@ class RemoteSession(Session):
         if self.is_done or not self._strategy.evaluates:
             return
         try:
+            version = self._strategy.show_exact(version)
             self._strategy.measured(version, self.evaluation.metrics(model))
         except Exception as error:  # the server must learn the reason before this process ends
             _, failure, exit_code = ending_of(error)
