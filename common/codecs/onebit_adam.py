@@ -85,6 +85,12 @@ class _Momentum:
         if not self._is_warm:
             values.copy_(momentum)
 
+    def rest(self, piece: Piece) -> None:
+        if self._next is None:
+            self._next = new_payload(self._num_bytes)
+        momentum = piece.of_payload(self._next)
+        momentum.zero_() if self._momentum is None else momentum.copy_(piece.of_payload(self._momentum))
+
     def commit(self) -> None:
         self._momentum, self._next = self._next, self._momentum
 

@@ -24,6 +24,8 @@ class OneBitAdam(torch.optim.AdamW):
     Raises ValueError for invalid hyperparameters.
     """
 
+    taken: int | None = None  # steps of the run before the next one; None: each parameter counts its own
+
     def __init__(
         self,
         params: Any,
@@ -59,11 +61,17 @@ class OneBitAdam(torch.optim.AdamW):
     def _step_frozen(self, parameter: torch.Tensor, group: dict[str, Any]) -> bool:
         """Step a parameter whose v is fixed. Returns False, without a step, while its v warms up."""
         state, (beta1, beta2), warm = self.state.get(parameter), group["betas"], group["warmup_steps"]
-        if parameter.grad is None or not state or float(state["step"]) < warm:
+        if parameter.grad is None or not state:
             return False
-        state["step"] += 1
+        num_warm = float(state["step"])  # it does not grow after the warm-up
+        if (num_warm if self.taken is None else self.taken) < warm:
+            return False
         m = state["exp_avg"].mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
         v = state["exp_avg_sq"]
-        change = (m / (v / (1 - beta2**warm)).sqrt_().add_(group["eps"])).clamp_(-1, 1).masked_fill_(v == 0, 0)
+        change = (
+            (m / (v / (1 - beta2 ** min(num_warm, warm))).sqrt_().add_(group["eps"]))
+            .clamp_(-1, 1)
+            .masked_fill_(v == 0, 0)
+        )
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"])
         return True

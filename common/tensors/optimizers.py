@@ -360,6 +360,7 @@ class JointOptimizer:
         """Build the optimizers of torch's parameter groups. `classes` has the class of each group."""
         self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._steps: list[Callable[[], Any]] = []
+        self._onebit: list[OneBitAdam] = []
         found: dict[int, dict[str, Any]] = {}
         for name in dict.fromkeys(classes):
             mine = [index for index, other in enumerate(classes) if other == name]
@@ -368,7 +369,13 @@ class JointOptimizer:
             self.state.update(item.state)  # Adagrad has state before its first step
             item.state = self.state
             self._steps.append(partial(plain_step(type(item)), item))
+            self._onebit += [item] if isinstance(item, OneBitAdam) else []
         self.param_groups = [found[index] for index in range(len(groups))]
+
+    def at(self, version: int) -> None:
+        """The next step makes a version after this one. A worker's codec counts its warm-up by versions, too."""
+        for item in self._onebit:
+            item.taken = version
 
     def step(self) -> None:
         for step in self._steps:
@@ -403,6 +410,16 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapp
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
     """Return the spec of one torch optimizer, as `describe_optimizers` does."""
     return describe_optimizers([optimizer], names)
+
+
+def state_keys(name: str, group: Mapping[str, Any]) -> set[str]:
+    """Return the keys of the elementwise state that a tensor has after a step with the group's hyperparameters."""
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    optimizer = build_optimizer(name, [{"params": [parameter], **current_hyperparameters(group)}])
+    plain_step(type(optimizer))(optimizer)
+    state = optimizer.state[parameter].items()
+    return {key for key, value in state if isinstance(value, torch.Tensor) and value.shape == parameter.shape}
 
 
 def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:

@@ -21,12 +21,14 @@ class CannotError(Exception):
 
 
 def apply_changed(run: RunState, policy: Policy) -> None:
-    """Apply options that were set during the run to `policy` too, unless its configuration has a new value."""
-    now = policy.options.model_dump(mode="json")
-    changed = {
-        name: value for name, (configured, value) in run.changed.items()
-        if name in policy.changeable and now.get(name) == configured
-    }  # fmt: skip
+    """Apply options that were set during the run to `policy` too. Drop those whose configuration has a new value."""
+    now, changed = policy.options.model_dump(mode="json"), {}
+    for name in run.changed.keys() & policy.changeable:
+        configured, value = run.changed[name]
+        if now.get(name) == configured:
+            changed[name] = value
+        else:
+            del run.changed[name]
     if changed:
         policy.change(validated(policy, changed), 0.0)
 

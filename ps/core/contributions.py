@@ -7,7 +7,7 @@ contribution is folded.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +51,7 @@ class Pending:
     num_steps: int  # training steps in it
     num_contributed: int  # contributions of its process, which tell how far its schedule is
     judgement: Judgement
+    counted: tuple[int, int, int]  # samples, staleness and training steps, as its rank's sums have them
     weight: float = 0.0
 
     @property
@@ -162,7 +163,8 @@ class Contributions:
         worker.num_contributed += 1
         counts, hyperparameters, staleness = contribution.counts, worker.hyperparameters, worker.staleness
         num_steps = self.policy.local_steps if counts.num_training_steps is None else counts.num_training_steps
-        self._pending[rank] = Pending(contribution, hyperparameters, num_steps, worker.num_contributed, judged)
+        counted = counts.num_samples, staleness, steps
+        self._pending[rank] = Pending(contribution, hyperparameters, num_steps, worker.num_contributed, judged, counted)
         self.rates.counted(rank, hyperparameters, contribution.first.rates if contribution.first is not None else ())
         stats.accepted(staleness, counts.num_samples, self.policy.lead(rank), event.at, steps)
         self.staleness[bin_of(staleness)] += 1
@@ -252,8 +254,14 @@ class Contributions:
         hyperparameters, clip_norm = self._commit_drawn(in_mean)
         if policy.has_rounds and policy.kind.holds_gradients and not self._clip_norms_differed:
             self._compare_clip_norms(in_mean, clip_norm, found)
+        folded = [(pending.rank, pending.weight if pending.judgement.is_taken else 0.0) for pending in in_mean]
+        part, total = 1.0, sum([pending.weight for pending in in_mean]) if policy.skipped_is_zeros else 0.0
+        if total:
+            part = sum([weight for _, weight in folded]) / total
         if (outer := policy.outer) is not None:
             hyperparameters = ({**outer.arguments, **(decision.numbers or {})},)
+            if decision.numbers:
+                hyperparameters[0]["share"] *= part
             if outer != self._outer:
                 self._outer = outer
                 told_of = {**outer.arguments, "name": outer.name, "because": outer.reason}
@@ -263,17 +271,14 @@ class Contributions:
             configured = max(group.get("momentum", 0.0) for group in hyperparameters)
             if configured:
                 found.append(self._less_momentum(configured))
-        lr_scale = self.lr_scale
-        if decision.scales:
-            lr_scale *= decision.lr_scale(
-                (pending.rank, pending.weight if pending.judgement.is_taken else 0.0) for pending in in_mean
-            )
+        lr_scale = self.lr_scale * decision.lr_scale(folded) * (1.0 if decision.numbers else part)
         taken = [pending.contribution for pending in in_mean if pending.judgement.is_taken]
         found.append(effects.Commit(
             policy.version, tuple([contribution.id for contribution in taken]), policy.committed_by or (),
             hyperparameters, lr_scale, decision.reason, decision.momentum_among,
             clip_norm if policy.kind.holds_gradients else 0.0,
             sum([contribution.counts.num_samples or 1 for contribution in taken]),
+            policy.num_active if not policy.has_rounds else len(policy.committed_by or ()),
         ))  # fmt: skip
 
     def _commit_drawn(self, in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
@@ -372,6 +377,13 @@ class Contributions:
         at, steps, *_ = self._first
         num_steps = self.policy.min_steps_done - steps
         return (self._ended_at - at) / num_steps if num_steps > 0 else 0.0
+
+    def uncommitted(self) -> defaultdict[int, list[tuple[int, int, int]]]:
+        """Returns what counts and is in no version yet, by rank: samples, staleness, training steps."""
+        found: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for pending in (*self._in_mean, *self._pending.values()):
+            found[pending.rank].append(pending.counted)
+        return found
 
     def steady(self) -> tuple[float, int, int]:
         """Returns seconds, samples and training steps of all workers, from the moment when all had taken their first

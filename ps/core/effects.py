@@ -148,6 +148,7 @@ class Commit(Fact):
     momentum_among: int = 1  # workers whose lateness stands for some of the optimizer's momentum
     clip_norm: float = 0.0  # 2-norm that is stepped along at most, as its workers say; 0: any
     num_samples: int = 0  # of the folded contributions
+    num_active: int = 0  # of the members, those that have steps to take
 
 
 @dataclass(slots=True)

@@ -20,10 +20,12 @@ class Saving(RunState):
         """Returns the JSON that a snapshot keeps beside the tensors. Contributions of an open round are not in it."""
         committed = self.policy.num_committed()
         stats, behind = {}, Counter(self.contributions.staleness)
+        uncommitted = self.contributions.uncommitted()
         for rank, stats_entry in self.roster.stats.items():
             num_open = self.policy.num_counted.get(rank, 0) - committed.get(rank, 0)
-            stats[str(rank)] = stats_entry.saved(num_open)
-            behind.subtract(map(bin_of, stats_entry.newest_staleness(num_open)))
+            unsaved = uncommitted[rank][-num_open:] if num_open else []
+            stats[str(rank)] = stats_entry.saved(unsaved)
+            behind.subtract(bin_of(staleness) for _, staleness, _ in unsaved)
         return {
             "run": self.name,
             "server_incarnation": self.incarnation,

@@ -176,13 +176,13 @@ class Folding:
         store = self._model.store
         log.debug("commit", version=commit.version, reason=commit.reason)
         publication = self._model.publisher.next(commit.version)
-        self._model.references.committed(len(commit.contributions), len(commit.members), self._without)
+        self._model.references.committed(len(commit.contributions), commit.num_active, self._without)
         without, self._without = self._without, None
         if without is not None:
             steps_here = store.optimizer is not None and self.above is None
             self._model.changes.made(commit.version, without if steps_here else ())
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
-        num_live = 1 if self._model.kind.has_peers else len(commit.members)
+        num_live = 1 if self._model.kind.has_peers else commit.num_active
         # With all-reduce peers the worker that uploads the weights has the lowest rank's buffers.
         lowest_live = sys.maxsize if self._model.kind.has_peers else commit.members[0] if commit.members else 0
         step = Step(

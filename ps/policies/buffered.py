@@ -32,6 +32,7 @@ class BufferedPolicy(Policy):
     rules = (BufferRule,)
     replies_before_commit = True
     may_scale = True
+    skipped_is_zeros = True
     may_sum = False  # the weight of a contribution is more than its samples
 
     def __init__(self, common: Common, options: BufferedOptions) -> None:
@@ -45,7 +46,7 @@ class BufferedPolicy(Policy):
 
     @property
     def size(self) -> int:
-        return self.options.buffer or max(2, len(self.members) // 4)
+        return self.options.buffer or max(2, self.num_active // 4)
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         scale = SCALES["polynomial"](self.staleness(member.rank, contribution))

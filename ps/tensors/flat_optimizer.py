@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from ...common.tensors.optimizers import (
     apply_hyperparameters,
     current_hyperparameters,
     has_fused,
+    state_keys,
 )
 from ..policies.shared.late import momentum_left
 from .windows import Window
@@ -173,7 +174,7 @@ class FlatOptimizer:
             {"params": [flat.parameter for flat in self._flats_of(index)], **group.hyperparameters}
             for index, group in enumerate(spec.groups)
         ]
-        self.name, self.torch = spec.name, JointOptimizer(spec.classes, groups)
+        self.name, self._classes, self.torch = spec.name, spec.classes, JointOptimizer(spec.classes, groups)
         self._kernels = [
             kernel_of(cls) if group.get("fused") and len({param.dtype for param in group["params"]}) == 1 else None
             for cls, group in zip(spec.classes, self.torch.param_groups, strict=True)
@@ -206,8 +207,23 @@ class FlatOptimizer:
         if self._newest == list(groups):
             return
         self._newest = [dict(values) for values in groups]
-        for group, values in zip(self.torch.param_groups, groups, strict=False):
+        for index, (group, values) in enumerate(zip(self.torch.param_groups, groups, strict=False)):
+            before = _switches(group)
             apply_hyperparameters(group, values)
+            if _switches(group) != before:
+                self._complete(index)
+
+    def _complete(self, index: int) -> None:
+        """Add the state that a group's tensors would have, had they begun with its present hyperparameters: zeros.
+
+        torch makes such state at a tensor's first step only (RMSprop's momentum buffer, Adam's max_exp_avg_sq). SGD
+        makes its buffer when it needs one.
+        """
+        group = self.torch.param_groups[index]
+        wanted = set() if "dampening" in group else state_keys(self._classes[index], group)
+        for flat in self._flats_of(index):
+            if state := self.torch.state.get(flat.parameter):
+                state.update({key: torch.zeros_like(flat.parameter) for key in wanted - state.keys()})
 
     def slow_down(self, lr_scale: float, momentum_among: int) -> list[Hyperparameters]:
         """Multiply every group's learning rate by `lr_scale`, and reduce its momentum. Return what `restore` needs.
@@ -372,6 +388,11 @@ class FlatOptimizer:
     def num_state_bytes(self) -> int:
         tensors = [v for entry in self.torch.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _switches(group: Mapping[str, Any]) -> list[bool]:
+    """Return the hyperparameters of a group that decide which state a tensor has."""
+    return [bool(group.get(name)) for name in ("momentum", "centered", "amsgrad")]
 
 
 def _has_lines(cls: str, hyperparameters: Hyperparameters) -> bool:

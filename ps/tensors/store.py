@@ -188,6 +188,8 @@ class Store:
                 raise Unsound(wrong_rows)
         if optimizer is not None and step.hyperparameters:
             optimizer.set_hyperparameters(step.hyperparameters)
+        if optimizer is not None:
+            optimizer.torch.at(self.version)
         before = [] if optimizer is None else optimizer.slow_down(step.lr_scale, step.momentum_among)
         new = self.weights if target is None else target
         stepped = new if self.master is None else self.master.weights

@@ -49,12 +49,15 @@ class Tables:
         """
         spec = self._spec(table)
         dtype = DTYPES[spec.dtype]
-        if not count or len(data) != count * (_ID_BYTES + spec.dim * dtype.itemsize):
+        is_elsewhere = not count and all(rows.table != table for rows in before)  # another shard has the table's rows
+        if not (count or is_elsewhere) or len(data) != count * (_ID_BYTES + spec.dim * dtype.itemsize):
             raise refusal(Reason.BAD_REQUEST, f"{len(data)} bytes for {count} rows of table '{spec.name}'")
+        if is_elsewhere:
+            return Rows(table, torch.empty(0, dtype=torch.int64), torch.empty(0, spec.dim, dtype=dtype))
         memory = bytearray(data)
         ids = torch.frombuffer(memory, dtype=torch.int64, count=count)
         values = torch.frombuffer(memory, dtype=dtype, offset=count * _ID_BYTES).view(count, spec.dim)
-        last = next((int(rows.ids[-1]) for rows in reversed(before) if rows.table == table), -1)
+        last = next((int(rows.ids[-1]) for rows in reversed(before) if rows.table == table and len(rows.ids)), -1)
         if int(ids[0]) <= last or bool((ids[1:] <= ids[:-1]).any()):
             raise refusal(Reason.BAD_REQUEST, f"rows of table '{spec.name}' that are not ascending")
         _check_range(spec, ids)

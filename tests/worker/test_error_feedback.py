@@ -209,3 +209,28 @@ def test_other_dtypes_keep_what_is_left_out_as_they_are(dtype: str) -> None:
         computed += x
     most = 8 * 16 * torch.finfo(getattr(torch, dtype)).eps
     assert (server.received + server.left - computed).abs().max() < most
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSY if CODECS.load(name).optimizer is None])
+@given(turns=st.lists(st.sampled_from([(), ("w",), ("bias",), ("w", "bias")]), max_size=12))
+@settings(max_examples=15, deadline=None)
+def test_a_tensor_without_a_gradient_keeps_its_residual(name: str, turns: list[tuple[str, ...]]) -> None:
+    """As with several optimizers by turns: the server skips the tensor, so what is sent for it is lost."""
+    server, num_w = Server(name), LAYOUT.entries[0].spec.num_elements
+    computed, decay = torch.zeros(NUM, dtype=torch.float64), server.codec.decay
+    rows = {entry.spec.name: slice(entry.offset // 8, entry.end // 8) for entry in LAYOUT.entries[:2]}
+    for seed, idle in enumerate(turns):
+        x, before = gradient(seed), server.left.clone()
+        for tensor in idle:
+            x[rows[tensor]] = 0
+        server.encoding.rest(frozenset(idle))
+        decoded = server.decoded(memoryview(bytes(server.encode(x))))
+        server.encoding.commit()
+        forgotten = (1 - decay) * before
+        for tensor in idle:
+            assert not decoded[rows[tensor]].any()
+            forgotten[rows[tensor]] = 0
+        server.received += decoded
+        computed += x - forgotten
+        assert (server.received + server.left - computed).abs().max() < 1e-12 * (seed + 1), (num_w, idle)
+        assert server.encoding.norm == pytest.approx(float(server.left.norm()))

@@ -164,10 +164,15 @@ def state_frames(payload: bytes, kind: Literal["state", "optimizer"] = "state") 
 
 
 def rows_frames(tables: Sequence[TableSpec], rows: Sequence[RowGradients]) -> Iterator[bytes]:
-    """The gradients for the `tables` of one shard, which precede their contribution."""
+    """The gradients for the `tables` of one shard, which precede their contribution.
+
+    A table whose rows are all on other shards has an empty message: its optimizer counts the step on every shard.
+    """
     for table, ids, gradients in rows:
         spec = tables[table]
         first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
+        if first == end:
+            yield frame(pb.WorkerMessage(rows=pb.Rows(table=table)))
         for here in chunks(first, end, gradients.shape[1] * gradients.element_size()):
             pieces = [as_bytes(ids[here]), as_bytes(gradients[here])]
             header = pb.Rows(table=table, count=here.stop - here.start)

@@ -167,8 +167,11 @@ class Shard:
         elif outgoing.state is not None and outgoing.state != self._sent_state:
             self._sent_state = outgoing.state
             self.stream.send(messages.state_frames(outgoing.state))
+        without = self.model.names_at(contribution.payload.without_gradient)
         if self.has_fragments:
-            self.up.encoding.choose(self.model.names_at(contribution.payload.without_gradient))
+            self.up.encoding.choose(without)
+        else:
+            self.up.encoding.rest(without)
         if outgoing.optimizer is not None:
             self.stream.send(messages.state_frames(save(dict(outgoing.optimizer)), "optimizer"))
         if outgoing.rows:

@@ -44,6 +44,8 @@ class EncodedMean:
             if gradient is not None and gradient.is_floating_point() and not is_finite(gradient):
                 raise Unsound(index)
         if self.encoding.payload is None:
+            trained = enumerate(self._model.layout.entries[: self._model.num_trained])
+            self.encoding.rest(frozenset(entry.spec.name for index, entry in trained if gradients[index] is None))
             (stretch,) = self._transfer.gather(ContributionKind.GRADIENT)
             self.encoding.whole(stretch)
         assert self.encoding.payload is not None

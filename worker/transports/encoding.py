@@ -47,6 +47,7 @@ class Encoding:
         # squared norms of e, by the set of tensors that the part leaves out
         self._squares: dict[frozenset[str], float] = {}
         self._without: frozenset[str] = frozenset()  # tensors that the next contribution leaves out
+        self._idle: frozenset[str] = frozenset()  # tensors without a gradient: they are sent as zeros, and e stays
         self._is_whole = False
         self._lost: float | None = None  # norm of a discarded e, until `take_lost`
 
@@ -60,6 +61,10 @@ class Encoding:
         self._without = without
         if isinstance(self._whole, ByTensor):
             self.codec = only_rest(self._whole, without)
+
+    def rest(self, without_gradient: frozenset[str]) -> None:
+        """In this attempt, send zeros for these tensors, which no optimizer steps, and keep their residuals."""
+        self._idle = without_gradient
 
     @property
     def payload(self) -> memoryview | None:
@@ -113,6 +118,13 @@ class Encoding:
         assert isinstance(codec, ByTensor) and isinstance(coder, PieceEncoder)
         if not self._has_feedback:
             coder.write(piece, values, out)
+            return
+        if self._idle and piece.name in self._idle:
+            coder.write(piece, values, out)  # zeros
+            if self._residual is not None:
+                self._square += _square(values.copy_(piece.of_payload(self._residual)))
+            if self._preparation is not None:
+                self._preparation.rest(piece)
             return
         if self._preparation is not None:
             self._preparation.apply(piece, values)
@@ -281,7 +293,7 @@ class Encoding:
         self._lost = math.hypot(self._lost or 0.0, norm)
 
     def _forget_attempt(self) -> None:
-        self._is_whole, self._square = False, 0.0
+        self._is_whole, self._square, self._idle = False, 0.0, frozenset()
 
 
 def _square(values: torch.Tensor) -> float:

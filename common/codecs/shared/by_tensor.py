@@ -37,6 +37,7 @@ class Piece(NamedTuple):
     end: int
     is_encoded: bool  # False: sent as bf16, or unchanged if its dtype has at most 2 bytes
     rows: int  # rows of the whole tensor
+    name: str = ""  # of the tensor
 
     def of_payload(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the piece of `payload`, uint8 [>= offset_end], as [n] of `dtype`. It shares memory."""
@@ -135,6 +136,9 @@ class Preparation(Protocol):
     def apply(self, piece: Piece, values: torch.Tensor) -> None:
         """Replace the gradient of a piece, [n] of its dtype, by the values to send."""
 
+    def rest(self, piece: Piece) -> None:
+        """Leave the memory of a piece as it is, because its tensor has no gradient."""
+
     def commit(self) -> None:
         """Keep the new memory, because the newest contribution counts."""
 
@@ -202,7 +206,7 @@ def _cut(codec: ByTensor, spec: TensorSpec, offset: int, offset_end: int, at: in
         end = min(offset_end, start + stride)
         num_elements = (end - start) // dtype.itemsize
         size = codec.size_of(num_elements, rows) if is_encoded else num_elements * codec.short(dtype).itemsize
-        yield Piece(dtype, start, end, at, at + size, is_encoded, rows)
+        yield Piece(dtype, start, end, at, at + size, is_encoded, rows, spec.name)
         at += size
 
 

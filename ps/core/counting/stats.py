@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -107,23 +108,17 @@ class WorkerStats:
         self.exchange_before = incarnation, total_s
         return total_s - before_s if before == incarnation else -1.0
 
-    def saved(self, num_open: int) -> dict[str, int | float]:
-        """What a snapshot keeps; contributions that no version holds yet are not counted."""
+    def saved(self, unsaved: Iterable[tuple[int, int, int]]) -> dict[str, int | float]:
+        """What a snapshot keeps. `unsaved` has samples, staleness and training steps of each contribution that counts
+        and that no version has yet."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_SAVED}
-        values["contributions"] -= num_open
-        for _, samples, staleness, steps in self._newest(num_open):
+        for samples, staleness, steps in unsaved:
+            values["contributions"] -= 1
             values["samples"] -= samples
             values["unsaid"] -= not samples
             values["staleness_sum"] -= staleness
             values["training_steps"] -= steps
         return values
-
-    def newest_staleness(self, count: int) -> list[int]:
-        """Returns the staleness of the last `count` contributions that counted."""
-        return [staleness for *_, staleness, _ in self._newest(count)]
-
-    def _newest(self, count: int) -> list[tuple[float, int, int, int]]:
-        return list(self.recent)[max(0, len(self.recent) - count) :]
 
     @classmethod
     def restored(cls, rank: int, values: dict[str, Any]) -> WorkerStats:

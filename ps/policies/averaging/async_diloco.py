@@ -126,6 +126,7 @@ class AsyncDilocoPolicy(Policy):
     kind = ContributionKind.DELTA
     may_delay_update = True
     may_scale = True
+    skipped_is_zeros = True
 
     def __init__(self, common: Common, options: AsyncDilocoOptions) -> None:
         super().__init__(common, options)

@@ -99,6 +99,13 @@ class Ledger(Traits):
         steps = self._default_offset + rounds * self.local_steps
         return steps if self.training_steps is None else min(self.training_steps, steps)
 
+    @property
+    def num_active(self) -> int:
+        """Live workers that have training steps to take. Those that step a model in parts all count."""
+        if self.training_steps is None or self.has_rounds or self.local_steps > 1 or self.in_step:
+            return len(self.members)
+        return len(self.members) - self._standing.count(self.training_steps - self._default_offset)
+
     def in_step_of(self, rank: int) -> int:
         """Returns how many contributions count in the rank's newest training step; 0 for a model without parts."""
         return self.in_step.get(ROUNDS if self.has_rounds else rank, 0)

@@ -65,6 +65,10 @@ class Standing(Generic[Number]):
         """The greatest number. Takes O(n)."""
         return max(self._ranks, default=None)
 
+    def count(self, number: Number) -> int:
+        """Returns how many ranks have this number."""
+        return len(self._ranks.get(number, ()))
+
     def first(self, most: int) -> list[int]:
         """Returns at most `most` ranks, those with the least numbers. Reads all n numbers."""
         found = list[int]()

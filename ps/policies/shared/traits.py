@@ -35,6 +35,9 @@ class Traits:
     replies_before_commit: ClassVar[bool] = False
     # Commits may carry scales, so the script alone does not determine a contribution's effect on the weights.
     may_scale: bool = False
+    # A step has a share for each contribution. A skipped one (store.on_nonfinite) counts as zeros, so that the others
+    # do not move its share.
+    skipped_is_zeros: ClassVar[bool] = False
     # A version may be made of the sum of gradients instead of their mean: a contribution's weight is its samples.
     may_sum: ClassVar[bool] = True
     changeable: ClassVar[tuple[str, ...]] = ()  # options that may change while the run goes on (`Policy.change`)

@@ -320,6 +320,17 @@ def test_no_sequence_of_commands_ends_the_run(mode: str, settings: dict, happene
             commanded.apply(events.Controlled(command, *arguments))
 
 
+def test_what_is_set_after_a_new_configuration_is_not_dropped_at_the_next_restart() -> None:
+    run = run_of("ssp", staleness=1)
+    ask(run, "set", name="staleness", value=5)
+    again = restored(run, staleness=2)
+    assert again.policy.staleness_bound == 2
+    again.policy.joined(0, 0.0)
+    assert verdict(ask(again, "set", name="staleness", value=7))[0]
+    assert restored(again, staleness=2).policy.staleness_bound == 7
+    assert restored(again, staleness=3).policy.staleness_bound == 3
+
+
 def test_who_was_evicted_stays_out_when_the_run_goes_back() -> None:
     """A shard was lost, and the snapshot is older than the eviction: nobody waits for the rank, or lets it in."""
     before = run_of("sync")

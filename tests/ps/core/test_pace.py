@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.ps.core import events
+from paramserver.ps.core import effects, events
 from paramserver.ps.core.counting.stats import WorkerStats
+from paramserver.ps.core.judgement import Judgement
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
@@ -70,7 +71,7 @@ def test_training_steps_and_the_steady_part_are_counted_apart_from_contributions
     assert [(row.training_steps, row.contributions, row.known_samples) for row in rows] == [(18, 3, 180)] * 2
     seconds, samples, steps = run.contributions.steady()
     assert (seconds, samples, steps) == (8.0, 200, 20)  # since 101.0, when both had contributed
-    saved = run.roster.stats[0].saved(1)
+    saved = run.roster.stats[0].saved([(20, 0, 2)])
     assert (saved["contributions"], saved["training_steps"], saved["samples"]) == (2, 16, 160)
     assert WorkerStats.restored(0, saved).training_steps == 16
 
@@ -112,5 +113,39 @@ def test_samples_that_nobody_said_stay_unknown_over_a_snapshot_that_holds_them()
     stats.accepted(0, 32, 0, 1.0)
     stats.accepted(0, 0, 0, 2.0)
     assert (stats.known_samples, stats.samples_per_s) == (None, None)
-    assert WorkerStats.restored(0, stats.saved(num_open=0)).known_samples is None
-    assert WorkerStats.restored(0, stats.saved(num_open=1)).known_samples == 32  # no version has the second one yet
+    assert WorkerStats.restored(0, stats.saved([])).known_samples is None
+    assert WorkerStats.restored(0, stats.saved([(0, 0, 1)])).known_samples == 32  # no version has the second one yet
+
+
+def test_a_snapshot_has_the_sums_of_its_version_however_many_contributions_are_open() -> None:
+    """Of rank 0 are 30 in no version yet; with one more of rank 1, 40 would make the second one."""
+    run = started("buffered", 100, buffer=40)
+    for number in range(1, 71):
+        run.apply(contributed(0, 1, number, run.policy.version, at=float(number), num_samples=8))
+    assert run.policy.version == 1
+    training = run.saved(71.0)["training"]
+    assert run.saved(71.0)["contributions"][0] == 40
+    stats = training["stats"]["0"]
+    assert (stats["contributions"], stats["samples"], stats["training_steps"]) == (40, 320, 40)
+    assert training["staleness"] == {"0": 40}
+
+
+@pytest.mark.parametrize(("mode", "options"), [
+    ("async_diloco", {"local_steps": 1, "quorum": 2, "grace": 1.0}),
+    ("async_diloco", {"local_steps": 1, "quorum": 2, "grace": 1.0, "outer_delay": 2, "outer_momentum": 0.5}),
+    ("buffered", {"buffer": 2}),
+])  # fmt: skip
+def test_the_others_do_not_move_the_share_of_a_skipped_contribution(mode: str, options: dict[str, object]) -> None:
+    """Of two with 10 and 30 samples, the second is not finite: the first moves a quarter, as without the skip."""
+    found = {}
+    for action in ("take", "skip"):
+        run, commits = started(mode, 10, weighting="samples", **options), []
+        for rank, (num_samples, judged) in enumerate(((10, "take"), (30, action))):
+            judgement = Judgement(judged, "" if judged == "take" else "NaN", "")
+            event = contributed(rank, 1, 1, 0, at=5.0, num_samples=num_samples, judgement=judgement)
+            commits += [effect for effect in run.apply(event) if isinstance(effect, effects.Commit)]
+        (commit,) = commits
+        outer = commit.hyperparameters[0] if commit.hyperparameters else {}
+        found[action] = commit.lr_scale * outer.get("share", 1.0)
+    weight = (10.0, 30.0) if mode == "buffered" else (100.0, 900.0)
+    assert found["skip"] == pytest.approx(found["take"] * weight[0] / sum(weight))

@@ -76,6 +76,16 @@ def test_less_momentum_is_left_the_more_workers_are_live(mode: str) -> None:
 
 
 @ONE_BY_ONE
+def test_workers_that_have_taken_all_steps_are_no_delay(mode: str) -> None:
+    """They are live until the run ends; the last contribution of each still came beside the others."""
+    policy = joined(mode, 3, training_steps=2)
+    found = [commit_of(policy, rank, policy.version).momentum_among for rank in (0, 1, 0, 1, 2, 2)]
+    assert found == [3, 3, 3, 2, 1, 1] and len(policy.members) == 3
+    many = joined(mode, 12, training_steps=1)
+    assert [commit_of(many, rank, 0).scales != () for rank in range(12)] == [True] * 4 + [False] * 8
+
+
+@ONE_BY_ONE
 def test_with_many_workers_late_gradients_count_less_unless_somebody_says_otherwise(mode: str) -> None:
     """By the number that are live, where less momentum is used; one word turns either off."""
     policy = joined(mode, 9)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from paramserver.common.tensors.layout import FlatRun, Kind, Layout, TensorSpec
+from paramserver.common.tensors.layout import FlatRun, Kind, Layout, TensorSpec, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.tensors.flat_optimizer import FlatOptimizer
 from paramserver.ps.tensors.windows import windows_of
@@ -90,3 +90,33 @@ def test_a_tensor_without_a_gradient_keeps_its_bits() -> None:
         step(optimizer, seed, frozenset({"w1", "b1"}))
         kept = {spec.name for spec, view in LAYOUT.views(weights) if torch.equal(view, before[spec.name])}
         assert kept == {"w1", "b1"}
+
+
+@pytest.mark.parametrize(("name", "first", "then"), [
+    ("RMSprop", {"momentum": 0.0}, {"momentum": 0.9}),
+    ("RMSprop", {"momentum": 0.0, "centered": False}, {"momentum": 0.5, "centered": True}),
+    ("Adam", {"amsgrad": False}, {"amsgrad": True}),
+    ("SGD", {"momentum": 0.0, "dampening": 0.5}, {"momentum": 0.9, "dampening": 0.5}),
+])  # fmt: skip
+def test_a_schedule_may_turn_on_what_a_first_step_would_have_made(name: str, first: dict, then: dict) -> None:
+    """As in torch, had its state begun with zeros; where torch itself goes on, as torch."""
+    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (41,))])
+    flat = new_payload(layout.total_bytes)
+    spec = OptimizerSpec(name, (GroupSpec(("w",), {"lr": 0.1, **first}),))
+    optimizer, windows = FlatOptimizer(spec, layout, flat, windows_of(layout)), windows_of(layout)
+    weights = torch.nn.Parameter(torch.zeros(41, dtype=torch.float64))
+    reference = getattr(torch.optim, name)([weights], lr=0.1, **first)
+    for step in range(8):
+        numbers = {"lr": 0.1 / (step + 1), **(first if step < 4 else then)}
+        gradient = torch.randn(41, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        optimizer.set_hyperparameters([numbers])
+        for index in range(len(windows)):
+            optimizer.step(index, gradient.view(torch.uint8), FlatRun.view)
+        reference.param_groups[0].update(numbers)
+        if step == 4 and name != "SGD":
+            state = reference.state[weights]
+            for key in ("momentum_buffer", "grad_avg") if name == "RMSprop" else ("max_exp_avg_sq",):
+                state.setdefault(key, torch.zeros_like(weights))
+        weights.grad = gradient
+        reference.step()
+    torch.testing.assert_close(flat.view(torch.float64), weights.detach())

@@ -16,11 +16,14 @@ from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, Reduction
 from paramserver.common.tensors.sharding import divide
 from paramserver.common.tensors.tables import make_spec
+from paramserver.common.wire.frames import parse
+from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.tensors.model import Model
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.ps.tensors.tables import Rows, Tables
 from paramserver.ps.tensors.thread import TensorThread
+from paramserver.worker.conversation.messages import RowGradients, rows_frames
 
 NUM_ROWS, DIM = 12, 2
 SPEC = make_spec("items", NUM_ROWS, DIM, "float64", 0.1, "sgd", {"lr": 1.0})
@@ -187,3 +190,29 @@ def test_rows_count_in_the_norm_that_a_step_is_clipped_to(
         now = torch.cat([store.weights.view(torch.float64).view(-1, 2) for store in stores])
         assert torch.allclose(now, w, rtol=1e-12)
         assert torch.allclose(torch.cat([store.tables.state()["weight/items"] for store in stores]), items, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("optimizer", "numbers"), [
+    ("sparse_adam", {"lr": 0.1}), ("adagrad", {"lr": 0.1, "lr_decay": 0.5}), ("rowwise_adagrad", {"lr": 0.1}),
+    ("sgd", {"lr": 0.1}),
+])  # fmt: skip
+def test_every_shard_counts_the_steps_of_a_table_whoever_has_its_rows(optimizer: str, numbers: dict) -> None:
+    """As messages bring them: a shard without rows of the round counts its step nevertheless."""
+    whole = make_spec("items", NUM_ROWS, DIM, "float64", 0.1, optimizer, numbers)
+    other = make_spec("other", NUM_ROWS, DIM, "float64", 0.1, optimizer, numbers)
+    sides = [Tables([whole, other], 1), *(Tables([whole.part(shard, 2), other.part(shard, 2)], 1) for shard in (0, 1))]
+    for step, rows in enumerate(([0, 1], [0, 2], [9], [1, 11], [10])):
+        gradients = RowGradients(int(step == 3), torch.tensor(rows), torch.full((len(rows), DIM), 1.0 + step).double())
+        for tables in sides:
+            found: list[Rows] = []
+            for raw in rows_frames(tables.specs, [gradients]):
+                frame = parse(pb.WorkerMessage, raw)
+                header = frame.of(pb.Rows)
+                found.append(tables.read(header.table, header.count, frame.data, found))
+            tables.fold(found, 1.0)
+            assert tables.commit() == ""
+    for table in range(2):
+        wanted, *parts = (tables._tables[table].weight.detach() for tables in sides)
+        assert torch.equal(torch.cat(parts), wanted)
+    with pytest.raises(ParamServerError, match="for 0 rows"):
+        sides[0].read(0, 0, memoryview(b""), [Rows(0, torch.empty(0), torch.empty(0))])
