@@ -12,15 +12,13 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from ..common.config.option import LAUNCHER
-from ..common.errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, ParamServerError
+from ..common.errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, OutputError, ParamServerError
 from ..common.reporting.curve import Point, add_trained
+from ..common.reporting.results import taken_over
 from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary
 from ..common.security import WEB_TOKEN_VARIABLE
@@ -37,7 +35,6 @@ from .view.screen import Screen, make_screen
 from .view.series import Series
 
 _TICK_S = 0.1
-_OF_THE_RUN = ("status", "summary")  # the server above reports them; a relay's are of its region alone
 _SIGNALLED = 128  # exit codes above it are signals'
 
 
@@ -71,7 +68,7 @@ class Job:
         self._has_snapshot: set[Child] = set()  # servers that took one in this run
         self.interrupted_by = 0  # the last signal
         self.dashboard = dashboard
-        self._summary: Summary | None = None
+        self._is_cut_short = False  # by `is_enough`: its results do not matter
         self._trained: list[Point] = []
         self._blame, self._logs = Blame(), WorkerLogs()
         self._num_killed: Counter[Child] = Counter()  # of each worker's processes
@@ -115,6 +112,8 @@ class Job:
                 if self._checking is not None:
                     self._checking.cancel()
                 await self._backend.close()
+            outcome = self._with_results(finish)
+            finish = outcome.finish
             if finish.culprit is not None:
                 self._screen.failure(finish)
             elif finish.exit_code:
@@ -123,7 +122,7 @@ class Job:
                 self._screen.note("ended", f"{finish.reason}; every process has ended{again}", "warning")
         finally:
             self._screen.close()
-        return Outcome(finish, self._summary)
+        return outcome
 
     def interrupt(self, number: int) -> None:
         """End the job because of a signal, or because nobody reads the output."""
@@ -164,7 +163,7 @@ class Job:
             return
         if child == self._plan.reporter and self._understood(line, event):
             return
-        if event.is_at_least(self._shown_level) and not (child.region and event.name in _OF_THE_RUN):
+        if event.is_at_least(self._shown_level) and not (child.region and event.name == "status"):
             self._screen.line(child, line, event)
         if child.role == SERVER.role:
             self._on_server_event(child, event)
@@ -173,23 +172,30 @@ class Job:
             self._screen.secret(f"the page to type into: {event.fields.get('url')}?token={token}")
 
     def _understood(self, line: str, event: Event) -> bool:
-        """Use a status or summary event; returns False for any other."""
-        if (status := event.status) is not None:
-            add_trained(self._trained, status)
-            self._screen.status(line, status, self._now)
-            if self._is_enough is not None and self._is_enough(status):
-                self._is_enough = None
-                self._carry_out(self._supervisor.abort(0, "its metrics agree, or its time is over", self._now))
-            return True
-        if event.name != "summary":
+        """Use a status event; returns False for any other."""
+        if (status := event.status) is None:
             return False
-        with suppress(ValidationError):
-            fields = {**event.fields, "mode": self._plan.mode, "trained": self._trained}
-            if self._plan.relays:
-                fields["above"] = Summary.model_validate(event.fields).label
-            self._summary = Summary.model_validate(fields)
-            return True
-        return False
+        add_trained(self._trained, status)
+        self._screen.status(line, status, self._now)
+        if self._is_enough is not None and self._is_enough(status):
+            self._is_enough, self._is_cut_short = None, True
+            self._carry_out(self._supervisor.abort(0, "its metrics agree, or its time is over", self._now))
+        return True
+
+    def _with_results(self, finish: Finish) -> Outcome:
+        """Returns the outcome with the run's results. A run that went well and left none has failed."""
+        reporter = self._plan.reporter
+        data = self._backend.results.get(reporter, b"")
+        if (summary := taken_over(data)) is not None:
+            above = summary.label if self._plan.relays else ""  # its own mode is that of the run above the regions
+            return Outcome(
+                finish, summary.model_copy(update={"mode": self._plan.mode, "above": above, "trained": self._trained})
+            )
+        if not finish.exit_code and not self._is_cut_short:
+            left = f"only {len(data):,} bytes of its results, which are incomplete" if data else "no results of the run"
+            reason = f"the {reporter} ended well and left {left}: there is no table, summary or report"
+            return Outcome(Finish(OutputError.exit_code, reason, reporter))
+        return Outcome(finish)
 
     def _on_server_event(self, child: Child, event: Event) -> None:
         fields, supervisor = event.fields, self._supervisor

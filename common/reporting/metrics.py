@@ -55,6 +55,14 @@ class Fold(Enum):
     DERIVED = "derived"  # over workers: from the other metrics of the run, as from those of a worker
 
 
+class Tense(Enum):
+    """What a worker's metric speaks of, which decides the workers that it folds over (`folding.py`)."""
+
+    DONE = "done"  # in all, such as samples
+    NOW = "now"  # such as a rate; a worker that does not train has none
+    LAST = "last"  # the newest value, such as a loss
+
+
 class Display(Flag):
     """Where a metric is displayed. Status call, status lines and run store have all metrics of a worker."""
 
@@ -87,6 +95,7 @@ class Metric:
     over_time: Fold = Fold.LAST
     display: Display = Display.EVERYWHERE
     display_run: Display | None = None  # for the run's value from `over_workers`; None: as `display`
+    tense: Tense = Tense.DONE
     default: Value = 0  # if no value was given
     is_rare: bool = False  # tables omit it if it is 0 for all
     differs_from: str = ""  # tables omit it if it equals this other metric for all
@@ -151,10 +160,10 @@ def shown_of_run(where: Display) -> list[Metric]:
 
 
 def values_of(metrics: Iterable[Metric], source: Any) -> dict[str, Value]:
-    """Read the metrics from a source of the server, rounded to what is worth sending."""
+    """Read the metrics from a source of the server, rounded to what is worth sending; what is now, of live workers."""
     found: dict[str, Value] = {}
     for metric in metrics:
-        if metric.read is not None:
+        if metric.read is not None and (metric.tense is not Tense.NOW or source.presence.is_live):
             value = metric.read(source)
             found[metric.name] = round(value, 6) if isinstance(value, float) else value
     return found
@@ -173,34 +182,10 @@ def completed(metrics: Iterable[Metric], row: Row) -> dict[str, Value]:
     return found
 
 
-def over_workers(column: Callable[[Metric], list[Value]]) -> dict[str, Value]:
-    """The metrics of the run that add up over workers. `column` gives the values of a metric of all workers."""
-    return {
-        metric.name: _FOLDED[metric.over_workers](column(metric))
-        for metric in OF_WORKER.values()
-        if metric.over_workers in _FOLDED
-    }
-
-
 def total_or_unknown(values: Iterable[Number | None]) -> Number | None:
     """Returns the sum; None if a value is unknown."""
     known = list(values)
     return None if None in known else sum(known)  # type: ignore[arg-type]  # there is no None
-
-
-def _mean(values: list[Value]) -> Value:
-    """Returns the mean of the known values; None if no value is known."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(known) / len(known) if known else None
-
-
-def _maximum(values: list[Value]) -> Value:
-    return max((value for value in values if value is not None), default=0)
-
-
-_FOLDED: dict[Fold | None, Callable[[list[Value]], Value]] = {
-    Fold.SUM: total_or_unknown, Fold.MEAN: _mean, Fold.MAX: _maximum,
-}  # fmt: skip
 
 
 def _ratio(part: Value, whole: Value) -> Value:
@@ -211,9 +196,22 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+_TIMES = ("compute_s", "transfer_s", "wait_s")
+
+
 def _of_time(name: str) -> Callable[[Row], Value]:
-    """Derives a kind of time as a share of the workers' total time."""
-    return lambda row: _ratio(row[name], total_or_unknown([row["compute_s"], row["transfer_s"], row["wait_s"]]))
+    """Derives a kind of time as a share of the recent time of live workers; without any, of all time."""
+
+    def share_of(row: Row) -> Value:
+        recent = sum(row.get(f"recent_{time}") or 0.0 for time in _TIMES)
+        return _ratio(row[f"recent_{name}"], recent) if recent else part_of_time(row, name)
+
+    return share_of
+
+
+def part_of_time(row: Row, name: str) -> Value:
+    """Returns a kind of time as a share of all time of the workers."""
+    return _ratio(row[name], total_or_unknown([row[time] for time in _TIMES]))
 
 
 # ---- the table ------------------------------------------------------------------------------------------
@@ -242,9 +240,17 @@ def _of_run(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **options
 _RARE: dict[str, Any] = {"is_rare": True, "over_workers": None}
 
 
+def _recent(name: str, text: str) -> Metric:
+    """Seconds of a kind within the time of `samples_per_s`; the shares of a live worker are of these."""
+    read = lambda worker: worker.recent_s[_TIMES.index(name)]  # noqa: E731
+    return Metric(f"recent_{name}", f"recent {name}", text, Unit.SECONDS, read=read, over_workers=Fold.SUM,
+                  tense=Tense.NOW, display=Display.NOWHERE)  # fmt: skip
+
+
 def _measured(name: str, label: str, text: str, unit: Unit, **options: Any) -> Metric:
     """A metric that a worker's process measures and sends with its heartbeats; the run has the mean."""
     kept = {
+        "tense": Tense.NOW,
         "over_workers": Fold.MEAN,
         "display": Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS,
         "display_run": Display.CURVES | Display.TRACKERS,
@@ -254,7 +260,8 @@ def _measured(name: str, label: str, text: str, unit: Unit, **options: Any) -> M
 
 
 _RELAY: dict[str, Any] = {
-    "over_workers": Fold.SUM, "display": Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS | _SUMMARY,
+    "over_workers": Fold.SUM, "tense": Tense.LAST,
+    "display": Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS | _SUMMARY,
     "display_run": Display.CURVES | Display.TRACKERS | Display.REPORT,
 }  # fmt: skip
 
@@ -302,14 +309,18 @@ _METRICS = (
     _counted("samples", "samples", "Samples in accepted contributions.", read=lambda worker: worker.stats.known_samples,
              display=_TABLE | _DASHBOARD, display_run=_DASHBOARD | Display.TRACKERS | Display.NOTEBOOK),
     Metric("loss", "loss", "Mean training loss of the newest contribution.", Unit.NUMBER, default=None,
-           read=lambda worker: _finite(worker.stats.loss), over_workers=Fold.MEAN,
+           read=lambda worker: _finite(worker.stats.loss), over_workers=Fold.MEAN, tense=Tense.LAST,
            display=_LIVE | Display.PROMETHEUS, display_run=_LIVE | Display.NOTEBOOK),
-    Metric("samples_per_s", "samples/s", "Recent samples per second; of a finished run: the mean.", Unit.RATE,
-           read=lambda worker: worker.stats.samples_per_s, over_workers=Fold.SUM,
+    Metric("samples_per_s", "samples/s", "Samples per second until now; of a finished run: the mean.", Unit.RATE,
+           read=lambda worker: worker.samples_per_s, over_workers=Fold.SUM, tense=Tense.NOW,
            display=_LIVE, display_run=_LIVE | Display.REPORT | Display.NOTEBOOK),
     _counted("compute_s", "compute s", "Seconds spent in forward and backward.", Unit.SECONDS),
     _counted("transfer_s", "transfer s", "Seconds spent in exchanges, without waits for the mode.", Unit.SECONDS),
-    _counted("wait_s", "wait s", "Seconds spent waiting for the mode or for an open round.", Unit.SECONDS),
+    _counted("wait_s", "wait s", "Seconds spent waiting for the mode or for an open round.", Unit.SECONDS,
+             read=lambda worker: worker.wait_s),
+    _recent("compute_s", "Seconds of computing of late."),
+    _recent("transfer_s", "Seconds of transfer of late."),
+    _recent("wait_s", "Seconds of waiting of late, also of a wait that goes on."),
     Metric("compute_share", "compute", "Computing as a share of the worker's time.", Unit.SHARE,
            derive=_of_time("compute_s"), display=_TERMINAL | Display.TRACKERS),
     Metric("transfer_share", "transfer", "Transfer as a share of the worker's time.", Unit.SHARE,
@@ -349,8 +360,10 @@ _METRICS = (
              **_RARE),
     _counted("residual_lost_norm", "lost norm", "Norms of the lost residuals, added up.", Unit.NUMBER, **_RARE,
              read=lambda worker: worker.stats.residual_lost),
-    _measured("learning_rate", "learning rate", "Rate of the optimizer's first parameter group.", Unit.NUMBER),
-    _measured("grad_norm", "gradient norm", "Norm of the worker's gradient in a recent step.", Unit.NUMBER),
+    _measured("learning_rate", "learning rate", "Rate of the optimizer's first parameter group.", Unit.NUMBER,
+              tense=Tense.LAST),
+    _measured("grad_norm", "gradient norm", "Norm of the worker's gradient in a recent step.", Unit.NUMBER,
+              tense=Tense.LAST),
     _measured("cpu", "CPU", "Recent CPU time of the process as a share of one core.", Unit.SHARE),
     _measured("memory_bytes", "memory", "Resident memory of the process.", Unit.BYTES),
     _measured("gpu", "GPU", "Use of its GPU as NVML reports it (nvidia-ml-py).", Unit.SHARE),
@@ -359,7 +372,7 @@ _METRICS = (
     _measured("region_ahead", "ahead", "Steps that the region is ahead of the last reply to its relay.", Unit.COUNT,
               **_RELAY | {"over_workers": Fold.MAX}),
     _measured("region_bytes", "within", "Bytes between the region's workers and its relay, both ways.", Unit.BYTES,
-              **_RELAY),
+              **_RELAY | {"tense": Tense.DONE}),
     _measured("region_staleness", "stale within", "Mean staleness within the region, in versions of its relay.",
               Unit.MEAN, **_RELAY | {"over_workers": Fold.MEAN}),
     _of_run("server_cpu", "server CPU", "Recent CPU time of the server (shard 0) as a share of one core.", Unit.SHARE,

@@ -16,6 +16,7 @@ from ..errors import OutputError
 from .curve import Point, text_of
 from .log import get_logger
 from .report import report_console, summary_table
+from .results import hand_over
 from .summary import Summary
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def write_curve(path: str, points: list[Point]) -> None:
 
 
 def write_results(config: Config, summary: Summary, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write the weights, if any, and the summary to the files in `config.output`, and print the summary.
+    """Write the weights, if any, and the summary to the files in `config.output`, and print or hand over the summary.
 
     The weights are safetensors, for `model.load_state_dict(load_file(path))`. The same file has `metadata`, whose
     `version` is the version of the weights. Raises OutputError if a file cannot be written.
@@ -119,8 +120,11 @@ def write_results(config: Config, summary: Summary, tensors: dict[str, torch.Ten
             log.info("saved", path=output.save, version=int(metadata["version"]))
         if output.summary is not None:
             write_whole(Path(output.summary), summary.text().encode(), is_synced=False)
+        is_handed_over = hand_over(summary)
     except OSError as error:
         raise OutputError(f"cannot write the results: {error}", fix="free some space and run again") from None
+    if is_handed_over:
+        return
     if config.log.format == "json":
         log.info("summary", **summary.model_dump())
     else:

@@ -97,4 +97,4 @@ def _worker_row(worker: WorkerStatus, metrics: list[Metric], num_steps: int) -> 
             f"{cell}/{num_steps:,}" if metric.name == "step" else cell
             for metric, cell in zip(metrics, cells, strict=True)
         ]
-    return [rank, Text(worker.state, style=_STATE_STYLES.get(worker.state, "")), *cells]
+    return [rank, Text(worker.state_text, style=_STATE_STYLES.get(worker.state, "")), *cells]

@@ -6,25 +6,19 @@ numbers are the metrics of `metrics.py`, as attributes by their names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
 from .curve import MetricValue, Point
-from .metrics import OF_RUN, OF_WORKER, Display, Metric, Value, completed, over_workers
+from .folding import Presence, folded
+from .metrics import OF_RUN, OF_WORKER, Display, Metric, Value, completed
+from .pictures.words import duration
 
 RECORDED = "recorded."  # before the name of a metric that a script records
+_LONG_S = 5.0  # in one state
 _OFTEN_EMPTY = ("versions", "shard_bytes", "evaluated", "left_out", "recorded")
-
-
-def mean_recorded(workers: Iterable[WorkerStatus]) -> dict[str, float]:
-    """Returns the mean of each metric that scripts record, over the workers that have it."""
-    values: dict[str, list[float]] = {}
-    for worker in workers:
-        for name, value in worker.recorded.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def names_of(workers: Sequence[WorkerStatus]) -> str:
@@ -77,8 +71,8 @@ class Measured(BaseModel):
     def _complete(self) -> Measured:
         extra = self.model_extra
         assert extra is not None
-        workers = [worker.row() for worker in self.parts()]
-        added = over_workers(lambda metric: [worker[metric.name] for worker in workers]) if workers else {}
+        workers = self.parts()
+        added = folded(workers, lambda metric, worker: worker.row()[metric.name]) if workers else {}
         extra.update(completed(self.declared_metrics(), added | extra))
         return self
 
@@ -88,12 +82,23 @@ class WorkerStatus(Measured):
 
     rank: int
     state: str = ""  # joining, computing, uploading, waiting, away, finished, gone
+    state_s: float = 0.0  # seconds since it began to compute or to wait
     waiting_for: str = ""  # a sentence; empty when it does not wait
     transport: str = "grpc"  # how its tensors travel: "grpc", "direct" or "shared memory"
     transport_reason: str = ""  # why it is not the transport that the worker prefers
     codec: str = "raw"  # of its newest contribution; auto's choice
     region: str = ""  # whose relay it is
     recorded: dict[str, MetricValue] = Field(default_factory=dict)  # by its script: `session.record(name=...)`
+
+    @property
+    def presence(self) -> Presence:
+        """Of a record without a state, such as one of a summary, all take part."""
+        return Presence(is_live=self.state not in ("finished", "gone"), is_lost=self.state == "gone")
+
+    @property
+    def state_text(self) -> str:
+        """Its state, with the time since then where that is long: `computing 20 s`."""
+        return f"{self.state} {duration(self.state_s)}" if self.state_s >= _LONG_S else self.state
 
     @property
     def label(self) -> str:

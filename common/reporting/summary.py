@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from ..config.conditions import Condition
 from ..wire.json_text import to_json
 from .curve import MetricValue, Point
-from .metrics import OF_RUN, Display, Metric
+from .metrics import OF_RUN, Display, Metric, Tense
 from .status import Measured, WorkerStatus
 
 
@@ -93,7 +93,9 @@ class Summary(Measured):
         return [
             metric
             for metric in OF_RUN.values()
-            if metric.name not in cls._OWN and (not metric.of_run or metric.display & Display.RESULTS)
+            if metric.name not in cls._OWN
+            and (metric.tense is not Tense.NOW)
+            and (not metric.of_run or metric.display & Display.RESULTS)
         ]
 
     def parts(self) -> list[WorkerStatus]:

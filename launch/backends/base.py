@@ -7,6 +7,7 @@ and calls `on_line` and `on_exit` from there. Every backend promises (tests/laun
 - `on_exit` reports each started process exactly once, also one that cannot be started (exits.CANNOT_START, after a
   line with the reason) or whose host is lost (exits.HOST_LOST).
 - The launcher's PS_ variables reach every process. Its own rank and address (RANK, PS_SERVER, ...) reach none.
+- What a process with `reports` writes to the descriptor of its results arrives whole, whatever its length.
 - `kill` ends a process and everything it has started; so does the process's own end.
 - When the launcher dies, whatever the cause, nothing that it started stays behind.
 
@@ -39,6 +40,7 @@ from ...common.config.addresses import join_address
 from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import ParamServerError
+from ...common.reporting.results import RESULTS_VARIABLE
 from ..hosts.connection import Connection, Unreachable, watched
 from ..plan.hosts import Host
 from ..plan.process import WILDCARDS, Child, ProcessSpec
@@ -72,6 +74,7 @@ class Running:
     connection: Connection | None = None  # to its agent, once there is one
     number: int = 0  # its id with the agent
     is_unwanted: bool = False  # ended before it was started
+    results: bytearray = field(default_factory=bytearray)
 
 
 class Backend(ABC):
@@ -87,6 +90,7 @@ class Backend(ABC):
         self._connections: list[Connection] = []  # all that were ever made
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_closed = False
+        self.results: dict[Child, bytes] = {}  # of each that has ended and was to report any; complete before `on_exit`
 
     @abstractmethod
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
@@ -136,10 +140,12 @@ class Backend(ABC):
             return
         running.connection = connection
         running.number = connection.start(
-            {"argv": running.spec.argv, "env": dict(env), "folder": folder, "sharing": running.spec.sharing},
+            {"argv": running.spec.argv, "env": dict(env), "folder": folder, "sharing": running.spec.sharing,
+             "results": RESULTS_VARIABLE if running.spec.reports else ""},
             lambda data: self._lines(running, running.splitter.feed(data)),
             lambda code, why: self._ended(running, code, why),
-        )
+            on_results=running.results.extend,
+        )  # fmt: skip
 
     def terminate(self, child: Child) -> None:
         """Ask a process to end in good order. Does nothing when it has ended.
@@ -181,6 +187,7 @@ class Backend(ABC):
         if why:
             self._lines(running, [f"cannot start {why}" if code == CANNOT_START else why])
         del self._running[running.spec.child]
+        self.results[running.spec.child] = bytes(running.results)
         self._on_exit(running.spec.child, code)
 
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from typing import Any
 from ...common.errors import UsageError
 from ...common.wire.json_text import read_json
 from ..hosts.agent import end_with
-from ..hosts.connection import Connection, agent_command, watched
+from ..hosts.connection import MAX_LINE_BYTES, Connection, agent_command, watched
 from ..hosts.ray_job import PASS
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import HOST_LOST
@@ -59,6 +59,7 @@ class RayBackend(Backend):
         self._job = job = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "paramserver.launch.hosts.ray_job", json.dumps(options),
             stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, preexec_fn=end_with(os.getpid()),
+            limit=MAX_LINE_BYTES,
         )  # fmt: skip
         assert job.stdout is not None and job.stderr is not None
         errors = self._until_closed(watched(job.stderr.read()))

@@ -9,7 +9,7 @@ it is started as a file, without the package:
 
 Standard input and output are one conversation in JSON lines. The launcher sends
 
-    {"do": "start", "id": 1, "argv": [...], "env": {...}, "folder": "~/x", "sharing": 2}
+    {"do": "start", "id": 1, "argv": [...], "env": {...}, "folder": "~/x", "sharing": 2, "results": "VARIABLE"}
     {"do": "end" | "kill", "id": 1}
     {"do": "write", "id": 2, "path": "task.py", "folder": "~/x", "size": 100}, then 100 bytes
     {"do": "listen", "id": 3, "port": 0}                  a socket to measure by; the output is its port
@@ -21,8 +21,12 @@ Standard input and output are one conversation in JSON lines. The launcher sends
 and the agent, after a first line with MAGIC,
 
     {"out": 1, "size": 20}, then 20 bytes        output, as it was written
+    {"results": 1, "size": 20}, then 20 bytes    a piece of what the process left in the file of its results
     {"exit": 1, "code": -9, "why": ""}           of a process, a write, a listen or a ping
     {"heartbeat": 1}
+
+The results of a process have any length, and no line does. So a process with `results` inherits an open file, whose
+descriptor is in that variable, and what it wrote there follows its output.
 
 Each process leads a session and a process group of its own: a terminal's Ctrl-C does not reach it, and killing the
 group kills everything it has started. Nothing outlives the conversation. At the end of standard input, or when the
@@ -47,7 +51,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +60,7 @@ MAGIC = "paramserver-agent-1"
 HEARTBEAT_S = 2.0
 CANNOT_START = 126
 _MAX_READ = 1 << 14
+_RESULTS_PIECE = 1 << 16
 _MAX_AHEAD = 1 << 18  # output that the launcher has not handled; beyond it, children block on their pipes
 _NUM_LAST_READS = 256  # after a process's end: more than a pipe's content; a daemon that it left may write for ever,
 _LAST_READS_S = 1.0  # or be silent
@@ -141,18 +146,22 @@ class Agent:
             env["OMP_NUM_THREADS"] = str(max(1, num_cores() // message["sharing"]))
         env.update(message["env"])
         argv = [os.path.expanduser(message["argv"][0]), *message["argv"][1:]]
+        results = None
         try:
+            if message.get("results"):
+                results = tempfile.TemporaryFile()  # noqa: SIM115  (open until its process has ended)
+                env[message["results"]] = str(results.fileno())
             popen = subprocess.Popen(
                 argv, env=env, cwd=os.path.expanduser(message["folder"]), stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                preexec_fn=end_with(os.getpid()),
+                preexec_fn=end_with(os.getpid()), pass_fds=() if results is None else (results.fileno(),),
             )  # fmt: skip
         except OSError as error:
             self._send({"exit": number, "code": CANNOT_START, "why": f"{error.filename}: {error.strerror}"})
             return
         self._guardian.watch(popen.pid)
         self._popens[number] = popen
-        in_thread(self._await_end, number, popen, in_thread(self._pass_on, number, popen))
+        in_thread(self._await_end, number, popen, in_thread(self._pass_on, number, popen), results)
 
     def _pass_on(self, number: int, popen: subprocess.Popen[bytes]) -> None:
         """Pass on output at the launcher's pace, so that events do not wait behind megabytes of a chatty child."""
@@ -165,7 +174,9 @@ class Agent:
                     self._handled.wait_for(lambda: self._num_ahead < _MAX_AHEAD or popen.returncode is not None)
                 num_last += popen.returncode is not None
 
-    def _await_end(self, number: int, popen: subprocess.Popen[bytes], reader: threading.Thread) -> None:
+    def _await_end(
+        self, number: int, popen: subprocess.Popen[bytes], reader: threading.Thread, results: IO[bytes] | None
+    ) -> None:
         popen.wait()
         kill_group(popen.pid)  # the group keeps its number while anything in it is alive
         with self._handled:
@@ -173,6 +184,11 @@ class Agent:
         reader.join(_LAST_READS_S)
         self._guardian.forget(popen.pid)
         del self._popens[number]
+        if results is not None:
+            with results:
+                results.seek(0)
+                while piece := results.read(_RESULTS_PIECE):
+                    self._send({"results": number, "size": len(piece)}, piece)
         self._send({"exit": number, "code": popen.returncode, "why": ""})
 
     def _end_all(self) -> None:

@@ -33,6 +33,7 @@ _CLOSE_S = 5.0
 _LOOK_S = 1.0  # between two checks whether the host is silent
 _LAST_WORDS_S = 1.0
 _TOOK_BYTES = 1 << 15
+MAX_LINE_BYTES = 1 << 24  # of a helper's line; asyncio's own 64 KiB are less than the addresses of a large cluster
 T = TypeVar("T")
 _CLOSED = "the connection was closed"
 
@@ -56,6 +57,7 @@ class _Watcher(NamedTuple):
 
     on_data: Callable[[bytes], object]
     on_exit: Callable[[int, str], None]
+    on_results: Callable[[bytes], object]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -144,14 +146,14 @@ class Connection:
 
     def start(
         self, message: dict[str, Any], on_data: Callable[[bytes], object], on_exit: Callable[[int, str], None],
-        content: bytes = b"",
+        content: bytes = b"", on_results: Callable[[bytes], object] = lambda data: None,
     ) -> int:  # fmt: skip
         """Start a process, and return its id. `on_exit` gets its code, and why it did not start or was lost."""
         number = next(self._ids)
         if self.is_lost:
             self._loop.call_soon(on_exit, HOST_LOST, f"{self.name} was lost")
         else:
-            self._watchers[number] = _Watcher(on_data, on_exit)
+            self._watchers[number] = _Watcher(on_data, on_exit, on_results)
             self._send({"do": "start", "id": number, **message}, content)
         return number
 
@@ -250,6 +252,10 @@ class Connection:
                         num_taken += len(data)
                         if message["out"] in self._watchers:
                             self._watchers[message["out"]].on_data(data)
+                    elif "results" in message:
+                        data = await reader.readexactly(message["size"])
+                        if message["results"] in self._watchers:
+                            self._watchers[message["results"]].on_results(data)
                     elif message.get("exit") in self._watchers:
                         self._watchers.pop(message["exit"]).on_exit(message["code"], message["why"])
                     if num_taken >= _TOOK_BYTES:
@@ -294,7 +300,7 @@ class Connection:
 
 @asynccontextmanager
 async def _reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
-    reader = asyncio.StreamReader()
+    reader = asyncio.StreamReader(MAX_LINE_BYTES)
     connect = asyncio.get_running_loop().connect_read_pipe
     transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:

@@ -39,3 +39,4 @@ class ProcessSpec:
     sharing: int = 0  # processes that share that host's cores; 0: the launcher sets no number of threads
     needs: tuple[str, ...] = ()  # files that it reads on its host
     leaves: tuple[str, ...] = ()  # files that it writes there
+    reports: bool = False  # the results of the run

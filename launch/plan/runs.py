@@ -230,7 +230,9 @@ class Plan:
         needs = read_files(self.config.security, identity, file_of(self.mode))
         written = self._history_of(child).values() if child.region else (self.save, self.history)
         leaves = tuple(path for path in written if path and (child.region or child == SERVER))
-        return _at(placement, ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves), self.config)
+        reports = child == SERVER or bool(child.region)  # those of a relay are of its region alone
+        spec = ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves, reports=reports)
+        return _at(placement, spec, self.config)
 
     def _worker(self, child: Child, server: str | None) -> ProcessSpec:
         address, identity = server or "none", dict(self.identities.get(child, {}))
@@ -250,7 +252,8 @@ class Plan:
         else:
             argv = (*argv, *arguments(None, identity), "--server", address, "--rank", rank)
             needs += (self.config.task.init,) if self.config.task.init is not None else ()
-        return _at(self.places.get(child), ProcessSpec(child, argv, env, needs=needs), self.config)
+        reports = child == self.reporter
+        return _at(self.places.get(child), ProcessSpec(child, argv, env, needs=needs, reports=reports), self.config)
 
     def _history_of(self, relay: Child) -> dict[str, str | None]:
         """Returns the setting of the history of a region's run, none without a history."""

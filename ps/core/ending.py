@@ -73,6 +73,7 @@ class Ending(Saving):
         rank, incarnation = worker.rank, worker.incarnation
         self.roster.remove(worker)
         is_goodbye = how in ("goodbye", "failed")
+        self.roster.stats[rank].is_lost = how != "goodbye"
         yield effects.Fence(rank, incarnation, ends_streams=not is_goodbye)
         level = {"goodbye": "routine", "failed": "info"}.get(how, "warning")
         yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})

@@ -143,7 +143,8 @@ class Roster:
             self.num_behind[rank] = joined.num_workers
         stats = self.stats.setdefault(rank, WorkerStats(rank))
         if not previous:  # a join of the same process is not a restart
-            stats.joined_anew()
+            stats.joined_anew(joined.at)
+        stats.is_lost = False
         self.was_anyone_here = True
         return worker, old
 

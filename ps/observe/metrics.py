@@ -39,7 +39,7 @@ from prometheus_client.registry import Collector
 from ...common.config.addresses import join_address, split_address
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
-from ...common.reporting.metrics import Display, Fold, Metric, Value, shown_of_run, shown_of_workers, values_of
+from ...common.reporting.metrics import Display, Fold, Metric, Tense, Value, shown_of_run, shown_of_workers, values_of
 from ...common.security import is_loopback
 from ...common.version import PROGRAM_VERSION
 from ..core.effects import Commit, ContributionTaken, Fact, Seated, SnapshotTaken, WorkerLeft
@@ -186,7 +186,7 @@ class MetricsSink(Sink, Collector):
         kind = CounterMetricFamily if is_counter else GaugeMetricFamily
         family = kind(metric.prometheus_name, metric.help, labels=["rank"])
         for item in read:
-            value, before = item.values[metric.name], self._at_start.get(item.rank, {}).get(metric.name) or 0
+            value, before = item.values.get(metric.name), self._at_start.get(item.rank, {}).get(metric.name) or 0
             if value is not None:
                 family.add_metric([str(item.rank)], value - before if is_counter else value)
         return family
@@ -201,7 +201,10 @@ def _counter(registry: CollectorRegistry, name: str, text: str, **values: tuple[
 
 def _values(engine: Engine, rank: int) -> dict[str, Value]:
     """Return a rank's metrics, with the bytes that it exchanged with this shard only."""
-    return values_of(shown_of_workers(Display.PROMETHEUS), sources(engine, [rank], is_here=True)[0])
+    source = sources(engine, [rank], is_here=True)[0]
+    metrics = shown_of_workers(Display.PROMETHEUS)
+    # Prometheus takes every gauge for a value of now.
+    return values_of([metric for metric in metrics if metric.tense is Tense.DONE or source.is_live], source)
 
 
 # ---- over HTTP -----------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import nsmallest
+from typing import Any
 
 from ...common.reporting.curve import Point
-from ...common.reporting.metrics import OF_WORKER, Value, over_workers, values_of
-from ...common.reporting.status import Status, WorkerStatus, mean_recorded
+from ...common.reporting.folding import folded, mean_recorded, with_mean_rate
+from ...common.reporting.metrics import OF_WORKER, Tense, Value, part_of_time, values_of
+from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary
 from ...common.runstore.ran import Ran, label_of, optimizer_settings, read_work, settings_of
 from ..core.counting.sources import Traffic, WorkerSource, work_of
@@ -23,36 +25,43 @@ _NO_TRAFFIC = Traffic()
 
 
 def sources(engine: Engine, ranks: Iterable[int], is_here: bool = False) -> list[WorkerSource]:
-    """Return the sources of these workers' metrics. With `is_here`, without bytes exchanged with other shards."""
-    policy, stats, traffic = engine.run.policy, engine.run.roster.stats, engine.traffic
+    """Return the sources of these workers' metrics, all of one moment. `is_here`: without bytes of other shards."""
+    policy, roster, traffic, now = engine.run.policy, engine.run.roster, engine.traffic, engine.now()
     others = () if is_here else [state.traffic for state in engine.shard_states.values()]
-    return [WorkerSource(rank, policy, stats[rank], traffic.get(rank, _NO_TRAFFIC), others) for rank in ranks]
+    found = []
+    for rank in ranks:
+        worker = roster.workers.get(rank)
+        is_live = worker is not None and not worker.is_finished
+        since = worker.waiting_since if worker is not None and is_live else None
+        stats = roster.stats[rank]
+        found.append(WorkerSource(rank, policy, stats, traffic.get(rank, _NO_TRAFFIC), others, now, is_live, since))
+    return found
 
 
 def status(engine: Engine) -> Status:
     """Return the present status of the run."""
     run, now, config, others = engine.run, engine.now(), engine.config, engine.shard_states
     versions = [run.policy.version, *(state.version for state in others.values())]
-    ranks = _listed(run)
-    workers = _workers(engine, ranks, engine.waiting(now, ranks))
+    ranks, of_all = _listed(run), sources(engine, run.roster.stats)
+    of_rank = {source.rank: source for source in of_all} if ranks else {}
+    why = engine.waiting(now, ranks)
     return Status.of(
         mode=run.mode,
         evaluated=with_bytes(engine, run.curve.points[-1]) if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
-        workers=workers,
-        recorded=mean_recorded(workers),
+        workers=[_at_this_moment(engine, of_rank[rank], why.get(rank, "")) for rank in ranks],
+        recorded=mean_recorded(of_all),
         left_out=len(run.roster.stats) - len(ranks),
         versions=versions if config.server.shards > 1 else [],
         shard_bytes=[shard.lasting_bytes for shard in _shards(engine)],
-        **run_metrics(engine),
+        **_of_run(engine, of_all),
     )
 
 
-def run_metrics(engine: Engine) -> dict[str, Value]:
-    """Return the metrics of the run: its own, and the totals over all workers."""
-    workers = sources(engine, engine.run.roster.stats)
+def _of_run(engine: Engine, workers: list[WorkerSource]) -> dict[str, Value]:
+    """Return the metrics of the run: its own, and those that add up over its workers."""
     of_run = values_of((metric for metric in Status.declared_metrics() if metric.of_run), engine)
-    return over_workers(lambda metric: list(map(metric.read, workers)) if metric.read else []) | of_run
+    return folded(workers, lambda metric, worker: metric.read(worker) if metric.read else None) | of_run
 
 
 def _listed(run: Run) -> list[int]:
@@ -65,27 +74,38 @@ def _listed(run: Run) -> list[int]:
     return sorted(nsmallest(_MOST_LISTED, stats, key=lambda rank: policy.num_counted.get(rank, 0)))
 
 
-def _workers(engine: Engine, ranks: list[int], why: dict[int, str]) -> list[WorkerStatus]:
-    """Return the status of these ranks, with bytes from all shards. `why` has the reason for which each rank waits."""
-    found = []
-    for source in sources(engine, ranks):
-        traffic, rank = source.traffic, source.rank
-        metrics = values_of(OF_WORKER.values(), source)
-        found.append(
-            WorkerStatus.of(
-                rank=rank, state=state_of(engine, rank), waiting_for=why.get(rank, ""), transport=traffic.transport,
-                transport_reason=traffic.transport_reason, codec=traffic.codec, region=traffic.region,
-                recorded=dict(traffic.recorded), **metrics,
-            )
-        )  # fmt: skip
-    return found
+def _at_this_moment(engine: Engine, source: WorkerSource, why: str) -> WorkerStatus:
+    """Return the status of a rank. `why`: the reason for which it waits."""
+    state, metrics = state_of(engine, source.rank), values_of(OF_WORKER.values(), source)
+    return _worker(source, state=state, state_s=_state_s(source, state), waiting_for=why, **metrics)
+
+
+def _worker(source: WorkerSource, **values: Any) -> WorkerStatus:
+    traffic = source.traffic
+    return WorkerStatus.of(
+        rank=source.rank, transport=traffic.transport, transport_reason=traffic.transport_reason, codec=traffic.codec,
+        region=traffic.region, recorded=dict(traffic.recorded), **values,
+    )  # fmt: skip
+
+
+def _state_s(source: WorkerSource, state: str) -> float:
+    """Return the seconds for which a rank has computed or waited."""
+    if source.is_live and source.waiting_since is not None:
+        return round(source.now - source.waiting_since, 3)
+    return round(source.stats.computes_s(source.now), 3) if state == "computing" else 0.0
+
+
+def _in_all(engine: Engine, source: WorkerSource, wall_s: float) -> WorkerStatus:
+    """Return the results of a rank: what was done, without what is now."""
+    values = values_of((metric for metric in OF_WORKER.values() if metric.tense is not Tense.NOW), source)
+    return _worker(source, state=state_of(engine, source.rank), **with_mean_rate(values, wall_s))
 
 
 def state_of(engine: Engine, rank: int) -> str:
     """Return the state of a rank: joining, waiting, uploading, computing, away, finished or gone."""
     worker = engine.run.roster.workers.get(rank)
-    if worker is None:
-        return "gone"
+    if worker is None or worker.is_finished:
+        return "gone" if worker is None else "finished"
     peer = engine.peers.get((rank, worker.incarnation))
     return peer.state if peer is not None and not worker.is_away else "away"
 
@@ -102,8 +122,8 @@ def _waiting_for_all(engine: Engine, now: float) -> str:
 
 def summary(engine: Engine) -> Summary:
     """Return the results so far."""
-    run = engine.run
-    values, final = run_metrics(engine), dict(run.final)
+    run, wall_s, workers = engine.run, round(engine.elapsed_s(), 3), sources(engine, sorted(engine.run.roster.stats))
+    values, final = _of_run(engine, workers), dict(run.final)
     if "loss" not in final and values["loss"] is not None:
         final["train_loss"] = values["loss"]
     cosine, gain = _direction(run.policy.outer, engine.model)
@@ -114,7 +134,7 @@ def summary(engine: Engine) -> Summary:
         gain=gain,
         staleness_bound=run.policy.staleness_bound,
         local_steps=run.policy.local_steps,
-        wall_s=round(engine.elapsed_s(), 3),
+        wall_s=wall_s,
         step_s=run.contributions.step_s,
         steady_s=round(steady_s, 6),
         steady_samples=samples,
@@ -124,11 +144,11 @@ def summary(engine: Engine) -> Summary:
         final=final,
         curve=[with_bytes(engine, point) for point in run.curve.points],
         best=with_bytes(engine, run.curve.best) if run.curve.best is not None else None,
-        workers=_workers(engine, sorted(run.roster.stats), {}),
+        workers=[_in_all(engine, source, wall_s) for source in workers],
         shards=_shards(engine),
         **values,
     )
-    found.cost = cost(engine, found.wall_s, found.wait_share, found.samples)
+    found.cost = cost(engine, found)
     return found
 
 
@@ -151,12 +171,14 @@ def ran(engine: Engine) -> Ran:
     return Ran(label_of(work), found)
 
 
-def cost(engine: Engine, elapsed_s: float, wait_share: float, samples: int | None) -> Cost | None:
+def cost(engine: Engine, found: Status | Summary) -> Cost | None:
     """Return the cost of the run so far, or None without prices."""
+    elapsed_s, samples = found.wall_s if isinstance(found, Summary) else found.elapsed_s, found.samples
     prices, epoch_samples = engine.config.cost, engine.run.contributions.data.num_samples
     if prices.rate is None:
         return None
     epochs = samples / epoch_samples if epoch_samples and samples is not None else None
+    wait_share = part_of_time(found.row(), "wait_s") or 0.0
     return Cost.of(prices.currency, prices.rate, elapsed_s, wait_share, epochs)
 
 

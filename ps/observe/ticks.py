@@ -98,7 +98,7 @@ class TickSink(Sink):
             at=at + self._unix_s,
             clock_s=clock_s,
             status=status,
-            cost=reports.cost(engine, status.elapsed_s, status.wait_share, status.samples),
+            cost=reports.cost(engine, status),
             final=dict(self._run.final),
             staleness=dict(self._run.contributions.staleness),
             durable_version=engine.durable_version if self._has_snapshot else None,

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from rich.table import Column, Table
 
+from ...common.reporting.folding import with_mean_rate
 from ...common.reporting.metrics import OF_WORKER, values_of
 from ...common.reporting.pictures import Curves
 from ...common.reporting.report import share, size
@@ -175,8 +176,7 @@ def _workers(simulation: Simulation) -> list[WorkerStatus]:
     for worker in (worker for worker in simulation.workers if worker.incarnation):
         traffic = Traffic(round(worker.num_sent), round(worker.num_received), transport="simulated")
         stats = simulation.run.roster.stats[worker.rank]
-        source = WorkerSource(worker.rank, simulation.policy, stats, traffic)
-        found.append(
-            WorkerStatus(rank=worker.rank, transport=traffic.transport, **values_of(OF_WORKER.values(), source))
-        )
+        values = values_of(OF_WORKER.values(), WorkerSource(worker.rank, simulation.policy, stats, traffic))
+        rate = with_mean_rate(values, simulation.run.contributions.elapsed_s(simulation.now, True))
+        found.append(WorkerStatus(rank=worker.rank, transport=traffic.transport, **rate))
     return found

@@ -112,6 +112,23 @@ def test_every_line_comes_before_the_end(name: str) -> None:
     assert reports.codes == {W0: 0, W1: 12}
 
 
+def test_results_of_any_length_arrive_whole_before_the_end(name: str) -> None:
+    write = "import os; f = open(int(os.environ['PS_RESULTS_DESCRIPTOR']), 'wb'); f.write(bytes(range(256)) * 20000)"
+    spec = ProcessSpec(W0, (sys.executable, "-c", f"print('before'); {write}; print('after')"), {}, reports=True)
+    at_end = {}
+
+    async def story(backend: Backend, reports: Reports) -> None:
+        backend.start(spec)
+        backend.start(python(W1, "-c", "import os; assert 'PS_RESULTS_DESCRIPTOR' not in os.environ"))
+        await reports.wait(lambda: len(reports.codes) == 2)
+        at_end.update(backend.results)
+
+    reports = use(name, story)
+    assert reports.codes == {W0: 0, W1: 0}
+    assert at_end == {W0: bytes(range(256)) * 20000, W1: b""}
+    assert [line for child, line in reports.lines if child == W0] == ["before", "after"]
+
+
 def test_both_outputs_come_in_the_order_they_were_written(name: str) -> None:
     code = "import sys\nfor i in range(50): print(i, file=(sys.stdout, sys.stderr)[i % 2], flush=True)"
 

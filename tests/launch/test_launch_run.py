@@ -37,6 +37,24 @@ def test_a_run_from_start_to_end(marked) -> None:
     assert [row.split()[0] for row in table[-3:]] == ["0", "1", "2"]
 
 
+def test_results_of_any_length_arrive(marked) -> None:
+    """Twenty thousand evaluations are more than any line may have."""
+    more = ("--mode", "sync,async", "--summary", "all.json", "--report", "report")
+    run = marked.run("-n", "2", "--steps", "10", *more, FAKE_EVALUATIONS="20000")
+    assert run.returncode == 0, run.stderr
+    assert max(map(len, run.stderr.splitlines())) < 1000
+    runs = json.loads((marked.folder / "all.json").read_text())["runs"]
+    assert [len(found["curve"]) for found in runs] == [20_000, 20_000]
+    assert (marked.folder / "report" / "report.html").exists()
+
+
+@pytest.mark.parametrize(("left", "said"), [("none", "left no results"), ("part", "which are incomplete")])
+def test_a_run_without_results_has_failed(left: str, said: str, marked) -> None:
+    run = marked.run("-n", "1", FAKE_RESULTS=left)
+    assert (run.returncode, run.stdout) == (14, "")
+    assert said in run.stderr.splitlines()[-1]
+
+
 def test_the_first_failure_ends_the_job_with_its_code(marked) -> None:
     run = marked.run("-n", "3", FAKE_WORKER="hang", FAKE_WORKER_1="exit 12")
     assert run.returncode == 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from paramserver.common.errors import UsageError
-from paramserver.common.reporting.status import Status, WorkerStatus, mean_recorded
+from paramserver.common.reporting.folding import mean_recorded
+from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.view import View
 from paramserver.common.runstore.reading import RunStore
 from paramserver.common.runstore.writing import RunWriter
@@ -184,3 +186,71 @@ def test_a_row_opens_with_the_log(folder: Path, client: Client, page: Any, tab: 
     reader.page.goto(f"http://{page.address}/")
     reader.page.get_by_role("button", name="log and details of worker 0").click()
     reader.page.get_by_text("needs the token").wait_for()
+
+
+# ---- what is now ------------------------------------------------------------------------------------
+
+LASTING = """
+import sys, pathlib, torch, paramserver
+session = paramserver.connect()
+model = torch.nn.Linear(4, 1)
+optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
+while not session.is_done and not pathlib.Path(f"end-{session.rank}").exists():
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    session.record(loss=float(session.rank), num_samples=8)
+    optimizer.step()
+session.finish()
+"""
+
+
+def lasting_run(cluster: Cluster, mode: str, num: int) -> tuple[list[Any], Callable[..., Any]]:
+    """The workers of a run, and a function that waits until the status fulfils a condition, and returns it."""
+    (cluster.folder / "script.py").write_text(LASTING)
+    often = ("--set", "server.status_interval_s=0.1", "--set", "server.lease_s=600")
+    flags = ("--mode", mode, "--workers", str(num), "--steps", "100000000", "--web", "127.0.0.1:0", *often)
+    server = cluster.server(*flags)
+    workers = [cluster.script(rank, cluster.folder / "script.py") for rank in range(num)]
+    client = Client(server.event("dashboard")["address"])
+
+    def until(condition: Callable[[Any], bool], description: str) -> Any:
+        found: list[Any] = []
+
+        def holds() -> bool:
+            tick = client.ask("GET", "/api/runs/live/status")[1]
+            if isinstance(tick, dict) and len(tick["status"]["workers"]) == num:
+                found[:] = [tick["status"]]
+            return bool(found) and condition(found[0])
+
+        server.until(holds, description)
+        return found[0]
+
+    return workers, until
+
+
+def test_stopped_killed_and_finished_workers_leave_the_numbers_of_now(cluster: Cluster) -> None:
+    workers, until = lasting_run(cluster, "async", 3)
+    rates = lambda status: [worker["samples_per_s"] for worker in status["workers"]]  # noqa: E731
+    begun = until(lambda status: min(rates(status)) > 0 and status["loss"] == 1.0, "all to train")
+    workers[1].signal(signal.SIGSTOP)
+    stopped = until(lambda status: rates(status)[1] < rates(begun)[1] / 4, "the rate of the stopped worker to decay")
+    assert stopped["samples_per_s"] == pytest.approx(sum(rates(stopped)), abs=0.1)
+    assert stopped["workers"][1]["state_s"] > 0
+    workers[2].kill()
+    killed = until(lambda status: status["workers"][2]["state"] == "gone", "the killed worker to be gone")
+    assert (killed["loss"], rates(killed)[2], killed["workers"][2]["cpu"]) == (0.5, 0, None)
+    workers[1].signal(signal.SIGCONT)
+    (cluster.folder / "end-1").touch()
+    left = until(lambda status: status["workers"][1]["state"] in ("finished", "gone"), "a worker to finish")
+    assert (left["loss"], rates(left)[1]) == (0.0, 0)
+    assert left["samples"] == sum(worker["samples"] for worker in left["workers"])
+
+
+def test_a_worker_that_waits_has_that_state_and_that_share(cluster: Cluster) -> None:
+    workers, until = lasting_run(cluster, "sync", 2)
+    until(lambda status: min(worker["samples_per_s"] for worker in status["workers"]) > 0, "both to train")
+    workers[1].signal(signal.SIGSTOP)
+    status = until(lambda status: status["workers"][0]["wait_share"] > 0.8, "its wait to be its time")
+    assert status["workers"][0]["state"] == "waiting" and "rank 1" in status["workers"][0]["waiting_for"]
+    assert status["workers"][0]["state_s"] > 0 and status["wait_share"] > 0.2
+    workers[1].signal(signal.SIGCONT)

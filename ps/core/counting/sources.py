@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from ....common.reporting.folding import Presence
 from ....common.reporting.status import RECORDED
 from ...policies.base import Policy
 from .stats import WorkerStats
@@ -48,6 +49,32 @@ class WorkerSource:
     stats: WorkerStats
     traffic: Traffic
     others: Collection[Mapping[int, tuple[int, int]]] = ()  # of each other shard: (bytes sent, received) by rank
+    now: float = 0.0
+    is_live: bool = False  # it is connected or away, and has not finished
+    waiting_since: float | None = None
+
+    @property
+    def presence(self) -> Presence:
+        newest = self.stats.recent[-1].at if self.stats.recent else -math.inf
+        return Presence(self.is_live, self.stats.is_lost, newest)
+
+    @property
+    def recorded(self) -> Mapping[str, float]:
+        return self.traffic.recorded
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return self.stats.samples_per_s(self.now)
+
+    @property
+    def recent_s(self) -> tuple[float, float, float]:
+        return self.stats.recent_s(self.now, self.waiting_since)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in all, with those of a wait that goes on."""
+        waits_s = self.now - self.waiting_since if self.waiting_since is not None and self.stats.recent else 0.0
+        return self.stats.wait_s + max(0.0, waits_s)
 
     @property
     def lead(self) -> int:

@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....common.wire.records import ResidualInfo
 
@@ -14,7 +14,19 @@ from ....common.wire.records import ResidualInfo
 _RECENT = 20
 _MOST_BINS = 64  # of the staleness; the last one holds what is beyond
 # Of this process alone.
-_NOT_SAVED = {"rank", "recent", "recent_samples", "loss", "exchange_before"}
+_NOT_SAVED = {"rank", "recent", "recent_samples", "loss", "exchange_before", "joined_at", "is_lost"}
+
+
+class Accepted(NamedTuple):
+    """A contribution that counts. The seconds are the rank's sums at that time."""
+
+    at: float
+    samples: int
+    staleness: int
+    steps: int
+    compute_s: float
+    transfer_s: float
+    wait_s: float
 
 
 def bin_of(staleness: int) -> int:
@@ -56,8 +68,9 @@ class WorkerStats:
     loss: float = math.nan
     exchange_before: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
     recent_samples: int = 0  # of `recent`
-    # (time, samples, staleness, training steps)
-    recent: deque[tuple[float, int, int, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[Accepted] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    joined_at: float = -math.inf  # its present process; what is now counts from then
+    is_lost: bool = False  # it left, and not in good order
 
     def accepted(self, staleness: int, num_samples: int, lead: int, now: float, num_steps: int = 1) -> None:
         self.contributions += 1
@@ -71,13 +84,15 @@ class WorkerStats:
             self.lead_max = lead
         self.rejected_in_a_row = 0
         if len(self.recent) == _RECENT:
-            self.recent_samples -= self.recent[0][1]
-        self.recent.append((now, num_samples, staleness, num_steps))
+            self.recent_samples -= self.recent[0].samples
+        self.recent.append(
+            Accepted(now, num_samples, staleness, num_steps, self.compute_s, self.transfer_s, self.wait_s)
+        )
         self.recent_samples += num_samples
 
     def newest_dropped(self) -> None:
         """The newest contribution that counted was dropped later: the run above did not take it."""
-        _, num_samples, staleness, num_steps = self.recent.pop()
+        _, num_samples, staleness, num_steps, *_ = self.recent.pop()
         self.recent_samples -= num_samples
         self.contributions -= 1
         self.training_steps -= num_steps
@@ -86,9 +101,10 @@ class WorkerStats:
         self.staleness_sum -= staleness
         self.dropped += 1
 
-    def joined_anew(self) -> None:
+    def joined_anew(self, at: float) -> None:
         """Another process has the rank: the residual of the earlier process is lost."""
         self.num_joins += 1
+        self.joined_at = at
         self.residuals_lost += self.residual > 0
         self.residual_lost += self.residual
         self.residual, self.residuals_told, self.residual_told = 0.0, 0, 0.0
@@ -132,12 +148,39 @@ class WorkerStats:
         """Samples; None where a contribution came without a number."""
         return None if self.unsaid else self.samples
 
-    @property
-    def samples_per_s(self) -> float | None:
-        """Recent samples per second; None where workers report none."""
+    def samples_per_s(self, now: float) -> float | None:
+        """Samples per second from the process's oldest recent contribution until now; None where none are reported.
+
+        So the rate of a worker that stands still decays.
+        """
         if self.unsaid:
             return None
-        if len(self.recent) < 2:
+        since = self._since()
+        if since is None or now <= since.at or self.recent[-1] is since:
             return 0.0
-        elapsed_s = self.recent[-1][0] - self.recent[0][0]
-        return (self.recent_samples - self.recent[0][1]) / elapsed_s if elapsed_s > 0 else 0.0
+        samples = self.recent_samples - since.samples
+        if since is not self.recent[0]:
+            samples = sum(accepted.samples for accepted in self.recent if accepted.at >= self.joined_at) - since.samples
+        return samples / (now - since.at)
+
+    def recent_s(self, now: float, waiting_since: float | None) -> tuple[float, float, float]:
+        """Returns the seconds of computing, transfer and waiting in the time of `samples_per_s`, until now."""
+        waits_s = max(0.0, now - waiting_since) if waiting_since is not None else 0.0
+        since = self._since()
+        if since is None:
+            return 0.0, 0.0, waits_s
+        computes_s = 0.0 if waiting_since is not None else self.computes_s(now)
+        return (
+            self.compute_s - since.compute_s + computes_s,
+            self.transfer_s - since.transfer_s,
+            self.wait_s - since.wait_s + waits_s,
+        )
+
+    def computes_s(self, now: float) -> float:
+        """Returns the seconds since the reply to the newest contribution, of a worker that does not wait."""
+        newest = self.recent[-1] if self.recent else None
+        return 0.0 if newest is None else max(0.0, now - newest.at - (self.wait_s - newest.wait_s))
+
+    def _since(self) -> Accepted | None:
+        """Returns the oldest recent contribution of the present process."""
+        return next((accepted for accepted in self.recent if accepted.at >= self.joined_at), None)

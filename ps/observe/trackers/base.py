@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.registry import TRACKERS
-from ....common.reporting.metrics import Display, shown_of_run, shown_of_workers
+from ....common.reporting.metrics import Display, Tense, shown_of_run, shown_of_workers
 from ....common.reporting.status import Status
 from ...core.effects import Evaluated, Fact, RunStarted, StatusTaken
 from ...engine.engine import Engine
@@ -126,7 +126,8 @@ def metrics_of(status: Status) -> dict[str, float | None]:
     found |= {f"recorded/{name}": value for name, value in status.recorded.items()}
     metrics = shown_of_workers(Display.TRACKERS)
     for worker in status.workers[:_MOST_WORKERS]:
-        found |= {f"worker{worker.rank}/{metric.name}": getattr(worker, metric.name) for metric in metrics}
+        now = [metric for metric in metrics if metric.tense is Tense.DONE or worker.presence.is_live]
+        found |= {f"worker{worker.rank}/{metric.name}": getattr(worker, metric.name) for metric in now}
     return found
 
 

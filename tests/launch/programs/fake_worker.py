@@ -86,7 +86,9 @@ def main() -> None:
     misbehave(todo, code)
     if connection is None:
         rows = [{"rank": 0, "steps": 10, "samples": 640}]
-        say("summary", mode="sync", updates=10, wall_s=2.5, final={"loss": 0.25}, workers=rows)
+        summary = {"mode": "sync", "wall_s": 2.5, "final": {"loss": 0.25}, "workers": rows}
+        if descriptor := os.environ.get("PS_RESULTS_DESCRIPTOR"):
+            os.write(int(descriptor), json.dumps(summary).encode())
     else:
         connection.sendall(GOODBYE)
         connection.close()

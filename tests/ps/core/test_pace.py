@@ -17,10 +17,10 @@ from ...records import contributed
 def test_the_live_rate_is_of_the_newest_contributions() -> None:
     stats = WorkerStats(0, samples=500)  # of a snapshot
     stats.accepted(0, 32, 0, 7.0)  # however long it took to begin
-    assert stats.samples_per_s == 0.0
+    assert stats.samples_per_s(7.0) == 0.0
     for step in range(1, 101):
         stats.accepted(0, 32 if step <= 50 else 64, 0, 7.0 + 0.1 * step)
-    assert stats.samples_per_s == pytest.approx(640.0)
+    assert stats.samples_per_s(17.0) == pytest.approx(640.0)
 
 
 def started(mode: str, steps: int, **options: object) -> Run:
@@ -112,7 +112,7 @@ def test_samples_that_nobody_said_stay_unknown_over_a_snapshot_that_holds_them()
     stats = WorkerStats(0)
     stats.accepted(0, 32, 0, 1.0)
     stats.accepted(0, 0, 0, 2.0)
-    assert (stats.known_samples, stats.samples_per_s) == (None, None)
+    assert (stats.known_samples, stats.samples_per_s(9.0)) == (None, None)
     assert WorkerStats.restored(0, stats.saved([])).known_samples is None
     assert WorkerStats.restored(0, stats.saved([(0, 0, 1)])).known_samples == 32  # no version has the second one yet
 
