@@ -112,7 +112,7 @@ class ParameterServerService:
                         self._traffic.setdefault(heartbeat.rank, Traffic()).measure(heartbeat.metrics.metrics)
                     elif process in run.roster.evaluators:
                         engine.offer(evaluation_event(None, heartbeat.metrics))
-                    else:
+                    elif heartbeat.evaluates:  # without it they are a worker's own, which has just left
                         reason = "its first heartbeat had no `evaluates`"
                         log.warning("metrics_ignored", process=process, reason=reason)
                 if is_member:

@@ -223,3 +223,15 @@ def test_what_breaks_the_contract_is_refused_with_a_reason(shared_channel, field
 
 def _message(kind: str, value):
     return {"contribution": contribution_proto, "join": pb.Join}[kind](**value) if isinstance(value, dict) else value
+
+
+def test_what_a_worker_measured_and_sent_as_it_left_is_no_mistake(cluster):
+    """Its last heartbeat and its goodbye have separate connections."""
+    server = cluster.server("--mode", "async", "--steps", "4", "--workers", "1")
+    measured = pb.EvaluationMetrics(metrics={"cpu": 0.5})
+    with grpc.insecure_channel(cluster.address) as channel:
+        call = pb_grpc.ParameterServerStub(channel).Heartbeat
+        (reply,) = call(iter([pb.HeartbeatRequest(run="run", rank=0, process="p", metrics=measured)]))
+        assert reply.is_gone
+        list(call(iter([pb.HeartbeatRequest(process="e"), pb.HeartbeatRequest(evaluates=True, metrics=measured)])))
+    assert [event["process"] for event in server.events("metrics_ignored")] == ["e"], "only of the evaluator"
