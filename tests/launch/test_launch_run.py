@@ -48,11 +48,11 @@ def test_results_of_any_length_arrive(marked) -> None:
     assert (marked.folder / "report" / "report.html").exists()
 
 
-@pytest.mark.parametrize(("left", "said"), [("none", "left no results"), ("part", "which are incomplete")])
-def test_a_run_without_results_has_failed(left: str, said: str, marked) -> None:
+@pytest.mark.parametrize(("left", "reason"), [("none", "left no results"), ("part", "which are incomplete")])
+def test_a_run_without_results_has_failed(left: str, reason: str, marked) -> None:
     run = marked.run("-n", "1", FAKE_RESULTS=left)
     assert (run.returncode, run.stdout) == (14, "")
-    assert said in run.stderr.splitlines()[-1]
+    assert reason in run.stderr.splitlines()[-1]
 
 
 def test_the_first_failure_ends_the_job_with_its_code(marked) -> None:
