@@ -11,13 +11,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from ..common.errors import OutputError, UsageError
 from ..common.reporting.curve import csv_text
 from ..common.reporting.metrics import Display, shown_of_run
-from ..common.reporting.report import duration, report_console, short_number, summary_table
+from ..common.reporting.report import FittingTable, duration, report_console, short_number, summary_table
 from ..common.runstore.changing import remove, rename
 from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
 from ..common.wire.json_text import to_json
@@ -45,9 +45,8 @@ def list_runs(path: Path, terms: list[str], most: int | None, *, as_json: bool) 
     is_cut = most is None and len(runs) > _MOST_LISTED
     runs = runs[: most or _MOST_LISTED]
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))[:3]
-    names = ["run", "started", "state", "work", "mode"]
-    table = Table(*names, *(Column(name, justify="right") for name in ["steps", "took", *metrics]), box=None,
-                  header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))  # fmt: skip
+    names = ["run", "started", "state", "work", "mode", "steps", "took", *map(plain, metrics)]
+    table = FittingTable(names, [*names[:7:-1], "took", "work", "started"], first=Column("run", no_wrap=True))
     for run in runs:
         steps = f"{run.step:,}/{run.steps:,}" if run.steps and run.step != run.steps else f"{run.step:,}"
         shown = [short_number(run.metrics[name]) if name in run.metrics else "-" for name in metrics]

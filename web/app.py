@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -41,6 +41,7 @@ class Runs:
 
     def __init__(self, store: Store | None = None) -> None:
         self.live: dict[str, Feed] = {}
+        self.is_list = False  # of a run store, without a run of its own
         self.store = store
         self.max_viewers = MAX_VIEWERS
         self.num_viewers = 0
@@ -150,10 +151,19 @@ def make_app(runs: Runs) -> Starlette:
         tick = feed.view.newest
         return [worker.model_dump() for worker in tick.status.workers] if tick is not None else []
 
+    page_of_a_run, *static = static_routes({"/": "index.html", "/runs": "runs.html"})
+
+    async def first_page(request: Request) -> Response:
+        if runs.is_list and "run" not in request.query_params:
+            return RedirectResponse("/runs")
+        found: Response = await page_of_a_run.endpoint(request)
+        return found
+
     run = "/api/runs/{run}"
     return Starlette(
         routes=[
-            *static_routes({"/": "index.html", "/runs": "runs.html"}),
+            Route("/", first_page),
+            *static,
             Route("/api/openapi.json", reply(lambda _: description())),
             Route("/api/health", reply(lambda _: Health(runs=len(runs.live), viewers=runs.num_viewers).model_dump())),
             Route("/api/session", reply(session)),

@@ -6,6 +6,7 @@ columns. Output to a file or a pipe is never cut.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -13,7 +14,8 @@ from operator import attrgetter
 from statistics import fmean
 from typing import IO, NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -57,8 +59,45 @@ class Spread(NamedTuple):
         return mean if low == high else f"{mean} ({low} to {high})"
 
 
-_WIDTH = 100  # of a comparison,
-_FIRST_TO_GO = ("traffic", "version", "stale max", "waiting", "stale mean")  # where it would be wider
+_WIDTH = 100  # at most, of a comparison
+# Columns of a comparison and of the workers of a run, in the order in which they go where there is no room for them.
+_FIRST_TO_GO = ("traffic", "version", "stale max", "waiting", "stale mean", "for waiting", "peer traffic", "steps/s",
+                "traffic/worker", "samples/s")  # fmt: skip
+_FIRST_OF_WORKERS = ("lead max", "residuals lost", "lost norm", "residual norm", "stale max", "peer traffic",
+                     "contributions", "transfer s", "received", "compute s", "stale mean", "sent", "wait s",
+                     "clipped")  # fmt: skip
+
+
+class FittingTable:
+    """A table that leaves out columns, in the order of `first_to_go`, until it fits: a cut word says nothing.
+
+    `columns`: the first is that of names. A space in another heading may be a line break where `is_narrow`.
+    """
+
+    def __init__(self, columns: Sequence[str], first_to_go: Sequence[str], *, most: int = _FILE_WIDTH,
+                 is_narrow: bool = False, first: Column | None = None) -> None:  # fmt: skip
+        self._columns, self._first_to_go, self._most = list(columns), first_to_go, most
+        self._is_narrow, self._first = is_narrow, first or Column(columns[0], justify="right", overflow="fold")
+        self._rows: list[tuple[str | Text, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        self._rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        head = [name.replace(" ", "\n") if self._is_narrow and at else name for at, name in enumerate(self._columns)]
+        kept = list(range(len(head)))
+        for name in self._first_to_go:
+            if sum(self._width(head, at) for at in kept) - 2 <= min(self._most, options.max_width):
+                break
+            kept = [at for at in kept if self._columns[at] != name or not at]
+        table = _table([head[at] for at in kept[1:]], self._first)
+        for row in self._rows:
+            table.add_row(*(row[at] for at in kept))
+        yield table
+
+    def _width(self, head: list[str], at: int) -> int:
+        return 2 + max(cell_len(line) for cell in [head[at], *(row[at] for row in self._rows)]
+                       for line in str(cell).split("\n"))  # fmt: skip
 
 
 class PipeConsole(Console):
@@ -69,15 +108,20 @@ class PipeConsole(Console):
 
 
 def report_console(file: IO[str] | None = None) -> Console:
-    """Returns a console on standard output or `file`. Without a terminal it cuts no text."""
+    """Returns a console on standard output or `file`. A file or pipe is wide, or as wide as COLUMNS says."""
     file = file or sys.stdout
-    return PipeConsole(file=file, highlight=False, width=None if file.isatty() else _FILE_WIDTH)
+    return PipeConsole(
+        file=file, highlight=False, width=None if file.isatty() or "COLUMNS" in os.environ else _FILE_WIDTH
+    )
 
 
 def summary_table(summary: Summary) -> RenderableType:
     """Returns the results of one run: a headline with its main metrics, and a row per worker."""
     metrics = [metric for metric in shown_of_workers(Display.SUMMARY) if _is_worth_it(metric, summary.workers)]
-    table = _table(["worker", *(metric.label.replace(" ", "\n") for metric in metrics)])
+    names = ["worker", *(metric.label for metric in metrics)]
+    table = FittingTable(
+        names, _FIRST_OF_WORKERS, is_narrow=True, first=Column("worker", justify="right", vertical="bottom")
+    )
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
         table.add_row(worker.label, *(metric.text(getattr(worker, metric.name)) for metric in metrics))
     samples_per_s = OF_WORKER["samples_per_s"].text(summary.samples_per_s if summary.wall_s else None)
@@ -124,15 +168,11 @@ def _is_worth_it(metric: Metric, workers: list[WorkerStatus]) -> bool:
     return not metric.is_rare or any(getattr(worker, metric.name) for worker in workers)
 
 
-def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None = None) -> Table:
+def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None = None) -> FittingTable:
     """Returns one row per run: final metrics, the time to the target, then costs."""
     head, rows = comparison_cells(runs, target)
-    for name in _FIRST_TO_GO:
-        widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)]
-        if sum(widths) > _WIDTH:
-            at = head.index(name)
-            head, rows = head[:at] + head[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
-    table = _table(head[1:], Column(head[0], style="bold", overflow="fold"))
+    first = Column(head[0], style="bold", overflow="fold")
+    table = FittingTable(head, _FIRST_TO_GO, most=_WIDTH, first=first)
     for row in rows:
         table.add_row(*row)
     return table

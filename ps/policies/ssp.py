@@ -62,9 +62,9 @@ class SspPolicy(SinglePolicy):
         return self.lead(rank) + self.common.delayed_update
 
     def _why_ahead(self, ahead: int) -> str:
-        counted = " with the one in flight" if self.common.delayed_update else ""
+        counted, bound = " with the one in flight" if self.common.delayed_update else "", self.options.staleness
         return (
-            f"{ahead} contributions ahead{counted}, at most {self.options.staleness} allowed; slowest is "
+            f"{ahead} contributions ahead{counted}; the next may begin at most {bound} ahead; slowest is "
             f"rank {names(self._standing.slowest_ranks)} at {self.slowest}"
         )
 

@@ -11,6 +11,9 @@ from paramserver.tests.cluster import Cluster
 from paramserver.tests.web.conftest import CONTROL, Client
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
+from starlette.testclient import TestClient
+
+from paramserver.web.app import Runs, make_app
 
 SHOWN = {"Authorization": "Bearer secret"}
 SET_SCALE = b'{"do": "set", "name": "lr_scale", "value": %s}'
@@ -72,3 +75,13 @@ def test_no_command_ends_the_run(cluster: Cluster) -> None:
     assert [process.wait() for process in (worker, server)] == [0, 0], server.output
     done = [line for line in (cluster.folder / "h.jsonl").read_text().splitlines() if '"op":"control"' in line]
     assert sum('"done":true' in line for line in done) == 11, done
+
+
+def test_a_dashboard_without_a_run_of_its_own_begins_with_the_list() -> None:
+    runs = Runs()
+    client = TestClient(make_app(runs))
+    assert "<title>paramserver</title>" in client.get("/").text
+    runs.is_list = True
+    reply = client.get("/", follow_redirects=False)
+    assert (reply.status_code, reply.headers["location"]) == (307, "/runs")
+    assert "<title>paramserver</title>" in client.get("/?run=abc").text

@@ -61,7 +61,7 @@ def test_values_move_controls_act_and_the_end_is_the_summary(cluster: Cluster, t
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Pause worker 1").click()
     until(shown, '() => document.querySelector(\'#waits line[data-from="0"][data-to="1"]\')')
-    assert "10 contributions ahead, at most 9 allowed" in page.locator("#waits-text").text_content()
+    assert "10 contributions ahead; the next may begin at most 9 ahead" in page.locator("#waits-text").text_content()
     page.get_by_role("button", name="Resume worker 1").click()
     until(shown, f"first => ({STEP})() > first + 10", page.evaluate(STEP))
     page.get_by_text("Another worker").click()

@@ -1,6 +1,6 @@
 // One color for each mode and each state of a worker, in every chart and table. style.css has the values.
 import { color } from './text.js';
-const STATES = { computing: 'compute', uploading: 'transfer', waiting: 'wait', joining: 'apply', away: 'bad', finished: 'dim' };
+const STATES = { computing: 'compute', uploading: 'transfer', waiting: 'wait', joining: 'apply', away: 'warn', gone: 'bad', finished: 'dim' };
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 const SHADES = [0, 0.3, -0.25, 0.5];
 

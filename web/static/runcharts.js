@@ -53,7 +53,8 @@ export function showCharts(state, known) {
   const cards = new Map(names.slice(1).map(name => [`eval.${name}`, [`${name}, evaluated`, name, '']]));
   for (const metric of metrics) if (isOpen(metric.name)) cards.set(metric.name, [metric.label, metric.label, metric.help, metric]);
   showMore(state, cards);
-  draw($('loss'), chartOf(state, 'loss', 'loss', 'loss'));
+  if (pointsOf(state, 'loss', 'step').length) draw($('loss'), chartOf(state, 'loss', 'loss', 'loss'));
+  else if (!$('loss').firstElementChild) $('loss').replaceChildren(make('p', { class: 'empty' }, 'none yet; a script reports it with session.record(loss=...)'));
   draw($('rate'), chartOf(state, 'samples_per_s', 'samples/s', 'samples/s'));
   if (names.length) { say($('h-evaluations'), `${names[0]}, evaluated`); draw($('evaluations'), chartOf(state, `eval.${names[0]}`, names[0], names[0], true)); } else if (!$('evaluations').firstElementChild) $('evaluations').replaceChildren(make('p', { class: 'empty' }, 'none yet; run.eval_every asks for them'));
   showMenu(state, metrics, () => redraw());

@@ -1,6 +1,6 @@
 // The table of workers: their states, and their sums over the run, which at the end are those of the summary.
 // A row opens: the worker's log, what its script records, and how its bytes travel.
-import { $, inPlace, labelOf, make, nameOf, say, share, shortNumber, whole, written } from './text.js';
+import { $, duration, inPlace, labelOf, make, nameOf, say, share, shortNumber, whole, written } from './text.js';
 import { sparkline } from './charts.js';
 import { areOfWorkers, rowControls } from './controls.js';
 import { stateVar } from './palette.js';
@@ -17,7 +17,7 @@ const hidden = new Set(kept());
 function columns(metrics, workers) {
   const known = metrics.filter(metric => !metric.is_rare || workers.some(worker => worker[metric.name] !== null && worker[metric.name] !== undefined));
   return [
-    ['worker', (worker, rates, node) => opener(worker, node)], ['state', (worker, rates, node) => stateMark(worker.state, node), 'text'], ['waits for', worker => worker.waiting_for, 'text why'],
+    ['worker', (worker, rates, node) => opener(worker, node)], ['state', (worker, rates, node) => stateMark(worker, node), 'text'], ['waits for', worker => worker.waiting_for, 'text why'],
     ...(areOfWorkers() ? [['controls', (worker, rates, node) => rowControls(worker, node), 'text']] : []),
     ['time', worker => shares(worker), '', 'Its time: computing, transfer, waiting.'],
     ...known.map(metric => [metric.label, worker => written(metric, worker[metric.name]), '', metric.help]),
@@ -34,9 +34,9 @@ function opener(worker, node) {
   button.onclick = () => { if (open.has(rank)) open.delete(rank); else { open.add(rank); readLog(rank); } showWorkers(...now); };
   return button;
 }
-function stateMark(state, node) {
+function stateMark({ state, state_s: seconds }, node) {
   const mark = node || make('span', { class: 'state' });
-  say(mark, state);
+  say(mark, seconds >= 5 ? `${state} ${duration(seconds)}` : state);
   mark.style.setProperty('--of-state', stateVar(state));
   return mark;
 }

@@ -110,8 +110,6 @@ def serve(listener: socket.socket, snapshot: Snapshot, num_workers: int, all_are
         except Asked:
             continue  # the goodbyes that are here count first
         if ASKED and not ready:
-            if is_open and len(selector.get_map()) == 1:  # nobody is here any more: that is the end of the run
-                return
             sys.exit(143)
         for key, _ in ready:
             if key.fileobj is listener:

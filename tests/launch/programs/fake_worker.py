@@ -40,7 +40,7 @@ def misbehave(todo: str, code: str) -> None:
             time.sleep(0.01)
         for number in range(500):
             print(f"flood {number}")
-    if todo in ("exit", "flood"):
+    if todo == "exit" or (todo == "flood" and code != "0"):
         sys.exit(int(code))
     if todo == "crash":
         raise RuntimeError("a mistake in the user's task")
