@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -25,7 +25,7 @@ from .measure import Link, Measured
 CODECS = ("raw", "bf16", "int8", "q4")
 MODES = ("sync", "async", "ssp", "dssp", "buffered", "localsgd", "diloco", "async_diloco")
 _SHARE = 0.2  # of the time in exchanges, at most
-_GOOD, _MARGIN = 0.8, 0.03  # of ideal; a run's first weights are raw
+_GOOD = 0.77  # of ideal; a run's first weights are raw
 _STEPS = 200
 _COPIES = 4  # of the model in a worker's memory: weights, gradients, two moments
 _NAMES_THE_SAME = ("program", "torch", "python")
@@ -49,6 +49,19 @@ class Foreseen:
     steps_per_s: float
     of_ideal: float
     local_steps: int = 1
+    sets: tuple[str, ...] = ()  # settings of the codec, without those that the mode refuses
+
+    @property
+    def is_good(self) -> bool:
+        """Whether transfers leave enough time to compute."""
+        return round(self.of_ideal, 2) >= _GOOD  # as it is printed
+
+    @property
+    def flags(self) -> str:
+        """The flags of ps-launch."""
+        local = [f"--local-steps {self.local_steps}"] if self.local_steps > 1 else []
+        codec = [f"--set {item}" for item in self.sets if self.codec != CODECS[0]]
+        return " ".join([f"--mode {self.mode}", *local, *codec])
 
 
 def checks(measured: Measured) -> list[Finding]:
@@ -96,10 +109,19 @@ def _of_machine(who: str, item: dict[str, Any], megabytes: float, behind_s: floa
         (item["files"] < 1024, "warn", f"{item['files']} open files are the limit", "ulimit -n 65536"),
         (abs(behind_s) > 2.0, "warn", f"its clock differs by {behind_s:+.1f} s",
          "only times in logs depend on it; correct it with chrony or ntpd"),
-        (item["load"] > 1.5 * item["cores"], "warn", f"load {item['load']:.1f} on {item['cores']} cores",
-         "other programs slow this machine down: stop them, or use ssp or async"),
+        (_is_loaded(item), "warn", f"load {item['load']:.1f} on {item['cores']} cores",
+         "other programs slow this machine down: stop them"),
     )  # fmt: skip
     return [Finding(level, f"{who}: {text}", fix) for is_found, level, text, fix in problems if is_found]
+
+
+def _is_loaded(item: dict[str, Any]) -> bool:
+    return bool(item["load"] > 1.5 * item["cores"])
+
+
+def are_uneven(measured: Measured) -> bool:
+    """Returns whether other programs slow some of the workers' machines down, and not all."""
+    return len({_is_loaded(item) for item in measured.machines.values()}) > 1
 
 
 def typical(links: Sequence[Link]) -> Link:
@@ -133,9 +155,10 @@ def foresee(
     for mode in MODES:
         for codec in CODECS:
             for ways in (("worker.codec", "worker.reply_codec"), ("worker.codec",)):
-                settings = [*sets, *(f"{way}={codec}" for way in ways)]
+                own = tuple(f"{way}={codec}" for way in ways)
                 with suppress(UsageError):  # not every mode takes every codec both ways
-                    found.append(_foreseen(config, mode, codec, num_workers, machines, settings))
+                    simulated = _foreseen(config, mode, codec, num_workers, machines, [*sets, *own])
+                    found.append(replace(simulated, sets=own))
                     break
     return found
 
@@ -164,59 +187,59 @@ def _foreseen(
     return Foreseen(mode, codec, final["steps/s"], final["of ideal"], simulation.policy.local_steps)
 
 
-def sentences(foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s: float, megabytes: float) -> list[str]:
-    """Returns the advice as sentences."""
+def sentences(
+    foreseen: Sequence[Foreseen], link: Link, trip_s: float, compute_s: float, megabytes: float, *, uneven: bool = False
+) -> list[str]:
+    """Returns the advice as sentences: the metrics, why `first_try` is chosen, and how to try it."""
     exchange_s = trip_s + megabytes * 1e6 * (1 / link.up + 1 / link.down)
     rate = f"{link.up * 8 / 1e6:,.0f} Mbit/s up, {link.down * 8 / 1e6:,.0f} down, {trip_s * 1e3:.1f} ms round trip"
-    lines = [
+    best = first_try(foreseen, uneven=uneven)
+    is_apart = uneven and not registry.MODES.load(best.mode).has_rounds
+    return [
         f"A step computes for {compute_s * 1e3:,.1f} ms; {megabytes:.3g} MB go up and come back in "
-        f"{exchange_s * 1e3:,.1f} ms ({rate})."
+        f"{exchange_s * 1e3:,.1f} ms ({rate}).",
+        _reason(foreseen, best),
+        *(["Other programs slow some machines down, so nobody waits for all in this mode."] if is_apart else []),
+        f"First try: {best.flags}: about {best.steps_per_s:,.1f} steps per second in all; workers compute "
+        f"{best.of_ideal:.0%} of the time.",
     ]
-    every_step = [item for item in foreseen if item.local_steps == 1 and item.of_ideal >= _GOOD]
-    if any(item.codec == "raw" for item in every_step):
-        lines.append(
-            f"Raw gradients of every step fit this link: {_named(every_step, 'raw')} compute {_GOOD:.0%} of the "
-            "time or more. Equal machines: sync; unequal ones: ssp or async."
-        )
-    elif every_step:
-        best = min(every_step, key=lambda foreseen: CODECS.index(foreseen.codec))
-        lines.append(
-            f"Raw, transfer takes more than a fifth of the time; --set worker.codec={best.codec} --set "
-            f"worker.reply_codec={best.codec} makes it fit ({_named(every_step, best.codec)})."
-        )
-    else:
-        local = {item.codec: item.local_steps for item in foreseen if item.local_steps > 1}
-        steps = ", ".join(f"{steps} with {codec}" for codec, steps in local.items())
-        lines.append(
-            "No codec makes gradients of every step fit: take local steps, --mode diloco or localsgd, with "
-            f"--local-steps {steps}, so that transfer stays below a fifth of the time."
-        )
-    best = first_try(foreseen)
-    lines.append(
-        f"First try: --mode {best.mode}"
-        + (f" --local-steps {best.local_steps}" if best.local_steps > 1 else "")
-        + (f" --set worker.codec={best.codec} --set worker.reply_codec={best.codec}" if best.codec != "raw" else "")
-        + f": about {best.steps_per_s:,.1f} steps per second in all; workers compute {best.of_ideal:.0%} of the time."
+
+
+def _reason(foreseen: Sequence[Foreseen], best: Foreseen) -> str:
+    """Returns why `best` is the first to try, as a sentence."""
+    fitting = ", ".join(
+        item.mode for item in foreseen if item.is_good and (item.codec, item.local_steps) == (best.codec, 1)
     )
-    return lines
+    if not best.is_good:
+        return f"In every mode and with every codec, workers would compute less than {_GOOD:.0%} of the time."
+    if best.local_steps > 1:
+        steps = ", ".join(f"{item.local_steps} with {item.codec}" for item in foreseen if item.mode == best.mode)
+        return (
+            "No codec makes gradients of every step fit: local steps keep transfer below a fifth of the time "
+            f"({best.mode}: {steps})."
+        )
+    if best.codec == CODECS[0]:
+        return f"Raw gradients of every step fit this link: {fitting} compute {_GOOD:.0%} of the time or more."
+    return f"Raw, transfer takes more than a fifth of the time; {best.codec} makes it fit ({fitting})."
 
 
-def first_try(foreseen: Sequence[Foreseen]) -> Foreseen:
+def first_try(foreseen: Sequence[Foreseen], *, uneven: bool = False) -> Foreseen:
     """Returns the best choice: the least lossy codec with which gradients of every step leave enough time to compute.
 
     If there is none, it takes the fewest local steps, because a codec costs less than local steps do (claims N5 and
-    N7). It prefers modes that send differences (N6). If that fails too, it takes the fastest choice.
+    N7). It prefers modes that send differences (N6). If that fails too, it takes the fastest choice. On `uneven`
+    machines it prefers modes without rounds, where nobody waits for the slowest worker.
     """
-    good = [item for item in foreseen if item.of_ideal >= _GOOD - _MARGIN]
-    if every_step := [foreseen for foreseen in good if foreseen.local_steps == 1]:
-        return min(every_step, key=lambda item: CODECS.index(item.codec))
-    if good:
-        return min(
-            good,
-            key=lambda foreseen: (foreseen.local_steps, not registry.MODES.load(foreseen.mode).kind.holds_differences),
-        )
-    return max(foreseen, key=lambda foreseen: foreseen.of_ideal)
+    good = [item for item in foreseen if item.is_good]
+    if not good:
+        return max(foreseen, key=lambda item: item.of_ideal)
+    every_step = [item for item in good if item.local_steps == 1]
+    if every_step:
+        least = min(CODECS.index(item.codec) for item in every_step)
+        good = [item for item in every_step if item.codec == CODECS[least]]
 
+    def order(item: Foreseen) -> tuple[bool, int, bool]:
+        mode = registry.MODES.load(item.mode)
+        return uneven and mode.has_rounds, item.local_steps, bool(not every_step and not mode.kind.holds_differences)
 
-def _named(foreseen: Sequence[Foreseen], codec: str) -> str:
-    return ", ".join(dict.fromkeys(item.mode for item in foreseen if item.codec == codec))
+    return min(good, key=order)

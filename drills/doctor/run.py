@@ -71,7 +71,8 @@ def examine(wanted: Request) -> int:
         steps.at(_MEASURING, "simulating each mode with these metrics")
         foreseen = advice.foresee(wanted.config, wanted.workers, found.megabytes, compute_s, link, trip_s, sets)
     checks = advice.checks(found)
-    sentences = advice.sentences(foreseen, link, trip_s, compute_s, found.megabytes)
+    is_uneven = advice.are_uneven(found)
+    sentences = advice.sentences(foreseen, link, trip_s, compute_s, found.megabytes, uneven=is_uneven)
     over = f"worker.transports={','.join(dict.fromkeys([*wanted.transports, 'grpc']))}"
     verified: list[_Verified] = []
     if wanted.verify and not found.is_partial:
@@ -163,9 +164,9 @@ def _verified(
     chosen = [item for item in foreseen if item.codec == advice.CODECS[0] or item.mode == advice.MODES[0]]
     for number, entry in enumerate(chosen):
         steps.at(number / len(chosen), f"run {number + 1} of {len(chosen)}: {entry.mode}, {entry.codec}")
-        codecs = [f"{way}={entry.codec}" for way in ("worker.codec", "worker.reply_codec")]
         rounds = max(3, round(seconds * entry.steps_per_s / workers / entry.local_steps))
         ran = _ran(
-            where, entry.mode, rounds * entry.local_steps, [*sets, *codecs, f"policy.local_steps={entry.local_steps}"]
-        )
+            where, entry.mode, rounds * entry.local_steps,
+            [*sets, *entry.sets, f"policy.local_steps={entry.local_steps}"],
+        )  # fmt: skip
         yield entry, workers / ran.step_s if ran.step_s else workers * ran.union_steps_per_s

@@ -86,7 +86,7 @@ def test_how_machines_are_joined_is_said() -> None:
     ("megabit", "says", "first"),
     [
         (10_000, "Raw gradients of every step fit this link", "--mode sync:"),
-        (1000, "Raw, transfer takes more than a fifth of the time; --set worker.codec=q4", "--mode"),
+        (1000, "Raw, transfer takes more than a fifth of the time; q4 makes it fit", "--mode sync --set"),
         (20, "No codec makes gradients of every step fit", "--mode diloco --local-steps 42 --set worker.codec=q4"),
     ],
 )
@@ -103,6 +103,67 @@ def test_advice_by_link(megabit: float, says: str, first: str) -> None:
     assert all(text.of_ideal >= 0.77 for text in diloco.values())
     advised = "\n".join(advice.sentences(foreseen, link, trip_s, 0.1, 10.0))
     assert says in advised and first in advised.partition("First try")[2]
+
+
+@st.composite
+def foreseen_of_all(draw: st.DrawFn) -> list[advice.Foreseen]:
+    """Every mode with every codec, of any speed; some modes take local steps, some refuse a codec on the way back."""
+    ways = st.sampled_from([("worker.codec", "worker.reply_codec"), ("worker.codec",)])
+    found = []
+    for mode in advice.MODES:
+        takes = mode in ("localsgd", "diloco", "async_diloco")
+        for codec in advice.CODECS:
+            sets = tuple(f"{way}={codec}" for way in draw(ways))
+            local = draw(st.integers(1, 50)) if takes else 1
+            part = draw(st.floats(0.01, 1.0) | st.floats(0.75, 0.82))
+            found.append(advice.Foreseen(mode, codec, 100 * part, part, local, sets))
+    return found
+
+
+def contradiction(foreseen: list[advice.Foreseen], link: Link, machines: dict, *, uneven: bool) -> str:
+    """Returns how two sentences of the advice, or a sentence and a metric, contradict each other; empty if none do."""
+    _, reason, *_, first = advice.sentences(foreseen, link, 0.001, 0.1, 10.0, uneven=uneven)
+    best = advice.first_try(foreseen, uneven=uneven)
+    flags = dict(item.split("=") for item in first.replace(":", " ").split() if "=" in item)
+    fixes = " ".join(finding.fix for finding in advice.checks(Measured(1.0, machines)))
+    good = [item for item in foreseen if round(item.of_ideal, 2) >= 0.77]
+    one = {item.codec for item in good if item.local_steps == 1}
+    return next((why for is_wrong, why in (
+        ("raw" in one and not reason.startswith("Raw gradients of every step fit"), "raw fits, and is not advised"),
+        (reason.startswith("Raw gradients") and (flags or "--local-steps" in first), "raw fits, yet more is advised"),
+        ("makes it fit" in reason and f"worker.codec={best.codec}" not in first, "another codec is advised"),
+        ("makes it fit" in reason and "--local-steps" in first, "a codec is enough, yet local steps are advised"),
+        ("No codec makes" in reason and (one or "--local-steps" not in first), "local steps, or none?"),
+        ("No codec makes" in reason and f"{best.local_steps} with {best.codec}" not in reason, "other local steps"),
+        (bool(good) == ("less than" in reason), "whether anything fits"),
+        (flags and not {f"{key}={value}" for key, value in flags.items()} <= {*best.sets}, "a refused setting"),
+        (", so" in reason and ": ." in reason, "no numbers"),
+        (f"--mode {best.mode}" not in first, "another mode is tried first"),
+        (any(mode in fixes.split() for mode in advice.MODES), "a check names a mode"),
+    ) if is_wrong), "")  # fmt: skip
+
+
+@given(foreseen_of_all(), st.booleans())
+def test_no_two_sentences_contradict_each_other(foreseen: list[advice.Foreseen], uneven: bool) -> None:
+    loaded = {0: HEALTHY, 1: {**HEALTHY, "load": 99.0}}
+    assert advice.are_uneven(Measured(1.0, loaded)) and not advice.are_uneven(Measured(1.0, {0: loaded[1]}))
+    assert contradiction(foreseen, Link(-1, "direct", 1e7, 1e7, 0.0), loaded, uneven=uneven) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mb", "trip_s", "workers"), [(0.1, 0.02, 2), (1, 0.0005, 4), (100, 0.02, 2)])
+def test_simulated_grids_contradict_nothing(mb: float, trip_s: float, workers: int) -> None:
+    """At 0.1 MB, 100 ms of computing, 30 Mbit/s and 20 ms, q4 computes 79 % of the time: between two limits once."""
+    found = {}
+    for compute_s in (0.005, 0.1, 0.5):
+        for megabit in (5, 30, 300):
+            link = Link(-1, "direct", megabit * 1e6 / 8, megabit * 1e6 / 8, 1.0)
+            foreseen = advice.foresee(None, workers, mb, compute_s, link, trip_s)
+            for uneven in (False, True):
+                found[compute_s, megabit, uneven] = contradiction(foreseen, link, {0: HEALTHY}, uneven=uneven)
+            best = advice.first_try(foreseen, uneven=True)
+            assert best.mode not in ("sync", "buffered") or best.local_steps > 1
+    assert {at: why for at, why in found.items() if why} == {}
 
 
 def test_workers_that_share_a_link() -> None:
