@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
 from ..common.config.conditions import Condition, condition
 from ..common.config.sections.launching import CostConfig
-from ..common.errors import UsageError
+from ..common.errors import UsageError, plain
 from ..common.reporting.curve import add_trained
 from ..common.reporting.findings import findings
 from ..common.reporting.report import comparison_table, report_console
 from ..common.reporting.summary import Cost, Summary
 from ..common.runstore.reading import IRRELEVANT_SETTINGS, RunStore, StoredRun, config_differences
 from ..web.report import write_report
-from .showing import plain, print_json
+from .showing import print_json
 
 _MOST_IN_A_LABEL = 2
 
@@ -49,16 +48,16 @@ def compare(path: Path, names: Sequence[str], report: str | None, wanted: str | 
     labels, notes = labels_of(runs, differs), _notes(runs)
     named = list(zip(labels, summaries, strict=True))
     texts = findings(named, target) if len({run.work for run in runs}) == 1 else []
+    if report is not None:
+        write_report(report, ", ".join(dict.fromkeys(run.work for run in runs)), named, notes, differs, target=target)
     if as_json:
         shown = [{"run": run.model_dump(), "label": label, "summary": summary.model_dump()}
                  for run, (label, summary) in zip(runs, named, strict=True)]  # fmt: skip
         print_json({"runs": shown, "differences": differs, "findings": texts, "notes": notes})
     else:
         _show(named, target, differs, [*texts, *notes])
-    if report is not None:
-        write_report(report, ", ".join(dict.fromkeys(run.work for run in runs)), named, notes, differs, target=target)
-        if not as_json:
-            print(f"the report is {report}/report.html")
+    if report is not None and not as_json:
+        print(f"the report is {report}/report.html")
 
 
 def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
@@ -114,7 +113,7 @@ def _show(
     runs: list[tuple[str, Summary]], target: Condition | None, differs: dict[str, list[Any]], texts: list[str]
 ) -> None:
     console = report_console()
-    console.print(comparison_table([(escape(plain(label)), summary) for label, summary in runs], target))
+    console.print(comparison_table([(plain(label), summary) for label, summary in runs], target))
     if differs:
         columns = (Column(Text(plain(label))) for label, _ in runs)
         table = Table("setting", *columns, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ..common.errors import UsageError
+from ..common.errors import UsageError, plain
 from ..common.reporting.metrics import Display, shown_of_run
 from ..common.reporting.pictures import png, svg
 from ..common.reporting.report import short_number as written
 from ..common.runstore.reading import RunStore, StoredRun
-from .showing import plain, print_json, write
+from .showing import print_json, write
 
 _COLUMNS, _ROWS = 72, 16
 _OVER = {"step": "step", "time": "elapsed_s", "samples": "samples", "bytes": "num_bytes"}
@@ -27,7 +27,7 @@ def plot(path: Path, name: str, axes: tuple[str, str], out: Path | None, *, as_j
     if as_json:
         print_json({"run": run.id, "metric": metric, "over": over, "points": [list(point) for point in points]})
     elif out is None:
-        print("\n".join(_text_plot(points, f"{plain(run.label)}: {metric} over {over}")))
+        print("\n".join(_text_plot(points, plain(f"{run.label}: {metric} over {over}"))))
     elif out.suffix == ".svg":
         picture = svg([(run.label, points)], over).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
         write(f"{picture}\n".encode(), out)

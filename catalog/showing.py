@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Column
 from rich.text import Text
 
-from ..common.errors import OutputError, UsageError
+from ..common.errors import OutputError, UsageError, plain
 from ..common.reporting.curve import csv_text
 from ..common.reporting.metrics import Display, shown_of_run
 from ..common.reporting.report import FittingTable, duration, report_console, short_number, summary_table
@@ -170,11 +170,6 @@ def _when(at: float) -> str:
 
 
 # ---- shared by the commands --------------------------------------------------------------------------
-
-
-def plain(text: str) -> str:
-    """Returns `text` without control characters, which a terminal would execute."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def print_json(value: Any) -> None:

@@ -132,8 +132,12 @@ def refusal(reason: Reason, message: str, *, fix: str = "") -> ParamServerError:
 
 def shown(text: str, most: int = 80) -> str:
     """Returns text from another process without control characters, cut to `most` characters."""
-    text = text if len(text) <= most else f"{text[:most]}..."
-    return text if text.isprintable() else ascii(text)[1:-1]
+    return plain(text if len(text) <= most else f"{text[:most]}...")
+
+
+def plain(text: str) -> str:
+    """Returns text on one line: characters that a terminal or a file would execute are escaped, as `\\x1b`."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def same_batches(first: int, second: int) -> dict[str, Any]:

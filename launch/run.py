@@ -171,27 +171,30 @@ def run(plans: list[Plan], site: Site) -> int:
 def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
     """Print the table of one run, or the comparison of several, with one file for all summaries, {"runs": [...]}."""
     from ..common.reporting.findings import findings
-    from ..common.reporting.report import comparison_table, report_console, summary_table
+    from ..common.reporting.report import comparison_table, print_results, summary_table
 
-    console, output = report_console(), plans[0].config.output
+    output = plans[0].config.output
     target = condition(output.target) if output.target is not None else None
     ended = [(plan, outcome.summary) for plan, outcome in zip(plans, outcomes, strict=False) if outcome.summary]
     named = [(mode_label(summary.mode), summary) for _, summary in ended]
     if len(plans) > 1:
-        if ended:
-            console.print(comparison_table([(_name(plan), summary) for plan, summary in ended], target))
-            for text in findings(named, target):
-                console.print(text, style="dim", highlight=False)
         _write(output.summary, {"runs": [summary.model_dump() for _, summary in ended]})
     elif ended:
-        console.print(summary_table(ended[0][1]))
         _write(plans[0].summary, ended[0][1].model_dump())
-    if output.report is not None and ended:  # last: everything else does not depend on its disk
-        from ..web.report import write_report
+    try:
+        if output.report is not None and ended:  # files first: printing may lose its terminal
+            from ..web.report import write_report
 
-        differences = differences_of([plan for plan, _ in ended])
-        write_report(output.report, plans[0].work, named, differences=differences, target=target)
-        console.print(f"the report is {output.report}/report.html", style="dim")
+            differences = differences_of([plan for plan, _ in ended])
+            write_report(output.report, plans[0].work, named, differences=differences, target=target)
+    finally:
+        if len(plans) == 1 and ended:
+            print_results(summary_table(ended[0][1]))
+        elif ended:
+            print_results(comparison_table([(_name(plan), summary) for plan, summary in ended], target))
+            print_results(*findings(named, target), style="dim")
+    if output.report is not None and ended:
+        print_results(f"the report is {output.report}/report.html", style="dim")
 
 
 def differences_of(plans: list[Plan]) -> dict[str, list[object]]:

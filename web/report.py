@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 from ..common.config.conditions import Condition
 from ..common.errors import OutputError
+from ..common.reporting import markdown
 from ..common.reporting.curve import TRAINED, Point
 from ..common.reporting.findings import findings, target_of
 from ..common.reporting.output import check_writable, write_whole
@@ -55,20 +57,23 @@ def write_report(
     if differences:
         head = ["setting", *(label for label, _ in runs)]
         tables.append((head, [[key, *map(str, values)] for key, values in differences.items()]))
-    lines = [f"# {title}", "", *(f"- {text}" for text in sentences)]
-    for head, rows in tables:
-        lines += ["", _row(head), _row(["---"] * len(head)), *map(_row, rows)]
-    for file, name, unit, curves, line in [*_pictures(runs, goal), *((*picture, None) for picture in extra[1])]:
+    lines = [*markdown.heading(1, title)[1:], *markdown.items(sentences)]
+    for table in tables:
+        lines += markdown.table(*table)
+    drawn = _pictures(runs, goal)
+    for file, name, unit, curves in extra[1]:
+        drawn.append((_file_of(file.removesuffix(".png"), [picture[0] for picture in drawn]), name, unit, curves, None))
+    for file, name, unit, curves, line in drawn:
         if png(Path(directory) / file, f"{name} over {unit}", curves, unit, line):
-            lines += ["", f"![{name} over {unit}]({file})"]
+            lines += markdown.image(f"{name} over {unit}", file)
     for label, run, name in _drawn(runs):
-        lines += ["", f"## {label}: {name}", "", f"| s | step | {name} | traffic |", "| --- | --- | --- | --- |"]
         points = run.points_of(name)
-        lines += [
-            f"| {point.elapsed_s:,.1f} | {point.step:,} | {point.metrics[name]:.4f} | {_bytes(point)} |"
+        rows = [
+            [f"{point.elapsed_s:,.1f}", f"{point.step:,}", f"{point.metrics[name]:.4f}", _bytes(point)]
             for point in points[:: -(-len(points) // _MOST_ROWS)]
         ]  # fmt: skip
-    _write(directory, html, "\n".join([*lines, "", *remarks]) + "\n")
+        lines += [*markdown.heading(2, f"{label}: {name}"), *markdown.table(["s", "step", name, "traffic"], rows)]
+    _write(directory, html, "\n".join([*lines, *markdown.items(remarks)]) + "\n")
 
 
 def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
@@ -99,12 +104,16 @@ def _pictures(
                 if metric == name and len(known) > 1:
                     curves.append((label, known))
             if curves:
-                found.append((f"{_file_of(name)}-over-{unit}.png", name, unit, curves, line))
+                files = [picture[0] for picture in found]
+                found.append((_file_of(f"{name}-over-{unit}", files), name, unit, curves, line))
     return found
 
 
-def _file_of(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in name)
+def _file_of(name: str, others: Sequence[str]) -> str:
+    """Returns a short name of a picture, of ASCII letters, digits and `-`, that no other picture has."""
+    base = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name[-80:])
+    names = (f"{base}{f'-{number}' if number else ''}.png" for number in count())
+    return next(found for found in names if found not in others)
 
 
 def _bytes(point: Point) -> str:
@@ -132,7 +141,3 @@ def _write(directory: str, *texts: str) -> None:
             write_whole(Path(directory) / name, text.encode(), is_synced=False)
         except OSError as error:
             raise OutputError(f"{directory}/{name} cannot be written: {error.strerror}") from None
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

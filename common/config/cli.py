@@ -230,7 +230,7 @@ def show_config(resolved: Resolved) -> None:
     table = Table("setting", "value", "from", box=None, header_style="bold", pad_edge=False)
     for row in resolved.rows():
         table.add_row(*row)
-    Console(soft_wrap=True).print(table)
+    Console(soft_wrap=True, markup=False, emoji=False).print(table)
 
 
 def _takes_no_value(message: str) -> str:

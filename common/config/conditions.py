@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 _EVERY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(steps?|s|epochs?)?")
-_CONDITION = re.compile(r"([A-Za-z_][\w.]*) *(<=|>=|<|>) *(\S+)")
+_CONDITION = re.compile(r"([^\s<>=](?:[^<>=]*[^\s<>=])?) *(<=|>=|<|>) *(\S+)")
 _SIGNS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip

@@ -5,24 +5,68 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ..config.conditions import condition
+from ..errors import plain
 from ..wire.json_text import to_json
 
+# Fields of the event of an evaluation, and of every event.
+_RESERVED = {"step", "version", "best", "event", "level", "timestamp", "program", "exception", "exc_info", "_routine"}
 TRAINED = "train_loss"  # the metric of training itself, where nothing was evaluated
 _MOST_TRAINED = 1_000  # points; at twice as many, every second point is dropped
-# For a metric with one of these words in its name, less is better.
-_DOWN = ("loss", "error", "perplexity", "mse", "mae", "wer")
+# Words of a metric's name that say which of two values is better.
+_HIGH = frozenset((
+    "accuracy", "acc", "f1", "auc", "auroc", "bleu", "rouge", "iou", "miou", "dice", "precision", "recall", "ndcg",
+    "mrr", "psnr", "ssim", "reward", "solved", "success", "r2",
+))  # fmt: skip
+_LOW = frozenset((
+    "loss", "error", "err", "perplexity", "ppl", "nll", "wer", "cer", "fid", "mse", "mae", "rmse", "mape", "bpc", "bpb",
+    "kl", "regret",
+))  # fmt: skip
 
 
-def is_up(metric: str) -> bool:
-    """Returns whether a higher value of the metric is better."""
-    return not any(word in metric.lower() for word in _DOWN)
+def is_up(metric: str, better: Mapping[str, str] | None = None) -> bool | None:
+    """Returns whether a higher value of the metric is better; None if nobody knows.
+
+    `better`: what a task, script or setting states, `max` or `min` by metric. Otherwise whole words of the name decide.
+    """
+    if better and metric in better:
+        return better[metric] == "max"
+    words = re.findall(r"[a-z0-9]+", metric.lower())
+    known = {up for up, names in ((True, _HIGH), (False, _LOW)) if names.intersection(words)}
+    known |= {False} if "bits per" in " ".join(words) else set()
+    return known.pop() if len(known) == 1 else None
+
+
+def stated(name: str) -> tuple[str, str]:
+    """Returns a metric's name and what is stated behind it: `reward:max` is (reward, max), `reward` is (reward, "")."""
+    metric, _, way = name.rpartition(":")
+    return (metric, way) if metric and way in ("max", "min") else (name, "")
+
+
+def better_of(points: Iterable[Point]) -> dict[str, str]:
+    """Returns what the points state, without metrics of which they state both."""
+    found = {item for point in points for item in point.better.items()}
+    return {metric: way for metric, way in found if (metric, "min" if way == "max" else "max") not in found}
+
+
+def split_names(field: str) -> Callable[[Any], Any]:
+    """Returns a validator that takes `:max` and `:min` off the names of the metrics in `field`."""
+
+    def split(values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(metrics := values.get(field), Mapping):
+            return values
+        ways = {metric: way for metric, way in map(stated, metrics) if way}
+        clean = {stated(name)[0]: value for name, value in metrics.items()}
+        return {**values, field: clean, "better": {**values.get("better", {}), **ways}} if ways else values
+
+    return split
 
 
 # In JSON null stands for a number that is not finite.
@@ -30,7 +74,7 @@ MetricValue = Annotated[float, BeforeValidator(lambda value: math.nan if value i
 
 
 class Point(BaseModel):
-    """One evaluation of the weights of one version."""
+    """One evaluation of the weights of one version. A name `reward:max` states that more is better."""
 
     step: int  # training steps until then
     version: int
@@ -38,13 +82,21 @@ class Point(BaseModel):
     metrics: dict[str, MetricValue] = Field(default_factory=dict)
     num_bytes: int | None = None  # bytes exchanged until then, if known
     samples: int | None = None  # samples counted until then, if known
+    better: dict[str, Literal["max", "min"]] = Field(default_factory=dict)  # by metric, where it is stated
+
+    _better = model_validator(mode="before")(split_names("metrics"))
+
+    def named(self) -> dict[str, float]:
+        """Returns the metrics with what is stated behind their names."""
+        return {f"{name}:{self.better[name]}" if name in self.better else name: value
+                for name, value in self.metrics.items()}  # fmt: skip
 
 
 @dataclass
 class Curve:
     """All evaluations of a run, in the order they came."""
 
-    best_of: str | None = None  # the deciding metric; None: accuracy if there is one, else loss, else the first
+    best_of: str | None = None  # the deciding metric, `reward:max`; None: accuracy, else loss, else the first
     stop_when: str | None = None
     patience: int | None = None  # the run stops after this many evaluations without improvement
     points: list[Point] = field(default_factory=list)
@@ -53,9 +105,13 @@ class Curve:
 
     def add(self, point: Point) -> bool:
         """Add an evaluation. Returns whether it is the best so far."""
+        metric, way = stated(self.best_of or "")
+        if way and metric in point.metrics:
+            point.better[metric] = "max" if way == "max" else "min"
         self.points.append(point)
         value, best = self._value(point), None if self.best is None else self._value(self.best)
-        is_best = not math.isnan(value) and (best is None or (value > best if is_up(self.metric) else value < best))
+        up = self._is_up
+        is_best = math.isfinite(value) and up is not None and (best is None or (value > best if up else value < best))
         if is_best:
             self.best = point
         self._num_worse = 0 if is_best else self._num_worse + 1
@@ -64,8 +120,23 @@ class Curve:
     @property
     def metric(self) -> str:
         """The deciding metric."""
-        names = list(self.points[0].metrics) if self.points else []
-        return self.best_of or next((name for name in ("accuracy", "loss", *names) if name in names), "")
+        if self.best_of is not None:
+            return stated(self.best_of)[0]
+        names = self.points[0].metrics if self.points else {}
+        known = [name for name in names if is_up(name, self.points[0].better) is not None]
+        return next((name for name in ("accuracy", "loss", *known, *names) if name in names), "")
+
+    @property
+    def _is_up(self) -> bool | None:
+        return is_up(self.metric, self.points[-1].better if self.points else None)
+
+    def unclear(self) -> tuple[str, str]:
+        """Returns why there is no best evaluation, as a sentence and its fix; empty if there may be one."""
+        metric = self.metric
+        if not self.points or metric not in self.points[-1].metrics or self._is_up is not None:
+            return "", ""
+        return (f"there is no best evaluation: is more or less {metric} better?",
+                f"--best {metric}:max or {metric}:min, or return it under that name")  # fmt: skip
 
     @property
     def why_enough(self) -> str:
@@ -75,14 +146,15 @@ class Curve:
         newest = self.points[-1]
         if self.stop_when is not None and (wanted := condition(self.stop_when)).holds(newest.metrics):
             return f"{wanted} (run.stop_when): {newest.metrics[wanted.metric]:.6g} at step {newest.step}"
-        if self.patience is not None and self._num_worse >= self.patience:
+        if self.patience is not None and self._num_worse >= self.patience and self._is_up is not None:
             best = f", {self._value(self.best):.6g} at step {self.best.step}" if self.best is not None else ""
             return f"no better {self.metric} in {self._num_worse} evaluations (run.patience){best}"
         return ""
 
     def lacks(self) -> str:
         """Returns the configured metrics that the newest point lacks, as a phrase; empty if it lacks none."""
-        wanted = [self.best_of, condition(self.stop_when).metric if self.stop_when is not None else None]
+        of_stop = condition(self.stop_when).metric if self.stop_when is not None else None
+        wanted = [stated(self.best_of)[0] if self.best_of is not None else None, of_stop]
         measured = self.points[-1].metrics if self.points else {}
         missing = [name for name in wanted if name is not None and name not in measured]
         return f"{' and '.join(missing)}: the evaluation gave {', '.join(measured) or 'nothing'}" if missing else ""
@@ -123,18 +195,26 @@ def add_trained(points: list[Point], status: Any) -> None:
         points[:] = points[::2]
 
 
+def metric_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns metrics as fields of an event, under names that no field of the event itself has."""
+    return {f"metrics.{name}" if name in _RESERVED else name: value for name, value in metrics.items()}
+
+
 def text_of(points: list[Point], path: str) -> str:
     """Returns the points as text of a file: CSV with a column for each metric, or JSON lines."""
-    rows = [{**point.model_dump(exclude={"metrics", "num_bytes", "samples"}), **point.metrics} for point in points]
+    columns = ("step", "version", "elapsed_s")
+    rows = [{**{name: getattr(point, name) for name in columns},
+             **{f"metrics.{name}" if name in columns else name: value for name, value in point.metrics.items()}}
+            for point in points]  # fmt: skip
     if path.endswith(".jsonl"):
         return "".join(to_json(row) + "\n" for row in rows)
     return csv_text(rows)
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the rows as CSV, with a column for each name."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    """Returns the rows as CSV, with a column for each name and a line for each row."""
+    out, names = io.StringIO(), dict.fromkeys(name for row in rows for name in row)
+    writer = csv.writer(out, lineterminator="\n")
+    for cells in ([*names], *([row.get(name, "") for name in names] for row in rows)):
+        writer.writerow([plain(cell) if isinstance(cell, str) else cell for cell in cells])
     return out.getvalue()

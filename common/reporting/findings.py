@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from ..config.conditions import Condition
-from .curve import TRAINED, is_up
+from .curve import TRAINED
 from .metrics import OF_RUN
 from .pictures.words import short_number
 from .report import Spread
@@ -44,8 +44,15 @@ def spreads(runs: Runs, get: Callable[[Summary], float | None]) -> dict[str, Spr
 
 def deciding_metric(runs: Runs) -> str:
     """Returns the metric that compares the runs: accuracy if all have it, else loss, else the first common metric."""
-    common = [name for name in runs[0][1].final if all(name in run.final for _, run in runs)] if runs else []
+    names = runs[0][1].final if runs else ()
+    common = [name for name in names if all(name in run.final for _, run in runs) and is_up_in(runs, name) is not None]
     return next((name for name in ("accuracy", "loss", *common) if name in common), "")
+
+
+def is_up_in(runs: Runs, metric: str) -> bool | None:
+    """Returns whether more is better in all runs; None if they disagree, or nobody knows."""
+    found = {up for _, run in runs if (up := run.is_up(metric)) is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def target_of(runs: Runs) -> Condition | None:
@@ -54,10 +61,10 @@ def target_of(runs: Runs) -> Condition | None:
     It uses the deciding metric if all runs were evaluated during training, and otherwise the training loss. Returns
     None if a run has neither.
     """
-    for name in (deciding_metric(runs), TRAINED):
+    for name in filter(None, (deciding_metric(runs), TRAINED)):
         values = [[v for point in run.points_of(name) if math.isfinite(v := point.metrics[name])] for _, run in runs]
         if values and min(map(len, values)) > 1:
-            up = is_up(name)
+            up = is_up_in(runs, name)
             return Condition(name, ">=", min(map(max, values))) if up else Condition(name, "<=", max(map(min, values)))
     return None
 
@@ -73,7 +80,7 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
         lost = [name for name, spread in ended.items() if not math.isfinite(spread.mean)]
         sound = {name: spread for name, spread in ended.items() if name not in lost}
         if len(sound) > 1:
-            sentences.append(_best(f"{decides} at the end", sound, is_up(decides), short_number))
+            sentences.append(_best(f"{decides} at the end", sound, bool(is_up_in(runs, decides)), short_number))
         if lost:
             sentences.append(f"{', '.join(lost)} diverged: {decides} at the end is not finite.")
     took = spreads(runs, lambda run: run.wall_s)

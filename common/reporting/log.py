@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ..config.schema import LogConfig
-from ..errors import shown
+from ..errors import plain
 from ..wire.json_text import to_json
 
 _ROUTINE = "_routine"  # marks an event on its way to the processors
@@ -50,14 +50,12 @@ def setup_logging(config: LogConfig, program: str) -> None:
 
 
 def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Escapes control characters in values, which could start a new line or control a terminal.
+    """Escapes control characters in names and values, which could start a new line or control a terminal.
 
     Text from other processes is also checked on receipt (`common/wire/checks.py`). A traceback keeps its lines.
     """
-    for name, value in event.items():
-        if isinstance(value, str) and not value.isprintable() and name != "exception":
-            event[name] = shown(value, len(value))
-    return event
+    return {plain(name): plain(value) if isinstance(value, str) and name != "exception" else value
+            for name, value in event.items()}  # fmt: skip
 
 
 class _Routine:

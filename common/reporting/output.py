@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from ..config.schema import Config
 from ..errors import OutputError
 from .curve import Point, text_of
 from .log import get_logger
-from .report import report_console, summary_table
+from .report import print_results, summary_table
 from .results import hand_over
 from .summary import Summary
 
@@ -128,4 +127,4 @@ def write_results(config: Config, summary: Summary, tensors: dict[str, torch.Ten
     if config.log.format == "json":
         log.info("summary", **summary.model_dump())
     else:
-        report_console(sys.stdout).print(summary_table(summary))
+        print_results(summary_table(summary))

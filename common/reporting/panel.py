@@ -22,7 +22,7 @@ class TerminalConsole(PipeConsole):
     """A console on standard error. It does not hide the cursor, because a killed program could not show it again."""
 
     def __init__(self) -> None:
-        super().__init__(stderr=True, highlight=False)
+        super().__init__(stderr=True)
 
     def show_cursor(self, show: bool = True) -> bool:
         return False

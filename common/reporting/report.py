@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from statistics import fmean
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
 from ..config.conditions import Condition
+from ..errors import plain
 from .metrics import OF_RUN, OF_WORKER, Display, Metric, Unit, shown_of_run, shown_of_workers
 from .pictures.words import duration, share, short_number, size
 from .status import Status, WorkerStatus
@@ -101,18 +103,46 @@ class FittingTable:
 
 
 class PipeConsole(Console):
-    """Raises BrokenPipeError for a broken pipe, where rich would end the process."""
+    """Prints strings as they are: no markup, no emoji codes, and control characters are escaped.
+
+    Raises BrokenPipeError for a broken pipe, where rich would end the process.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(_lines(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            is_plain = segment.control or segment.text == "\n" or segment.text.isprintable()
+            yield segment if is_plain else segment._replace(text=_lines(segment.text))
+
+
+def _lines(text: str) -> str:
+    return text if text.isprintable() else "\n".join(map(plain, text.split("\n")))
+
+
+def print_results(*results: RenderableType, style: str = "") -> None:
+    """Print results that are safe already. An output that cannot have them fails no run; a broken pipe does."""
+    console = report_console()
+    try:
+        for result in results:
+            console.print(result, style=style)
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: also characters that the output's encoding lacks
+        print(f"the results cannot be printed: {plain(str(error))}", file=sys.stderr)
 
 
 def report_console(file: IO[str] | None = None) -> Console:
     """Returns a console on standard output or `file`. A file or pipe is wide, or as wide as COLUMNS says."""
     file = file or sys.stdout
-    return PipeConsole(
-        file=file, highlight=False, width=None if file.isatty() or "COLUMNS" in os.environ else _FILE_WIDTH
-    )
+    return PipeConsole(file=file, width=None if file.isatty() or "COLUMNS" in os.environ else _FILE_WIDTH)
 
 
 def summary_table(summary: Summary) -> RenderableType:

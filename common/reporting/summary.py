@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from ..config.conditions import Condition
 from ..wire.json_text import to_json
-from .curve import MetricValue, Point
+from .curve import MetricValue, Point, better_of, is_up, split_names
 from .metrics import OF_RUN, Display, Metric, Tense
 from .status import Measured, WorkerStatus
 
@@ -80,12 +80,15 @@ class Summary(Measured):
     staleness: dict[int, int] = Field(default_factory=dict)  # number of contributions by staleness; 64: 64 or more
     ended_by: str = ""  # who stopped it and why, or the failure; empty: all steps were taken
     final: dict[str, MetricValue] = Field(default_factory=dict)  # what the task's evaluation returned
+    better: dict[str, str] = Field(default_factory=dict)  # `max` or `min` by metric, where it is stated
     curve: list[Point] = Field(default_factory=list)  # evaluations, with the final evaluation if there were others
     best: Point | None = None  # of them
     trained: list[Point] = Field(default_factory=list, exclude=True)  # training loss over time, for reports
     workers: list[WorkerStatus] = Field(default_factory=list)
     cost: Cost | None = None  # if prices are known
     shards: list[ShardSummary] = Field(default_factory=list)  # if the server has several processes
+
+    _better = model_validator(mode="before")(split_names("final"))
 
     @classmethod
     def declared_metrics(cls) -> list[Metric]:
@@ -109,6 +112,10 @@ class Summary(Measured):
         if self.staleness_bound is not None:
             return f"{self.mode} (staleness {self.staleness_bound})"
         return f"{self.mode} ({self.local_steps} local steps)" if self.local_steps > 1 else self.mode
+
+    def is_up(self, metric: str) -> bool | None:
+        """Returns whether a higher value of the metric is better; None: nobody knows."""
+        return is_up(metric, {**better_of(self.curve), **self.better})
 
     def points_of(self, metric: str) -> list[Point]:
         """Returns the evaluations with this metric; for `curve.TRAINED` the points of training."""

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
-from .curve import Point
+from .curve import Point, split_names
 from .metrics import Display, Value, shown_of_run
 from .status import RECORDED, Status
 from .summary import Cost
@@ -85,6 +85,9 @@ class Tick(BaseModel):
     evaluations: list[EvaluatedPoint] = Field(default_factory=list)
     snapshots: list[Snapshot] = Field(default_factory=list)
     is_over: bool = False
+    better: dict[str, str] = Field(default_factory=dict)  # of `final`, where it is stated
+
+    _better = model_validator(mode="before")(split_names("final"))
 
 
 class About(BaseModel):

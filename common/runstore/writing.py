@@ -228,9 +228,9 @@ class RunWriter:
         for event in tick.events:
             self._put_event(db, event)
         for point in tick.evaluations:
-            metrics = to_json(point.metrics)
-            self._insert(db, "evaluations", [{**point.model_dump(), "metrics": metrics}])
-            db.execute("UPDATE runs SET metrics = ? WHERE key = ?", (metrics, self._key))
+            row = {**point.model_dump(exclude={"better"}), "metrics": to_json(point.named())}
+            self._insert(db, "evaluations", [row])
+            db.execute("UPDATE runs SET metrics = ? WHERE key = ?", (to_json(point.metrics), self._key))
         self._insert(db, "snapshots", [snapshot.model_dump() for snapshot in tick.snapshots])
         self._put_ran(db)
         if has_status:

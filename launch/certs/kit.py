@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from ...common.config.addresses import join_address
 from ...common.config.schema import DEFAULT_PORT
@@ -74,13 +75,13 @@ def show(directory: Path) -> None:
         try:
             facts = facts_of(pem)
         except ValueError:
-            table.add_row(path.name, "", "", "", "[red]no certificate[/red]")
+            table.add_row(path.name, "", "", "", Text("no certificate", "red"))
             continue
-        state = f"{(facts.not_after - now).days} days"
+        state = Text(f"{(facts.not_after - now).days} days")
         if facts.problem(now) is not None:
-            state = "[red]EXPIRED[/red]" if facts.not_after < now else "[red]not valid yet[/red]"
+            state = Text("EXPIRED" if facts.not_after < now else "not valid yet", "red")
         if ca is not None and not is_signed_by(pem, ca):
-            state += ", [red]not signed by ca.crt[/red]"
+            state.append(", ").append("not signed by ca.crt", "red")
         table.add_row(path.name, facts.name, ", ".join(facts.names), f"{facts.not_after:%Y-%m-%d %H:%M}", state)
     report_console().print(table)
 

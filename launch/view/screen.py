@@ -37,7 +37,7 @@ class Screen(ABC):
         self._hosts = hosts
         self._on_lost = on_lost
         self._is_lost = False
-        self._console = PipeConsole(stderr=True, highlight=False)
+        self._console = PipeConsole(stderr=True)
 
     @abstractmethod
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
@@ -70,7 +70,7 @@ class Screen(ABC):
 
     def _print(self, text: Text) -> None:
         if self._console.is_terminal:
-            self._show(lambda: self._console.print(text, markup=False))
+            self._show(lambda: self._console.print(text))
         else:  # no width, no colours: as it is, and a hundred times faster
             self._show(lambda: print(text.plain, file=sys.stderr, flush=True))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...common.errors import ParamServerError
-from ...common.reporting.curve import Point
+from ...common.errors import ParamServerError, UsageError
+from ...common.reporting.curve import Point, metric_fields
 from ...common.reporting.metrics import total_or_unknown
 from . import effects, events
 from .effects import Effect, Log
@@ -52,9 +52,26 @@ class Evaluations:
         is_best = self._run.curve.add(point)
         yield effects.Evaluated(point, is_best)
         if version is not None:
-            yield Log("info", "evaluated", {"step": step, "version": evaluated, "best": is_best, **metrics})
+            yield Log(
+                "info",
+                "evaluated",
+                {"step": step, "version": evaluated, "best": is_best, **metric_fields(point.metrics)},
+            )
+        if len(self._run.curve.points) == 1:
+            yield from self._unclear(step, at, is_final=version is None)
         if (lacks := self._run.curve.lacks()) and len(self._run.curve.points) == 1:
             yield Log("warning", "no_such_metric", {"reason": lacks})
+
+    def _unclear(self, step: int, at: float, is_final: bool) -> Iterator[Effect]:
+        """Say that no evaluation is the best; end a run that was to keep the best, or to stop without improvement."""
+        why, fix = self._run.curve.unclear()
+        options = self._run.options
+        if why and not is_final and self._run.failure is None and (options.patience is not None or options.keeps_best):
+            self._run.failure = UsageError(f"run.patience and output.best need a best evaluation; {why}", fix=fix)
+            yield Log("error", "run_failed", {"step": step, "reason": self._run.failure.message, "fix": fix})
+            yield from self._run.stop(self._run.failure.message, at)
+        elif why:
+            yield Log("info", "no_best", {"reason": why, "fix": fix})
 
     def _failed(self, event: events.MetricsReceived) -> Iterator[Effect]:
         if self._run.failure is not None:

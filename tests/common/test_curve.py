@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paramserver.common.config.conditions import Condition, Every, condition, every
-from paramserver.common.reporting.curve import Curve, Point, text_of
+from paramserver.common.reporting.curve import Curve, Point, is_up, text_of
+from paramserver.common.reporting.summary import Summary
 
 
 def curve(*values: float, metric: str = "loss", **options: object) -> Curve:
@@ -34,6 +35,7 @@ def test_what_is_no_interval(text: str) -> None:
 def test_conditions() -> None:
     assert condition("accuracy >= 0.98") == Condition("accuracy", ">=", 0.98)
     assert condition("loss<1e-2").holds({"loss": 0.009}) and not condition("loss<1e-2").holds({"accuracy": 0})
+    assert condition("val/acc@5 >= 0.9") == Condition("val/acc@5", ">=", 0.9)
     for text in ("accuracy", "accuracy = 1", "accuracy >= high", ">= 1"):
         with pytest.raises(ValueError, match="no condition"):
             condition(text)
@@ -71,3 +73,44 @@ def test_files() -> None:
     points = curve(3.0, 1.0).points
     assert text_of(points, "c.csv").splitlines()[:2] == ["step,version,elapsed_s,loss", "1,1,0.0,3.0"]
     assert text_of(points, "c.jsonl").count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("up", "names"),
+    [
+        (True, "accuracy answer_accuracy val/acc top-1.acc lower_f1 maestro_f1 semseg_iou reward AUC acc@5"),
+        (False, "loss eval_loss val/loss error perplexity nll ppl fid cer kl wer rmse bits_per_byte bpc train_loss"),
+        (None, "power answer total lossless flower maestro semseg mastery newer accuracy_loss val_accuracy_error x"),
+    ],
+)
+def test_whole_words_of_a_name_say_what_is_better_and_two_that_differ_say_nothing(up: bool | None, names: str) -> None:
+    assert {name: is_up(name) for name in names.split()} == dict.fromkeys(names.split(), up)
+    assert {is_up(name, {name: way}) for name in names.split() for way in ("max", "min")} == {True, False}
+
+
+def test_a_task_or_the_setting_states_what_is_better() -> None:
+    for found in (curve(1.0, 2.0, 0.5, metric="power:max"), curve(1.0, 2.0, 0.5, metric="power", best_of="power:max")):
+        assert found.best is not None and (found.best.step, found.metric, found.unclear()) == (2, "power", ("", ""))
+        assert found.best.metrics == {"power": 2.0} and found.best.better == {"power": "max"}
+        assert Point.model_validate(found.best.model_dump()) == found.best and found.best.named() == {"power:max": 2.0}
+    assert curve(1.0, 2.0, 0.5, metric="accuracy:min").best.step == 3, "a statement counts more than the name"
+    summary = Summary(mode="sync", final={"power:min": 1.0, "loss": 2.0}, curve=found.points)
+    assert summary.final == {"power": 1.0, "loss": 2.0}
+    assert (summary.is_up("power"), summary.is_up("loss"), summary.is_up("other")) == (False, False, None)
+    assert Summary.model_validate_json(summary.text()).is_up("power") is False
+
+
+def test_without_a_direction_nothing_is_the_best_and_nothing_ends_the_run() -> None:
+    found = curve(1.0, 2.0, 0.5, metric="power", patience=1)
+    assert (found.best, found.why_enough) == (None, "")
+    why, fix = found.unclear()
+    assert "is more or less power better?" in why and "power:max" in fix
+    assert Curve().unclear() == ("", "")
+    both = Curve()
+    both.add(Point(step=1, version=1, metrics={"power": 3.0, "ppl": 5.0}))
+    assert both.metric == "ppl", "the first whose direction is known decides"
+
+
+def test_no_infinite_value_is_the_best() -> None:
+    inf = float("inf")
+    assert curve(0.5, inf, 0.4, metric="accuracy").best.step == 1 and curve(-inf, 1.0).best.step == 2

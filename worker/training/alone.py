@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ...common.config.schema import Config
-from ...common.errors import OutputError, ParamServerError
+from ...common.errors import OutputError, ParamServerError, UsageError
 from ...common.kinds import ContributionKind
-from ...common.reporting.curve import Curve, Point
+from ...common.reporting.curve import Curve, Point, metric_fields
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.status import RECORDED, Status, WorkerStatus
@@ -169,7 +169,11 @@ class AloneSession(Session):
             return
         step, elapsed_s = self.step, round(time.perf_counter() - self.started_at, 3)
         is_best = self.curve.add(Point(step=step, version=step, elapsed_s=elapsed_s, metrics=metrics))
-        log.info("evaluated", step=step, best=is_best, **metrics)
+        if len(self.curve.points) == 1 and (unclear := self.curve.unclear())[0]:
+            if self.curve.patience is not None or self._output.best is not None:
+                raise UsageError(f"run.patience and output.best need a best evaluation; {unclear[0]}", fix=unclear[1])
+            log.info("no_best", reason=unclear[0], fix=unclear[1])
+        log.info("evaluated", step=step, best=is_best, **metric_fields(self.curve.points[-1].metrics))
         if self._output.curve is not None:
             write_curve(self._output.curve, self.curve.points)
         if is_best and self._output.best is not None:

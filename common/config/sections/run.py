@@ -66,8 +66,8 @@ class RunConfig(Section):
     eval_every: Annotated[Interval | None, Flag(Panel.RUN, EVERY, "", "", "N|30s|1epoch", is_for_alone=True)] = Field(
         None, description="interval between evaluations, in training steps, seconds or epochs"
     )
-    best: Annotated[str | None, Flag(Panel.RUN, EVERY, metavar="METRIC", is_for_alone=True)] = Field(
-        None, description="metric that chooses the best evaluation; none: accuracy if the task has it, else loss"
+    best: Annotated[str | None, Flag(Panel.RUN, EVERY, metavar="METRIC[:max|:min]", is_for_alone=True)] = Field(
+        None, description="metric that chooses the best evaluation, such as reward:max; none: accuracy, else loss"
     )
     stop_when: Annotated[Until | None, Flag(Panel.RUN, EVERY, "", "", "'loss < 0.1'", is_for_alone=True)] = Field(
         None, description="end the run when an evaluation meets this condition, e.g. 'accuracy >= 0.98'"

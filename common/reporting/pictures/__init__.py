@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ...errors import OutputError
+from ...errors import OutputError, plain
 from .words import size
 
 Curves = Sequence[tuple[str, Sequence[tuple[float, float]]]]
@@ -31,6 +31,7 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
 
     box = f'viewBox="0 0 {_WIDTH + 160} {_HEIGHT + _BELOW}"'
     found = [f'<svg {box} width="{_WIDTH + 160}" height="{_HEIGHT + _BELOW}" font-size="12">']
+    unit = escape(plain(unit))
     for index, name in enumerate(names):
         if spanned := band([points for label, points in curves if label == name]):
             edge = [point_text(x, low) for x, low, _ in spanned] + [
@@ -47,7 +48,7 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
         found.append(f'<polyline fill="none" stroke="#999" stroke-dasharray="4" points="{ends}"/>')
     for index, name in enumerate(names):
         color = _COLORS[index % len(_COLORS)]
-        found.append(f'<text x="{_WIDTH + 10}" y="{20 + 16 * index}" fill="{color}">{escape(name)}</text>')
+        found.append(f'<text x="{_WIDTH + 10}" y="{20 + 16 * index}" fill="{color}">{escape(plain(name))}</text>')
     for text, x, y in (
         (f"{high:.3g}", 5, 16),
         (f"{low:.3g}", 5, _HEIGHT - 6),
@@ -106,5 +107,6 @@ def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = 
 
 
 def _literal(name: str) -> str:
-    """Escapes `$`, which matplotlib reads as mathematics, and `_`, which hides a name from the legend."""
-    return name.replace("$", r"\$").lstrip("_")
+    """Escapes `$`, which matplotlib reads as mathematics, and a first `_`, which hides a name from the legend."""
+    text = plain(name).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text

@@ -28,8 +28,12 @@ class Steps:
         self._activity = ""
         self._bar: Progress | None = None
         if self._stream.isatty():
-            console = Console(file=self._stream)
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[left]}"))
+            console = Console(file=self._stream, emoji=False)
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[left]}"),
+            )
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task("", total=1.0, left="")
 
