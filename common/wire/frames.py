@@ -249,8 +249,11 @@ class PayloadReader:
                 raise refusal(Reason.BAD_REQUEST, "an empty piece of a payload")
             return
         is_written = not piece.out_of_band and (self._leave is None or not piece.left_out)
-        if sum(sizes) > num_bytes or (is_written and num_bytes > MAX_DATA_BYTES):
-            message = f"a piece of {num_bytes} bytes: a message has at most {MAX_DATA_BYTES}, and bytes of one kind"
+        if sum(sizes) > num_bytes:
+            message = "a message with two pieces of a payload: only one of data, out_of_band and left_out is possible"
+            raise refusal(Reason.BAD_REQUEST, message)
+        if is_written and num_bytes > MAX_DATA_BYTES:
+            message = f"a piece of {num_bytes:,} bytes: data and left_out of a message have at most {MAX_DATA_BYTES:,}"
             raise refusal(Reason.BAD_REQUEST, message)
         if piece.out_of_band and self._receive_out_of_band is None:
             raise refusal(Reason.BAD_REQUEST, "an out-of-band piece, for a payload that travels in messages")

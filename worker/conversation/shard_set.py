@@ -81,11 +81,11 @@ class ShardSet:
 
     def divide(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         """Give each shard its part of the model."""
-        self._model, self.optimizer = model, optimizer
         self._shares = divide(model.layout, len(self.all))
         for shard, share in zip(self.all, self._shares, strict=True):
             shard.set_model(part_of(model, share), share.optimizer(optimizer).tables, self.codec)
             shard.has_fragments = self.has_fragments
+        self._model, self.optimizer = model, optimizer  # a model that cannot be divided is none of the shards'
 
     def moved(self) -> None:
         """The model has moved in memory."""
