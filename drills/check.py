@@ -1,8 +1,7 @@
 """Checks in history files that every contribution was applied exactly once and nothing durable was lost. Pure.
 
-`drills/replay.py` has the rules for the server. The rules for workers are here; their lines may be in the same file or
-in other files. If a reply tells a worker that its contribution was applied, the worker sent that contribution before
-and the server's history contains it. The versions that a worker receives from one server never decrease.
+`drills/replay.py` and `drills/seats.py` have the rules for the server, `drills/worker_lines.py` those for workers.
+Their lines may be in the same file or in other files.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..common.reporting.history import region_run
-from .history_lines import Follower, Line, Problem, read_lines
+from .history_lines import Line, Problem, read_lines
 from .lineage import Lineage, Tally
 from .replay import Replay
+from .worker_lines import check_workers
 
 
 class Region(NamedTuple):
@@ -76,7 +76,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
         replay.finish()
         others = {run for other, of_other in servers.items() if other != name for run in _runs(of_other)}
         is_mine = _runs(lines).__contains__ if name != first else lambda run, others=others: run not in others
-        problems += replay.problems + _check_workers([line for run, line in of_workers if is_mine(run)], replay)
+        problems += replay.problems + check_workers([line for run, line in of_workers if is_mine(run)], replay)
     regions = {}
     for name, rank in relays.items():
         regions[name], message = _of_region(rank, replays[first], replays[name])
@@ -148,78 +148,3 @@ def _of_region(rank: int, above: Replay, region: Replay) -> tuple[Region, str]:
         return Region(region.tally, total, None), ""
     message = f"the run above counts {counted:,} samples of this region, rank {rank}: no version has them, of {total:,}"
     return Region(region.tally, total, counted), "" if counted in totals.values() else message
-
-
-class _WorkerReplay(Follower):
-    """One rank of one run, over all its processes."""
-
-    def __init__(self, server: Replay) -> None:
-        super().__init__()
-        self.run: str | None = None  # from its start line on
-        self._committed = {(rank, number) for _, rank, number in server.ever_committed}
-        self._cut = server.cut
-        self._server: dict[int, int] = {}  # incarnation to the server's
-        self._seen: dict[int, int] = {}  # incarnation to the version it saw last
-        self._highest: dict[int, int] = {}  # server incarnation to the highest version seen from it
-        self._sent: set[int] = set()
-
-    def _on_start(self, line: Line) -> None:
-        rank, incarnation, server, version = (
-            line[key] for key in ("rank", "incarnation", "server_incarnation", "version")
-        )
-        self.run = line["run"]
-        if server < max(self._server.values(), default=0):
-            self._report(f"rank {rank} joins server incarnation {server} after a later one")
-        self._server[incarnation] = server
-        self._saw(rank, incarnation, version, self._highest.get(server, 0))
-
-    def _on_send(self, line: Line) -> None:
-        self._sent.add(line["seq"])
-
-    def _on_replied(self, line: Line) -> None:
-        rank, incarnation, number = line["rank"], line["incarnation"], line["seq"]
-        if line["outcome"].lower() in ("applied", "repeated"):
-            if number not in self._sent:
-                self._report(f"rank {rank} is told that contribution {number} was applied, and never sent it")
-            if (rank, number) not in self._committed and not self._may_be_cut(rank, number, incarnation):
-                message = f"rank {rank} is told that contribution {number} was applied: the server never committed it"
-                self._report(message)
-        self._saw(rank, incarnation, line["version"], self._version_before(line))
-
-    def _may_be_cut(self, rank: int, number: int, incarnation: int) -> bool:
-        """Whether the server was killed, or its disk was full, before it wrote the line of this commit."""
-        server = self._server.get(incarnation, max(self._server.values(), default=0))
-        numbers = self._cut.get((self.run or "", server))
-        return numbers is not None and number > numbers.get(rank, 0)
-
-    def _version_before(self, line: Line) -> int:
-        """Returns the least version that the reply may have: the last of its incarnation.
-
-        For a worker that has resumed as a new incarnation without a start, it is the highest of that server.
-        """
-        incarnation = line["incarnation"]
-        if incarnation in self._seen or line["outcome"].lower() == "start":
-            return self._seen.get(incarnation, 0)
-        self._server[incarnation] = server = max(self._server.values(), default=0)
-        return self._highest.get(server, 0)
-
-    def _saw(self, rank: int, incarnation: int, version: int, before: int) -> None:
-        if version < before:
-            self._report(f"rank {rank} sees version {version} after version {before} of the same server")
-        server = self._server.get(incarnation, 0)
-        self._seen[incarnation] = version
-        self._highest[server] = max(version, self._highest.get(server, 0))
-
-
-def _check_workers(lines: list[Line], server: Replay) -> list[Problem]:
-    """Returns the problems of the workers' lines, given the server's."""
-    replays: dict[int, _WorkerReplay] = {}
-    problems: list[Problem] = []
-    for line in lines:
-        rank = line["rank"]
-        replay = replays.get(rank)
-        if replay is None or (line.op == "start" and replay.run not in (None, line["run"])):
-            problems += replay.problems if replay is not None else []
-            replay = replays[rank] = _WorkerReplay(server)
-        replay.feed(line)
-    return problems + [problem for replay in replays.values() for problem in replay.problems]

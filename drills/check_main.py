@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,14 +55,17 @@ def check_files(
 def check_paths(paths: list[str], modes: list[str]) -> Verdict:
     """Check the histories in these files. `modes`: of the user, `FILE.py:NAME`. Raises UsageError."""
     from .check import check
+    from .history_lines import MAX_LINE_BYTES
 
     with ExitStack() as stack:
         opened = {}
         for path in dict.fromkeys(paths):
             try:
-                opened[path] = stack.enter_context(open(path, "rb"))
+                file = stack.enter_context(open(path, "rb"))
             except OSError as error:
                 raise UsageError(f"{path} cannot be read: {error.strerror}", fix="give files of --history") from None
+            # A file without line ends is not read into memory as one line.
+            opened[path] = iter(partial(file.readline, MAX_LINE_BYTES + 1), b"")
         return check(opened, modes)
 
 

@@ -14,30 +14,49 @@ from typing import Any
 from ..common.registry import MODES, mode_anywhere
 from ..common.wire.json_text import read_json
 
-# Required fields of each operation by role, with their kinds (`_KINDS`). Other fields are not checked.
+# Fields of each operation by role, with their kinds (`_KINDS`); after "?", those that a line may lack. Other fields are
+# not used.
 FIELDS = {
     "server": {
-        "start": "run:text server_incarnation mode:text version seqs:seqs options:values common:values",
-        "join": "rank incarnation seq",
-        "leave": "rank incarnation how:text",
-        "accept": "rank incarnation seq base_version version outcome:text",
-        "commit": "version contributions:triples members:ranks",
-        "reply": "rank incarnation seq version outcome:text",
+        "start": "run:text server_incarnation mode:text version seqs:seqs options:values common:values "
+        "? staleness:perhaps workers:perhaps skipped:list found:list shifts:shifts",
+        "join": "rank incarnation seq ? resumed:switch",
+        "leave": "rank incarnation how:text ? finished:switch",
+        "accept": "rank incarnation seq base_version version outcome:text ? samples:perhaps num_steps part run_steps",
+        "commit": "version contributions:triples members:ranks ? samples",
+        "reply": "rank incarnation seq version outcome:text ? last:switch weights:switch newer:switch",
         "snapshot": "version seqs:seqs",
-        "control": "do:text",
-        "end": "version seqs:seqs",
+        "control": "do:text ? done:switch name:text",
+        "end": "version seqs:seqs ? begun:switch over:switch",
     },
     "worker": {
         "start": "run:text rank incarnation server_incarnation seq version",
-        "send": "rank incarnation seq base_version",
+        "send": "rank incarnation seq base_version ? samples:perhaps num_steps part",
         "replied": "rank incarnation seq version outcome:text",
         "end": "rank seq",
     },
 }
 
 
+_MOST = 2**63 - 1
+MAX_LINE_BYTES = 64 << 20
+_MAX_SHOWN = 100  # characters of a value
+
+
+def _is_rank(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= len(str(_MOST))
+
+
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+
+
+def _size(value: Any) -> Any:
+    return abs(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _are_shifts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_rank, value)) and _are_whole([*map(_size, value.values())])
 
 
 def _are_whole(value: Any) -> bool:
@@ -51,8 +70,12 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "ranks": ("[rank, ...]", _are_whole),
     "seqs": (
         "{rank: seq}",
-        lambda value: isinstance(value, dict) and all(map(str.isdigit, value)) and _are_whole([*value.values()]),
+        lambda value: isinstance(value, dict) and all(map(_is_rank, value)) and _are_whole([*value.values()]),
     ),
+    "shifts": ("{rank: number}", _are_shifts),
+    "perhaps": ("a whole number or null", lambda value: value is None or _is_whole(value)),
+    "switch": ("true or false", lambda value: isinstance(value, bool)),
+    "list": ("a list", lambda value: isinstance(value, list)),
     "triples": (
         "[[r, i, s], ...]",
         lambda value: isinstance(value, list) and all(_are_whole(item) and len(item) == 3 for item in value),
@@ -93,9 +116,7 @@ class Line:
     @property
     def shifts(self) -> dict[int, int]:
         """`shifts` with ranks as numbers; empty if the line has none."""
-        found = self.fields.get("shifts")
-        items = found.items() if isinstance(found, dict) else ()
-        return {int(rank): shift for rank, shift in items if rank.isdigit() and isinstance(shift, int)}
+        return {int(rank): shift for rank, shift in self.fields.get("shifts", {}).items()}
 
 
 def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Problem]]:
@@ -106,6 +127,11 @@ def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Prob
     found: list[Line] = []
     problems: list[Problem] = []
     for number, raw in enumerate(lines, 1):
+        if len(raw) > MAX_LINE_BYTES:
+            problems.append(
+                Problem(file, number, f"a line of more than {MAX_LINE_BYTES:,} bytes: the rest is not read")
+            )
+            break
         if not raw.strip():
             continue
         fields, is_torn = _parse(raw)
@@ -144,8 +170,14 @@ class Follower:
         self.problems += [Problem(self._line.file, self._line.number, message) for message in messages if message]
 
     def _mode_of(self, fields: dict[str, Any]) -> str | None:
-        """Returns the mode that a start or a change of mode names; None for an unknown mode."""
+        """Returns the mode that a start names; None for an unknown mode."""
         return self._modes.get(mode_anywhere(fields["mode"]))
+
+
+def shown(value: Any) -> str:
+    """Returns a value as a part of a sentence."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
 def _parse(raw: bytes) -> tuple[dict[str, Any] | None, bool]:
@@ -165,11 +197,18 @@ def _error_of(fields: dict[str, Any]) -> str | None:
     role, op = fields.get("role"), fields.get("op")
     needed = FIELDS.get(str(role), {}).get(str(op))
     if needed is None:
+        op, role = str(op)[:_MAX_SHOWN], str(role)[:_MAX_SHOWN]
         return f"operation {op!r} of role {role!r} is unknown in a history (common/reporting/history.py)"
+    is_optional = False
     for key, _, kind in (word.partition(":") for word in needed.split()):
+        if key == "?":
+            is_optional = True
+            continue
         if key not in fields:
+            if is_optional:
+                continue
             return f"{op} without '{key}'"
         text, is_right = _KINDS[kind]
         if not is_right(fields[key]):
-            return f"{op} with '{key}' {fields[key]!r}: it must be {text}"
+            return f"{op} with '{key}' {shown(fields[key])}: it must be {text}"
     return None

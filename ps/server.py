@@ -228,7 +228,8 @@ class Server:
         policy, stop_when = self._run.policy, self._run.options.stop_when
         if stop_when and not self._run.curve.points:
             log.warning("never_evaluated", reason=f"run.stop_when is '{stop_when}'")
-        engine.tell(RunEnded(policy.version, policy.num_committed(), self._has_begun))
+        is_over = self._run.is_done and not self._run.roster.workers
+        engine.tell(RunEnded(policy.version, policy.num_committed(), self._has_begun, is_over))
         self._bus.close()
         if self.goes_back:
             return

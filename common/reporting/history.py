@@ -9,20 +9,23 @@ lose its last few lines. `drills/check.py` reads the file.
                       mode (training steps, num_workers, min_workers, weighting, delayed_update)
             join      rank, incarnation, seq, resumed
             leave     rank, incarnation, how: goodbye | failed | closed | lease | replaced, or
-                      finished: it takes no more steps, but stays for the final weights
+                      finished: it takes no more steps, but stays for the final weights; finished (true: it has had
+                      every reply)
             accept    rank, incarnation, seq, base_version, version, outcome: accepted | dropped | repeated
                       | rejected | skipped | refused; samples (null: unknown), compute_s (computing it),
                       transfer_s (of the previous exchange, without the wait for the mode), num_steps
                       (training steps in it, if known), part (of a model in parts), run_steps
                       (training steps of the run, if known), bytes [sent, received] (traffic, if counted)
-            commit    version, contributions [[rank, incarnation, seq], ...], members [rank, ...]
-            reply    rank, incarnation, seq, version, outcome
+            commit    version, contributions [[rank, incarnation, seq], ...], members [rank, ...], samples (in all of
+                      them; 1 for an unknown number)
+            reply     rank, incarnation, seq, version, outcome; last (true: no steps follow), weights (false: none),
+                      newer (true: the weights of a large model may be of a newer version)
             snapshot  version, seqs {rank: seq}, path, sha256 (of the weights)
             control   do, rank, name, value (the request), result (a sentence), done (false: refused)
-            end       version, seqs {rank: seq}
+            end       version, seqs {rank: seq}; over (true: all workers have left after the final weights)
     worker  start     run, rank, incarnation, server_incarnation, seq, version
-            send      rank, incarnation, seq, base_version
-            replied  rank, incarnation, seq, version, outcome (START is a `start` line)
+            send      rank, incarnation, seq, base_version; samples, num_steps, part as in accept
+            replied   rank, incarnation, seq, version, outcome (START is a `start` line)
             end       rank, seq
 
 Every line also has `op`, `role` ("server" or "worker") and `t`, monotonic seconds of its host.

@@ -95,6 +95,7 @@ class Fence(OfAWorker):
 class WorkerLeft(Fact, OfAWorker):
     how: str  # goodbye, failed, closed, lease, replaced; finished: still connected, but no longer waited for
     reason: str
+    has_finished: bool = False  # it has sent Finish, and so has had every reply
 
 
 # ---- contributions ----------------------------------------------------------------------------------
@@ -283,3 +284,4 @@ class RunEnded(Fact):
     version: int
     contributions: dict[int, int]  # in it, by rank
     has_begun: bool = True  # False: this server has ended before there was a RunStarted
+    is_over: bool = False  # all workers have had the final weights; False: the server was stopped, or failed

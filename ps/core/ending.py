@@ -77,7 +77,7 @@ class Ending(Saving):
         yield effects.Fence(rank, incarnation, ends_streams=not is_goodbye)
         level = {"goodbye": "routine", "failed": "info"}.get(how, "warning")
         yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})
-        yield effects.WorkerLeft(rank, incarnation, how, reason)
+        yield effects.WorkerLeft(rank, incarnation, how, reason, worker.is_finished)
         if self.is_done and (how == "failed" or (rank == self.evaluator and not is_goodbye)):
             yield from self._failed_at_the_end(rank, how, reason, exit_code)
         if not self.has_weights:

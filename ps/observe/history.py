@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...common.reporting.history import HistoryFile
 from ..core import effects
 from .bus import Sink
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+    from ..tensors.model import Model
 
 
 class HistorySink(Sink):
@@ -19,9 +23,15 @@ class HistorySink(Sink):
     def __init__(self, path: str) -> None:
         self._file = HistoryFile(path, "server")
         self._lines: list[bytes] = []
+        self._model: Model  # from `begin` on
+
+    def begin(self, engine: Engine) -> None:
+        self._model = engine.model
 
     def take(self, at: float, fact: effects.Fact) -> None:
         op, fields = line_of(fact)
+        if isinstance(fact, effects.SendReply) and fact.has_weights and self._model.is_large:
+            fields["newer"] = True
         if op:
             self._lines.append(self._file.line(op, at, fields))
 
@@ -49,13 +59,15 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
                 **({"bytes": fact.traffic} if any(fact.traffic) else {}),
             }  # fmt: skip
         case effects.Commit(version, contributions, members):
-            return "commit", {"version": version, "contributions": contributions, "members": members}
-        case effects.SendReply(rank, incarnation, reply):
+            fields = {"version": version, "contributions": contributions, "members": members}
+            return "commit", {**fields, "samples": fact.num_samples}
+        case effects.SendReply(rank, incarnation, reply, has_weights):
             result = reply.result
             return "reply", {
                 "rank": rank, "incarnation": incarnation, "seq": result.seq, "version": result.version,
                 "outcome": result.outcome.name,
                 **({} if reply.next_work.local_steps else {"last": True}),
+                **({} if has_weights or reply.group is not None else {"weights": False}),
             }  # fmt: skip
         case effects.ControlTaken(event, result, is_done):
             fields = {name: getattr(event, name) for name in ("do", "rank", "name", "value")}
@@ -63,7 +75,8 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
         case effects.Seated(_, rank, incarnation, is_resumed, number):
             return "join", {"rank": rank, "incarnation": incarnation, "seq": number, "resumed": is_resumed}
         case effects.WorkerLeft(rank, incarnation, how):
-            return "leave", {"rank": rank, "incarnation": incarnation, "how": how}
+            finished = {"finished": True} if fact.has_finished else {}
+            return "leave", {"rank": rank, "incarnation": incarnation, "how": how, **finished}
         case effects.SnapshotTaken(version, contributions, path, sha256):
             return "snapshot", {"version": version, "seqs": contributions, "path": path, "sha256": sha256}
         case effects.RunStarted():
@@ -75,6 +88,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             }  # fmt: skip
         case effects.RunEnded(version, contributions):
             return "end", {
-                "version": version, "seqs": contributions, **({} if fact.has_begun else {"begun": False})
+                "version": version, "seqs": contributions, **({} if fact.has_begun else {"begun": False}),
+                **({"over": True} if fact.is_over else {}),
             }  # fmt: skip
     return "", {}

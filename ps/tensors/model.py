@@ -289,12 +289,17 @@ class Model:
 
     # ---- weights ----------------------------------------------------------------------------
 
+    @property
+    def is_large(self) -> bool:
+        """Whether its weights are sent in several messages. Then they may be newer than the reply before them."""
+        return self.layout is not None and self.layout.exchange_bytes > INLINE_BYTES
+
     def new_memory(self) -> Segment:
         """Return memory for one version of the weights. It is shared memory if workers of this host may read it."""
         assert self.layout is not None
         num_bytes, frozen = self.layout.total_bytes, slice(self.layout.exchange_bytes, None)
         memory = None
-        if self._config.server.shared_memory and self.layout.exchange_bytes > INLINE_BYTES:
+        if self._config.server.shared_memory and self.is_large:
             try:
                 memory = new_segment(num_bytes)
             except SegmentError as error:

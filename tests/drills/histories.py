@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from paramserver.common.registry import MODES
 from paramserver.drills.check import Verdict, check
 
 Line = dict[str, Any]
@@ -22,9 +23,15 @@ def encoded(*lines: Line) -> list[bytes]:
     return [json.dumps(line).encode() + b"\n" for line in lines]
 
 
+def options_of(mode: str, **values: Any) -> dict[str, Any]:
+    """All options of a mode."""
+    return MODES.load(mode).Options(**values).model_dump(mode="json")
+
+
 def start(mode: str, *, incarnation: int = 1, version: int = 0, seqs: dict | None = None, **more: Any) -> Line:
-    settings = {"run": "r", "server_incarnation": incarnation, "mode": mode, "workers": 2, "staleness": None}
-    settings |= {"options": {}, "common": {}}
+    options = options_of(mode, **({"staleness": more["staleness"]} if more.get("staleness") is not None else {}))
+    settings = {"run": "r", "server_incarnation": incarnation, "mode": mode, "workers": 2}
+    settings |= {"staleness": options.get("staleness"), "options": options, "common": {}}
     source = "s" if version else None
     return {
         "op": "start",

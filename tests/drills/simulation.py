@@ -49,12 +49,14 @@ class Simulation:
         if self.snapshots:
             self.policy.restore(version, seqs, {})
         self.computing, self.unanswered, self.being_written, self.seated, self.undecided = {}, set(), [], set(), {}
+        self.written: set[int] = set()  # versions of the snapshots since this start
         self.open: list[list[int]] = []  # accepted, and in no version: rank, incarnation, number
         self.write(
             "start", run="r", server_incarnation=self.server_incarnation, mode=self.mode,
             staleness=self.policy.staleness_bound, workers=None, version=version,
             seqs={str(rank): seq for rank, seq in seqs.items()}, source="s" if self.snapshots else None,
-            options=self.policy.options.model_dump(mode="json"), common={"training_steps": 10_000},
+            options=self.policy.options.model_dump(mode="json"),
+            common={"training_steps": 10_000, "num_workers": None},
         )  # fmt: skip
 
     def sender(self, rank: int) -> Line:
@@ -72,8 +74,6 @@ class Simulation:
         decisions = self.policy.joined(rank, 0.0)
         self.unanswered.add(rank)
         self.perform(decisions)
-        server = {"run": "r", "server_incarnation": self.server_incarnation, "version": self.policy.version}
-        self.write("start", "worker", **self.sender(rank), **server)
 
     def leave(self, rank: int, how: str = "closed") -> None:
         self.write("leave", rank=rank, incarnation=self.incarnations[rank], how=how)
@@ -98,7 +98,9 @@ class Simulation:
 
     def contribute(self, rank: int, seq: int, base_version: int) -> None:
         counted, version = self.policy.num_counted[rank], self.policy.version
-        self.write("send", "worker", rank=rank, incarnation=self.incarnations[rank], seq=seq, base_version=base_version)
+        if seq != counted:  # else it asks again
+            sent = {"rank": rank, "incarnation": self.incarnations[rank], "seq": seq, "base_version": base_version}
+            self.write("send", "worker", **sent)
         decisions = self.policy.contributed(rank, contribution_of(seq, base_version), 0.0)
         discarded = any(isinstance(decision, Discard) for decision in decisions)
         refused = any(isinstance(decision, Refuse) for decision in decisions)
@@ -142,7 +144,11 @@ class Simulation:
                         "outcome": outcome.name,
                     }
                     self.write("reply", **identity, **settings)
-                    if outcome.name != "START":
+                    if outcome.name == "START":
+                        server = {"run": "r", "server_incarnation": self.server_incarnation}
+                        settings = {"seq": settings["seq"], "version": settings["version"]}
+                        self.write("start", "worker", **identity, **server, **settings)
+                    else:
                         self.write("replied", "worker", **identity, **settings)
                     self.unanswered.discard(rank)
                     self.computing[rank] = self.policy.version
@@ -166,10 +172,13 @@ class Simulation:
             self.leave(chance.choice([*live, *seated]))
         elif roll < 0.25 and live:
             self.resume(chance.choice(live))
-        elif roll < 0.32:
+        elif roll < 0.32 and self.policy.version not in [version for version, _ in self.being_written]:
             self.being_written.append((self.policy.version, self.policy.num_committed()))
         elif roll < 0.40 and self.being_written:
             version, seqs = self.being_written.pop(0)
+            if version in self.written:
+                return
+            self.written.add(version)
             self.snapshots.append((version, seqs))
             settings = {str(rank): seq for rank, seq in seqs.items()}
             self.write("snapshot", version=version, seqs=settings, path="s", sha256="0")

@@ -25,6 +25,7 @@ from paramserver.drills.chaos.proxy import DOWN, UP, Network
 from paramserver.drills.chaos.trial import judge, make_trial
 from paramserver.drills.lineage import Lineage
 from paramserver.launch.plan.process import Child
+from paramserver.tests.drills.histories import options_of
 
 DEADLINE_S = 120.0
 WORKER, OTHER = Child("worker", 0), Child("worker", 1)
@@ -302,7 +303,7 @@ def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     assert judge(ending, trial) == ["ended without being killed: worker 0 failed: exit code 13", "there is no history"]
     identity = {"role": "server", "rank": 0, "incarnation": 1}
     start = {"run": "r", "server_incarnation": 1, "mode": "async", "version": 0, "seqs": {}, "source": None}
-    start |= {"options": {}, "common": {}}
+    start |= {"options": options_of("async"), "common": {}}
     history = [
         {"op": "start", "role": "server", **start},
         {"op": "join", **identity, "seq": 0},

@@ -6,7 +6,7 @@ import pytest
 
 from paramserver.common.registry import MODES
 from paramserver.ps.policies.rules import Rule
-from paramserver.tests.drills.histories import Line, applied, joined, messages, op, start, verdict_of
+from paramserver.tests.drills.histories import Line, applied, joined, messages, op, options_of, start, verdict_of
 
 
 def test_ssp_lets_nobody_run_ahead() -> None:
@@ -14,7 +14,7 @@ def test_ssp_lets_nobody_run_ahead() -> None:
     for seq in (1, 2):
         lines += applied(0, seq, seq, 0, 1)
     assert messages(lines) == "h:11: rank 0 may go on 2 contributions ahead of the slowest: at most 1 are allowed"
-    lines[0]["staleness"] = 2
+    lines[0] = start("ssp", staleness=2)
     assert messages(lines) == ""
 
 
@@ -32,7 +32,7 @@ def test_ranks_with_other_numbers_for_the_same_steps_are_compared_by_their_shift
 def test_a_round_may_close_without_stragglers_only_where_that_is_allowed() -> None:
     lines = [start("sync"), *joined(0, 1), *applied(0, 1, 1, 0, 1)]
     assert "h:7: version 1 was made without the live rank 1" in messages(lines)
-    lines[0]["options"] = {"backup_workers": 1}
+    lines[0]["options"] = options_of("sync", backup_workers=1)
     assert messages(lines) == ""
 
 
@@ -137,6 +137,8 @@ def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> N
         *joined(0),
         {"op": "start", **settings, "run": "r", "server_incarnation": 1, "seq": 0, "version": 0},
         *applied(0, 1, 1, 0),
+        {"op": "send", **settings, "seq": 1, "base_version": 0},
+        {"op": "replied", **settings, "seq": 1, "version": 1, "outcome": "APPLIED"},
         {"op": "send", **settings, "seq": 2, "base_version": 1},
         {"op": "replied", **settings, "seq": 2, "version": 2, "outcome": "APPLIED"},
     ]
@@ -162,7 +164,7 @@ def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(type(MODES), "load", lambda self, name: kind)
     lines: list[Line] = [
         {"op": "start", "role": "server", "t": 0.0, "run": "r", "server_incarnation": 1, "mode": "own", "workers": None,
-         "staleness": None, "version": 0, "seqs": {}, "source": None, "options": {}, "common": {},
+         "staleness": None, "version": 0, "seqs": {}, "source": None, "options": options_of("async"), "common": {},
          "options_of_ours": 0},
         {"op": "join", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "seq": 0, "resumed": False},
         {"op": "reply", "role": "server", "t": 2.0, "rank": 0, "incarnation": 1, "seq": 0, "version": 0,

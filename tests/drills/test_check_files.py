@@ -23,7 +23,8 @@ def test_half_a_line_is_allowed_where_a_process_died() -> None:
     assert [str(problem) for problem in later.problems] == [
         "h:4: a partial line is followed by accept: only a start may follow a partial line"
     ]
-    shared = {"op": "send", "role": "worker", "rank": 0, "incarnation": 1, "seq": 1, "base_version": 0}
+    shared = {"op": "start", "role": "worker", "run": "r", "rank": 0, "incarnation": 1, "server_incarnation": 1}
+    shared |= {"seq": 0, "version": 0}
     assert check({"h": [*encoded(*first), beginning + encoded(shared)[0]]}).is_good
     middle = check({"h": [*encoded(*first), beginning + b"\n", *encoded(*applied(0, 1, 1, 0))]})
     assert [str(problem) for problem in middle.problems] == ["h:4: not a JSON object"]

@@ -184,7 +184,12 @@ class Exchange:
             self._traces.begin()
         self._send_pending()
         seq, base_version = self.progress.next_number, self.progress.version
-        self._history.write("send", **self._membership.ids, seq=seq, base_version=base_version)
+        counts = outgoing.contribution.counts
+        self._history.write(
+            "send", **self._membership.ids, seq=seq, base_version=base_version, samples=counts.num_samples or None,
+            **({} if counts.num_training_steps is None else {"num_steps": counts.num_training_steps}),
+            **({"part": counts.part} if counts.part else {}),
+        )  # fmt: skip
         return self._replied(self.shards.each(lambda shard: self._exchange_with(shard, outgoing)))
 
     def _exchange_with(self, shard: Shard, outgoing: Outgoing) -> Reply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,9 +58,10 @@ def committed(version: int) -> Commit:
 LEFT = WorkerLeft(0, 1, "closed", "connection lost")
 
 
-def begun(sinks: list[Any], capacity: int | None = None) -> Bus:
+def begun(sinks: list[Any], capacity: int | None = None, is_large: bool = False) -> Bus:
     bus = Bus(sinks, capacity)
-    bus.begin(None)  # type: ignore[arg-type]  # these sinks do not look at it
+    model: Any = SimpleNamespace(is_large=is_large)
+    bus.begin(SimpleNamespace(model=model))  # type: ignore[arg-type]  # of the engine, the sinks here see its model
     return bus
 
 
@@ -163,6 +165,15 @@ def test_the_history_has_a_line_for_each_fact(tmp_path: Path) -> None:
         {"op": "reply", "role": "server", "t": 1.75, "rank": 0, "incarnation": 1, "seq": 7, "version": 9,
          "outcome": "APPLIED"},
     ]  # fmt: skip
+
+
+def test_a_reply_with_the_weights_of_a_large_model_may_have_newer_ones(tmp_path: Path) -> None:
+    path = tmp_path / "h.jsonl"
+    bus = begun([HistorySink(str(path))], is_large=True)
+    bus.publish(1.0, SendReply(0, 1, reply_of(7, 9), True))
+    bus.publish(2.0, SendReply(0, 1, reply_of(8, 9), False))
+    bus.close()
+    assert ["newer" in json.loads(line) for line in path.read_text().splitlines()] == [True, False]
 
 
 def test_a_full_disk_costs_the_history_and_not_the_run(capsys: pytest.CaptureFixture[str]) -> None:

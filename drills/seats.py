@@ -1,0 +1,318 @@
+"""Follows the workers of a server in its history: who joins, contributes, gets a reply and leaves. Pure.
+
+- A rank's incarnation grows at every join. An older incarnation does not count once a newer one has joined (I1, I4).
+- Each reply is the only one to a contribution or a join, has its outcome, and the newest version.
+- A contribution that counts is the rank's next one, after the reply to the one before. The rank had the weights that it
+  was computed on.
+- A worker leaves in good order once it has had every reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..ps.policies.base import Policy
+from ..ps.policies.rules import Rule
+from .history_lines import Follower, Line
+from .lineage import Lineage, Tally
+
+# Outcomes with which a contribution counts, and outcomes that the tally counts here.
+_COUNTING = frozenset({"accepted", "skipped"})
+_COUNTED = frozenset({"skipped", "repeated", "dropped", "rejected", "refused"})
+# The reply that an accept line leads to. The reply to a skipped contribution, and to its repeats, is REJECTED.
+_REPLY = {
+    "accepted": "APPLIED", "skipped": "APPLIED", "repeated": "REPEATED", "dropped": "DROPPED", "rejected": "REJECTED",
+}  # fmt: skip
+_SENT_AGAIN = ("DROPPED", "REJECTED")  # a worker that lost such a reply sends the contribution again
+_IN_GOOD_ORDER = ("goodbye", "finished")
+Seat = tuple[str, int, int, int]  # run, server incarnation, rank, incarnation
+
+
+class Accept(NamedTuple):
+    """A contribution as the server and its worker both note it. `line`: of the server."""
+
+    seq: int
+    base: int
+    samples: int | None
+    part: int
+    outcome: str
+    num_steps: int | None
+    line: Line
+
+
+class Sent(NamedTuple):
+    """A reply as the server notes it."""
+
+    seq: int
+    version: int
+    outcome: str
+    has_weights: bool
+    may_be_newer: bool  # its weights, of a large model
+
+    def may_have(self, version: int, newest: int) -> bool:
+        """Whether its weights may be of this version, where `newest` is the newest."""
+        return version == self.version or (self.may_be_newer and self.version < version <= newest)
+
+
+@dataclass
+class Member:
+    """A worker that has joined. `number` counts its accepted contributions, committed or not.
+
+    It becomes a member, for which others wait, when it has offered its model.
+    """
+
+    incarnation: int
+    number: int
+    joined_at: int = 0  # the newest version when it joined
+    is_member: bool = False  # certainly
+    pending: str | None = "START"  # outcome of the reply that is due; None: it computes
+    is_back: bool = False  # has resumed since it contributed
+    is_through: bool = False  # its newest reply grants no steps
+    bases: list[Sent] | None = field(default_factory=list)  # with weights, the newest last; None: unknown
+    started_at: int | None = None  # the newest version when it got its START; None: it has none yet
+
+
+class Seats(Follower):
+    """The workers of the server that is followed. A subclass follows the versions."""
+
+    def __init__(self, modes: Iterable[str] = ()) -> None:
+        super().__init__(modes)
+        self.run: str | None = None
+        self.server_incarnation = 0
+        self.version = 0
+        self.tally = Tally()
+        self.lineage = Lineage({})
+        self.samples: dict[tuple[int, int], int] = {}  # in accepted contributions; repeated: the newest
+        self.set_aside: dict[int, int] = {}  # by rank, samples in contributions that no version has or will have
+        self.accepts: dict[Seat, list[Accept]] = {}
+        self.replies: dict[Seat, list[Sent]] = {}
+        self._rules: list[Rule] = []
+        self._policy: Policy | None = None  # a fresh one of the run's mode; None: it is not known here
+        self._members: dict[int, Member] = {}
+        self._shifts: dict[int, int] = {}  # added to a rank's number when it is compared with another rank's
+        self._ranks: set[int] = set()  # ranks that ever joined the run
+        self._newest: dict[int, int] = {}  # incarnation per rank, since this start
+        self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
+        self._skipped: set[tuple[int, int]] = set()  # accepted (rank, number) without a fold
+        self._empty: set[int] = set()  # ranks whose newest contribution was skipped
+
+    def _begin(self, rank: int, number: int) -> None:
+        raise NotImplementedError
+
+    # ---- joins and departures ------------------------------------------------------------
+
+    def _on_join(self, line: Line) -> None:
+        rank, incarnation, number = line["rank"], line["incarnation"], line["seq"]
+        newest = self._newest.get(rank)
+        if newest is not None:
+            self.tally.rejoins += 1
+            if incarnation <= newest:
+                self._report(f"rank {rank} joins as incarnation {incarnation} after {newest}: it must grow")
+        self._newest[rank] = max(incarnation, newest or 0)
+        self._ranks.add(rank)
+        before = self._members.get(rank)
+        known = self._known_number(rank)
+        if known is not None and number != known:
+            self._report(f"rank {rank} joins at number {number}: it is at {known}")
+        if known is None and number:
+            self._begin(rank, number)  # it was seated before, and died before its reply
+        if not line.fields.get("resumed"):
+            if before is not None:
+                self._report(f"rank {rank} joins anew, but incarnation {before.incarnation} has not left")
+            self._members[rank] = Member(incarnation, number, self.version)
+        elif before is None:
+            self._report(f"rank {rank} resumes, but was no member")
+            self._members[rank] = self._unknown(incarnation, number)
+        else:
+            before.incarnation, before.number, before.is_back = incarnation, number, True
+            if not before.bases:  # its START was lost: it goes on with weights that it had as an earlier member
+                before.bases = None
+
+    @staticmethod
+    def _unknown(incarnation: int, number: int) -> Member:
+        """A member after a problem: nothing else of it is reported that follows from that problem."""
+        return Member(incarnation, number, is_member=True, pending=None, bases=None, started_at=-1)
+
+    def _known_number(self, rank: int) -> int | None:
+        """Returns the last accepted number of a rank, or None for a new rank."""
+        if rank in self._open:
+            return max(self._open[rank])
+        return self.lineage.number(rank) if rank in self.lineage else None
+
+    def _on_leave(self, line: Line) -> None:
+        rank, incarnation, how = line["rank"], line["incarnation"], line["how"]
+        member = self._members.get(rank)
+        if member is None or member.incarnation != incarnation:
+            now = "it is no member" if member is None else f"incarnation {member.incarnation} has joined since"
+            self._report(f"rank {rank} leaves as incarnation {incarnation}: {now}")
+            return
+        has_finished = line.fields.get("finished") and how != "finished"
+        if member.pending is not None and has_finished:
+            self._report(
+                f"rank {rank} has finished, and its reply to {member.number} ({member.pending}) was never sent"
+            )
+        if how == "finished":
+            member.is_member = False
+        else:
+            del self._members[rank]
+
+    # ---- contributions --------------------------------------------------------------------
+
+    def _on_accept(self, line: Line) -> None:
+        rank, number, outcome = line["rank"], line["seq"], line["outcome"].lower()
+        if outcome in _COUNTED:
+            setattr(self.tally, outcome, getattr(self.tally, outcome) + 1)
+        base, version = line["base_version"], line["version"]
+        if version != self.version:
+            self._report(f"contribution {number} of rank {rank} is taken at version {version}: it is {self.version}")
+        if outcome == "refused":
+            return
+        if outcome not in _REPLY:
+            self._report(f"contribution {number} of rank {rank} has the outcome '{outcome}', which does not exist")
+            return
+        member = self._current(line, f"{outcome} contribution {number}")
+        samples, num_steps = line.fields.get("samples"), line.fields.get("num_steps")
+        noted = Accept(number, base, samples, line.fields.get("part", 0), outcome, num_steps, line)
+        self.accepts.setdefault(self._seat(line), []).append(noted)
+        self._check_number(rank, number, outcome, member)
+        self._check_base(rank, number, base, outcome, member)
+        if outcome in _COUNTING:
+            self._count(line, member, number, outcome)
+        member.pending, member.is_back = _REPLY[outcome], False
+        if outcome == "accepted":
+            self.samples[rank, number] = samples or 0
+        elif outcome == "skipped":
+            self._skipped.add((rank, number))
+        if self._policy is None:
+            is_given_up = outcome in ("skipped", "rejected")
+        else:  # a worker that steps by itself has the steps of a dropped contribution in its next one
+            is_dropped = outcome == "dropped" and not self._policy.kind.worker_steps
+            is_given_up = outcome in ("skipped", "rejected") or is_dropped
+        if is_given_up:
+            self.set_aside[rank] = self.set_aside.get(rank, 0) + (samples or 0)
+
+    def _count(self, line: Line, member: Member, number: int, outcome: str) -> None:
+        rank, base = line["rank"], line["base_version"]
+        if member.is_through and not self._may_go_on(line):
+            self._report(f"contribution {number} of rank {rank} comes after a reply that grants it no steps")
+        self._report(*(rule.counted(rank, number, base, self.version) for rule in self._rules))
+        member.number, member.is_member = number, True
+        self._open.setdefault(rank, {})[number] = line["incarnation"]
+        (self._empty.add if outcome == "skipped" else self._empty.discard)(rank)
+
+    @staticmethod
+    def _may_go_on(line: Line) -> bool:
+        """Whether it is a later part of a step that the rank has taken already."""
+        return bool(line.fields.get("part"))
+
+    def _check_number(self, rank: int, number: int, outcome: str, member: Member) -> None:
+        """Check the number of a contribution: the rank's next one, or one that counts already."""
+        text = f"contribution {number} of rank {rank}"
+        if outcome == "repeated":
+            if number != member.number:
+                self._report(f"{text} is called repeated, but rank {rank} is at {member.number}")
+            return
+        if outcome == "rejected" and number == member.number:
+            return  # it counts already, and has come again
+        if number != member.number + 1:
+            how = "again" if number <= member.number else "with a gap"
+            self._report(f"{text} is {outcome} {how}: rank {rank} is at {member.number}")
+        comes_again = member.is_back and member.pending in _SENT_AGAIN
+        if member.pending is not None and not comes_again:
+            self._report(f"{text} is {outcome} before the reply to {member.number} was sent ({member.pending})")
+
+    def _check_base(self, rank: int, number: int, base: int, outcome: str, member: Member) -> None:
+        """Check that the worker had the version that it computed on. A worker that asks again names the newest."""
+        if member.bases is None or (outcome == "repeated" and base == self.version):
+            return
+        if not any(sent.may_have(base, self.version) for sent in member.bases):
+            had = ", ".join(str(sent.version) for sent in member.bases)
+            had = f"had version {had}" if had else "had no weights"
+            self._report(f"contribution {number} of rank {rank} was computed on version {base}: rank {rank} {had}")
+
+    # ---- replies --------------------------------------------------------------------------
+
+    def _on_reply(self, line: Line) -> None:
+        rank, number, version, outcome = line["rank"], line["seq"], line["version"], line["outcome"]
+        member = self._current(line, f"replied for contribution {number}")
+        has_weights, may_be_newer = line.fields.get("weights", True), line.fields.get("newer", False)
+        sent = Sent(number, version, outcome, has_weights, may_be_newer)
+        self.replies.setdefault(self._seat(line), []).append(sent)
+        if self._known_number(rank) is None:
+            self._begin_rank(rank, number, member.joined_at)
+            member.number = number
+        member.is_member = True
+        if number != member.number:
+            self._report(f"rank {rank} gets its reply for contribution {number}: it is at {member.number}")
+        self._check_reply(rank, number, outcome, member)
+        if version != self.version:
+            self._report(f"rank {rank} is given version {version}: the newest is {self.version}")
+        ahead = self._compared(rank) - min(self._compared(other) for other, it in self._members.items() if it.is_member)
+        if not line.fields.get("last"):  # a worker without further steps does not block the others
+            self._report(*(rule.replied(rank, ahead) for rule in self._rules))
+        if member.started_at is None:
+            member.started_at = self.version
+        member.pending, member.is_through = None, bool(line.fields.get("last"))
+        self._has_weights(member, sent)
+
+    def _check_reply(self, rank: int, number: int, outcome: str, member: Member) -> None:
+        due = member.pending
+        if rank in self._empty and due in ("APPLIED", "REPEATED"):
+            due = "REJECTED"
+        if outcome != due and member.bases is not None:
+            expected = "no reply is due" if due is None else f"{due} is due"
+            self._report(f"rank {rank} gets the reply {outcome} for contribution {number}: {expected}")
+        may_be_open = self._policy is None or self._policy.replies_before_commit
+        if rank in self._open and not may_be_open:
+            self._report(f"rank {rank} gets its reply for contribution {number}, which is not committed")
+
+    def _has_weights(self, member: Member, sent: Sent) -> None:
+        """Note the replies whose weights the worker's next contribution may be computed on."""
+        if self._policy is None:
+            member.bases = None
+        elif sent.outcome == "START" or member.bases is None:
+            member.bases = [sent]
+        elif sent.has_weights:
+            member.bases = [*member.bases, sent][-1 - self._num_late :]
+
+    @property
+    def _num_late(self) -> int:
+        """How many replies may come while a worker computes."""
+        if self._policy is None:
+            return 0
+        return 1 if self._policy.common.delayed_update else self._policy.outstanding
+
+    def _compared(self, rank: int) -> int:
+        return self._members[rank].number + self._shifts.get(rank, 0)
+
+    def _begin_rank(self, rank: int, number: int, joined_at: int) -> None:
+        """A new rank starts at the slowest member's number, so that it does not repeat what the others have done."""
+        # The number is that of the moment when the rank offered its model, which the history does not have. Slower ones
+        # may have entered between that moment and its START, so those that got their START since its join are left out.
+        since = [
+            self._compared(other) for other, member in self._members.items()
+            if member.is_member and other != rank and (member.started_at is None or member.started_at < joined_at)
+        ]  # fmt: skip
+        slowest = min(since, default=None)
+        begins_late = any(rule.begins_late for rule in self._rules)
+        if slowest is not None and number > slowest and not begins_late:
+            self._report(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
+        self._begin(rank, number)
+
+    def _seat(self, line: Line) -> Seat:
+        return self.run or "", self.server_incarnation, line["rank"], line["incarnation"]
+
+    def _current(self, line: Line, text: str) -> Member:
+        """Returns the live worker of a line. Reports a worker that is no member or has an older incarnation."""
+        rank, incarnation = line["rank"], line["incarnation"]
+        member = self._members.get(rank)
+        if member is None:
+            self._report(f"rank {rank} {text}, but is no member")
+            member = self._members[rank] = self._unknown(incarnation, self._known_number(rank) or 0)
+        elif incarnation != member.incarnation:
+            self._report(
+                f"rank {rank} {text} as incarnation {incarnation}; incarnation {member.incarnation} has joined since"
+            )
+        return member
