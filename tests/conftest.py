@@ -21,6 +21,8 @@ __all__ = ["cluster", "forks", "run", "shared_cluster"]
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # Tensors of tests are small. Several threads wait for each other, ten times as long when the cores are busy.
 torch.set_num_threads(1)
+# A Python process that imports readline sets it for those that it starts, such as the workers of pytest-xdist.
+os.environ.pop("COLUMNS", None)
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
