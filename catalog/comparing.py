@@ -76,7 +76,8 @@ def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
 def labels_of(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
     """Returns each run's name, or its mode and its settings that differ from other runs of that mode.
 
-    Runs get the same label, and are pooled, if nothing but their seed differs of all that is on record.
+    Runs get the same label, and are pooled, if nothing but their seed differs of all that is on record. A run of which
+    nobody said what it runs is pooled with none.
     """
     labels, first = [], dict[str, StoredRun]()
     for index, run in enumerate(runs):
@@ -85,9 +86,10 @@ def labels_of(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[
             f"{key.rpartition('.')[2]}={values[index]}" for key, values in differs.items()
             if key not in ("run.seed", "run.mode") and any(values[other] != values[index] for other in alike)
         ]  # fmt: skip
-        same = first.setdefault(repr((run.mode, run.work, run.model, parts)), run)
+        same = first.setdefault(repr((run.mode, run.work or run.id, run.model, parts)), run)
         work = f" {run.work}" if len({other.work for other in runs}) > 1 else ""
-        is_told_apart = len(parts) <= _MOST_IN_A_LABEL and len({runs[other].model for other in alike}) == 1
+        models = {runs[other].model for other in alike}
+        is_told_apart = len(parts) <= _MOST_IN_A_LABEL and len(models) == 1 and (bool(run.work) or len(alike) == 1)
         apart = ", ".join(parts) if is_told_apart else same.id[:6]
         labels.append(run.name or f"{run.mode}{work} {apart}".rstrip())
     return labels

@@ -54,7 +54,7 @@ def list_runs(path: Path, terms: list[str], most: int | None, *, as_json: bool) 
         name, work, mode = (Text(plain(text)) for text in (run.label, run.work, run.mode))
         table.add_row(name, _when(run.started_at), state, work, mode, steps, duration(run.elapsed_s), *shown)
     console = report_console()
-    console.print(table if runs else "there are no runs yet")
+    console.print(table if runs else "no run fits the filter" if terms else "there are no runs yet")
     if is_cut:
         console.print(Text(f"the newest {_MOST_LISTED}; -n 1000 shows more", style="dim"))
 

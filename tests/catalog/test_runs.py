@@ -404,6 +404,11 @@ def test_runs_are_pooled_only_if_nothing_but_their_seed_differs(all_values: list
         assert [other == label for other in labels] == [item == rest[index] for item in rest]
 
 
+def test_runs_of_which_nobody_said_what_they_run_are_pooled_with_none() -> None:
+    labels = labels_of([StoredRun(id=f"{number:06d}000000", mode="sync") for number in range(3)], {})
+    assert len(set(labels)) == 3
+
+
 def tick(step: int) -> Tick:
     return Tick(at=time.time(), status=Status(step=step))
 

@@ -32,6 +32,13 @@ def test_arguments_are_on_record_and_secrets_are_not(monkeypatch: pytest.MonkeyP
     assert script("--lr", "0.1", "a b")["arguments"] == "--lr 0.1 'a b'"
     hidden = script("--api-key", "k1", "--hf_token=k2", "--verbose", "x", "--password", "--next", "7")["arguments"]
     assert hidden == "--api-key '***' '--hf_token=***' --verbose x --password --next 7"
+    hidden = script("hub.token=k", "--hubToken", "k", "TOKEN=k")["arguments"]
+    assert hidden == "'hub.token=***' --hubToken '***' 'TOKEN=***'"
+    others = "--tokenizer bpe --max-tokens=512 --pad_token x max_tokens=8 --num-tokens 7"
+    assert script(*others.split())["arguments"] == others, "what tells two experiments apart stays"
+    work = Work(Config())
+    work.add_config({"hf_token": "k", "max_tokens": 8, "DB_PASSWORD": "k"})
+    assert work.sections["config"] == {"hf_token": "***", "max_tokens": 8, "DB_PASSWORD": "***"}
 
 
 def test_a_prompt_and_a_notebook_have_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +64,7 @@ def test_a_script_adds_its_hyperparameters_before_its_first_step() -> None:
     with pytest.raises(UsageError, match=f"characters, and at most {MAX_WORK:,}"):
         Work(Config()).add_config({"text": "x" * MAX_WORK})
     found = read_work(work.text(2))
-    assert found["config"] == {"lr": 0.2, "out": "a", "sizes": [1, 2], "nested": {"x": None}, "bad": None}
+    assert found["config"] == {"lr": 0.2, "out": "a", "sizes": [1, 2], "nested": {"x": None}, "bad": "nan"}
     assert found["launch"] == {"group": 2}
     with pytest.raises(UsageError, match="after the first step"):
         work.add_config({"late": 1})

@@ -61,7 +61,7 @@ export function grouped(all, areSeeds) {
   const groups = new Map();
   for (const curves of all) {
     const settings = Object.entries(curves.settings).filter(([name]) => name !== 'run.seed').sort(([a], [b]) => a < b ? -1 : 1);
-    const key = areSeeds && curves.group ? curves.group : areSeeds && settings.length ? JSON.stringify([curves.run.work, curves.run.mode, curves.run.model, settings]) : curves.run.id;
+    const key = areSeeds && curves.group ? curves.group : areSeeds && settings.length && curves.run.work ? JSON.stringify([curves.run.work, curves.run.mode, curves.run.model, settings]) : curves.run.id;
     groups.set(key, [...(groups.get(key) || []), curves]);
   }
   return [...groups.values()];

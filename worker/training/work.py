@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -18,7 +19,8 @@ from ...common.wire.json_text import to_json
 from ...common.wire.records import MAX_WORK
 
 _OF_A_PROCESS = {"rank", "server", "local_rank"}  # of the section worker
-_SECRET = re.compile(r"token|secret|passw|api.?key", re.IGNORECASE)
+_SECRET = re.compile(r"secret|passw|(api|access).?key", re.IGNORECASE)
+_SPECIAL_TOKENS = {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "start", "end"}  # of a vocabulary
 
 
 class Work:
@@ -57,7 +59,8 @@ class Work:
         """Record hyperparameters of the script. Raises UsageError after the first step, and for too many."""
         if self._is_sent:
             raise UsageError("session.config() after the first step: what ran is on record", fix="call it before")
-        self.sections["config"] = {**self.sections.get("config", {}), **_as_json(values)}
+        found = {name: "***" if _is_secret(name) else value for name, value in _as_json(values).items()}
+        self.sections["config"] = {**self.sections.get("config", {}), **found}
         if (size := len(to_json(self.sections))) > MAX_WORK:
             message = f"session.config(): the record would have {size:,} characters, and at most {MAX_WORK:,}"
             raise UsageError(message, fix="leave out what is no hyperparameter")
@@ -74,16 +77,25 @@ def _without_secrets(arguments: Iterable[str]) -> list[str]:
     found, hides = [], False
     for word in arguments:
         name, equals, _ = word.partition("=")
-        is_secret = word.startswith("-") and _SECRET.search(name) is not None
+        is_secret = (word.startswith("-") or bool(equals)) and _is_secret(name)
         found.append(f"{name}=***" if is_secret and equals else "***" if hides and not word.startswith("-") else word)
         hides = is_secret and not equals
     return found
 
 
+def _is_secret(name: str) -> bool:
+    """Whether a name is that of a password or of a token for access; `--max-tokens` and `--pad-token` are not."""
+    words = re.split(r"[-_.]|(?<=[a-z])(?=[A-Z])", name.lower() if name.isupper() else name)
+    is_token = words[-1].lower() == "token" and (len(words) < 2 or words[-2].lower() not in _SPECIAL_TOKENS)
+    return is_token or _SECRET.search(name) is not None
+
+
 def _as_json(value: Any) -> Any:
-    """Returns a value as JSON has it: what is no number, text, list or mapping becomes text."""
+    """Returns a value as JSON has it: what is no finite number, text, list or mapping becomes text."""
     if isinstance(value, Mapping):
         return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has none of them, and inf is not nan
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
