@@ -83,8 +83,8 @@ def show_run(path: Path, name: str, *, as_json: bool) -> None:
     if summary is not None:
         console.print(summary_table(summary.model_copy(update={"mode": plain(summary.mode)})))
     else:
-        metrics = shown_of_run(Display.STATUS)
-        line("   ".join(f"{metric.label} {metric.text(getattr(run, metric.name))}" for metric in metrics))
+        so_far = [(metric, getattr(run, metric.name)) for metric in shown_of_run(Display.STATUS)]
+        line("   ".join(f"{metric.label} {metric.text(value)}" for metric, value in so_far if value is not None))
         if run.state != "running":
             line(f"last heartbeat {_when(run.heard_at)}")
     if run.ended_by:
@@ -94,10 +94,8 @@ def show_run(path: Path, name: str, *, as_json: bool) -> None:
         line(f"evaluated at step {point['step']:,}: {values}")
     if snapshots := found["snapshots"]:
         line(f"{len(snapshots)} snapshots, the newest {snapshots[-1]['path']}")
-    for event in events[-_MOST_EVENTS:]:
-        rank = "" if event.rank is None else f" rank {event.rank}"
-        fields = " ".join(f"{key}={value}" for key, value in event.fields.items() if not isinstance(value, dict))
-        line(f"{_when(event.at)}  {event.kind}{rank}  {fields}", "dim")
+    for event in [event for event in events if event.kind != "evaluated"][-_MOST_EVENTS:]:
+        line(f"{_when(event.at)}  {event.text}", "dim")
 
 
 def export(path: Path, name: str, out: Path | None, *, as_json: bool) -> None:

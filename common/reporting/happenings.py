@@ -8,7 +8,7 @@ from typing import Any
 from .pictures.words import short_number
 from .view import Event
 
-_GONE = {"goodbye": "left", "finished": "finished", "failed": "failed", "closed": "is gone", "lease": "is gone",
+_GONE = {"finished": "finished", "failed": "failed", "closed": "is gone", "lease": "is gone",
          "replaced": "is gone: a newer process has its rank"}  # fmt: skip
 
 
@@ -29,11 +29,14 @@ def _sentence(kind: str, rank: int | None, fields: Mapping[str, Any]) -> str:
         case "start":
             return f"continues from {fields['source']}" if fields["source"] else f"{fields['mode']}, from the beginning"
         case "join":
-            again = "joined" if fields["incarnation"] == 1 else "was started again and joined"
+            again = "joined" if fields["incarnation"] == 1 else "joined again"
             return f"worker {rank} {'came back where it was' if fields['resumed'] else again}"
         case "leave":
+            how = fields["how"]
+            if how == "goodbye":
+                return f"worker {rank} {'finished' if fields.get('finished') else 'left'}"
             why = f": {fields['reason']}" if fields.get("reason") else ""
-            return f"worker {rank} {_GONE.get(fields['how'], fields['how'])}{why}"
+            return f"worker {rank} {_GONE.get(how, how)}{why}"
         case "snapshot":
             return f"snapshot of version {fields['version']} in {fields['path']}"
         case "evaluated":

@@ -25,6 +25,7 @@ from paramserver.catalog.comparing import labels_of, summary_so_far
 from paramserver.catalog.filtering import fitting
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
+from paramserver.common.reporting.happenings import event
 from paramserver.common.reporting.log import setup_logging
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Summary
@@ -56,7 +57,9 @@ def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str 
     for step in (0, 50, 100):
         worker = WorkerStatus(rank=0, step=step, loss=1 / (step + 1), samples=10 * step, bytes_sent=1000 * step)
         status = Status(version=step, step=step, elapsed_s=step / 10, workers=[worker])
-        tick = Tick(at=time.time(), status=status, evaluations=[point for point in curve if point.step == step])
+        events = [event(time.time(), "leave", 0, {"how": "closed", "reason": "lost"})] if step == 50 else []
+        tick = Tick(at=time.time(), status=status, events=events,
+                    evaluations=[point for point in curve if point.step == step])  # fmt: skip
         if step < 100 or not ends:
             writer.add(tick)
     if ends:
@@ -111,6 +114,7 @@ def test_runs_are_listed_shown_named_and_forgotten(folder: Path) -> None:
     assert "baseline" in ps_runs("list", folder=folder) and "host here" in ps_runs("show", "baseline", folder=folder)
     output = ps_runs("tag", "aaaa00000001", "baseline", folder=folder, code=2)
     assert "another run is called baseline" in output
+    assert "worker 0 is gone: lost" in ps_runs("show", "baseline", folder=folder), "an event is a sentence"
     assert "did you mean 'baseline'?" in ps_runs("show", "baselin", folder=folder, code=2)
     assert "may be" in ps_runs("show", "aaaa", folder=folder, code=2)
     everything = json.loads(ps_runs("show", "baseline", "--json", folder=folder))
