@@ -185,7 +185,8 @@ def _compare(runs: Runs, learns: bool, has_baseline: bool, as_json: bool, report
     found = [(label, summary(item, first)) for label, item in done]
     if report is not None:
         notes = [f"{label}: events {item.tally.digest}" for label, item in done]
-        write_report(report, "Simulated runs", found, notes, extra=([time_cells(done)], time_pictures(done)))
+        extra = [time_cells(done)], time_pictures(done)
+        write_report(report, "Simulated runs", for_people(found), notes, extra=extra)
     if as_json:
         print(as_text(done, first))
         return EXIT_INTERRUPTED if is_over else 0

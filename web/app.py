@@ -18,13 +18,14 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from ..common.errors import ParamServerError
+from ..common.reporting.comparison import IS_UP, compare
 from ..common.reporting.metrics import Display, shown_of_run, shown_of_workers
 from ..common.reporting.status import Status
 from ..common.reporting.worker_logs import last_lines
 from ..common.runstore.reading import StoredRun, relevant_settings
 from ..common.version import PROGRAM_VERSION
 from ..common.wire.json_text import finite, read_json
-from .compared import IS_UP, curves_of, described, differing, tags_of
+from .compared import MAX_COMPARED, curves_of, described, differing, summary_of, tags_of
 from .feed import Feed, Message
 from .files import static_routes
 from .guard import refusal
@@ -85,6 +86,19 @@ class Runs:
         feed = self.feed(name)
         listed = {run.id: run for run in self.listed()}
         return curves_of(listed.get(feed.view.about.run) or _listed(feed), feed.view, self.store)
+
+    def compared(self, groups: list[list[str]]) -> dict[str, Any]:
+        """Returns the results of groups of runs, whose rows have the groups' first runs as labels."""
+        listed = {run.id: run for run in self.listed()}
+        runs, works = [], set()
+        for names in groups:
+            for name in names:
+                feed = self.feed(name)
+                run = listed.get(feed.view.about.run) or _listed(feed)
+                stored = self.store.summary(run) if self.store is not None and name not in self.live else None
+                runs.append((names[0], stored or summary_of(run, feed.view)))
+                works.add(run.work)
+        return compare(runs, same_task=len(works) < 2).model_dump()
 
     def again(self, feed: Feed) -> Callable[[], Feed | None] | None:
         """Returns a function that reads an active run of another process again; None for all other runs."""
@@ -170,6 +184,7 @@ def make_app(runs: Runs) -> Starlette:
             Route("/api/metrics", reply(metrics)),
             Route("/api/runs", listed),
             Route("/api/settings", reply(lambda _: runs.settings())),
+            Route("/api/compare", reply(lambda request: runs.compared(_groups(request.query_params.get("runs", ""))))),
             Route(run, whole),
             Route(f"{run}/status", of_run(newest)),
             Route(f"{run}/workers", of_run(workers)),
@@ -185,6 +200,14 @@ def make_app(runs: Runs) -> Starlette:
         ],
         exception_handlers={HTTPException: _refused},
     )
+
+
+def _groups(text: str) -> list[list[str]]:
+    """Returns the runs of each group in `a,b;c`. Raises HTTPException 400."""
+    groups = [[name for name in part.split(",") if name] for part in text.split(";")]
+    if not all(groups) or sum(map(len, groups)) > MAX_COMPARED:
+        raise HTTPException(400, f"runs=A,B;C names 1 to {MAX_COMPARED} runs in groups")
+    return groups
 
 
 def _listed(feed: Feed) -> StoredRun:

@@ -7,22 +7,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..common.reporting.curve import is_up
 from ..common.reporting.metrics import Metric, Value
+from ..common.reporting.summary import Summary
 from ..common.reporting.view import EvaluatedPoint, View
 from ..common.runstore.reading import StoredRun, relevant_settings
 from ..common.wire.json_text import finite
 from .stored import Store
 
+MAX_COMPARED = 40  # runs; also in runs.js
 MAX_TAGS = 10
 MAX_TAG_CHARACTERS = 40
-
-# Whether higher values of a run's metric are better. The metrics that are absent have no better direction.
-IS_UP = {
-    "loss": False, "elapsed_s": False, "samples_per_s": True, "wait_share": False, "num_bytes": False,
-    "staleness_mean": False, "staleness_max": False, "wall_s": False, "union_steps_per_s": True,
-    "bytes_per_worker": False, "peer_bytes": False, "target": False, "cost": False, "waiting_cost": False,
-}  # fmt: skip
 
 
 class Curves(BaseModel):
@@ -33,7 +27,6 @@ class Curves(BaseModel):
     settings: dict[str, Any]  # that may affect training, by dotted key
     series: dict[str, list[Value]]  # recorded metrics in columns
     evaluations: list[EvaluatedPoint]
-    is_up: dict[str, bool]  # of each metric of the evaluations: whether more is better
 
 
 def described(metric: Metric) -> dict[str, Any]:
@@ -45,13 +38,23 @@ def described(metric: Metric) -> dict[str, Any]:
 def curves_of(run: StoredRun, view: View, store: Store | None) -> dict[str, Any]:
     """Returns the curves of a run as JSON. The run store has more metrics over time than the view of a run."""
     recorded = store.recorded(run.id) if store is not None else None
-    names = {name for point in view.evaluations for name in point.metrics} | set(run.metrics)
     found = Curves(
         run=run, label=view.about.label or run.mode, settings=relevant_settings(view.about.settings),
-        series=recorded or view.series, evaluations=view.evaluations, is_up={name: is_up(name) for name in names},
+        series=recorded or view.series, evaluations=view.evaluations,
     )  # fmt: skip
     document: dict[str, Any] = finite(found.model_dump(mode="json"))
     return document
+
+
+def summary_of(run: StoredRun, view: View) -> Summary:
+    """Returns the results so far of a run without a summary: in progress, or crashed."""
+    tick = view.newest
+    workers = tick.status.workers if tick is not None else []
+    cost = tick.cost if tick is not None else None
+    return Summary.model_validate({
+        **run.row(), "mode": run.mode, "wall_s": run.elapsed_s, "final": run.metrics, "ended_by": run.ended_by,
+        "curve": view.evaluations, "workers": workers, "cost": cost,
+    })  # fmt: skip
 
 
 def differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

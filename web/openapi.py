@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from ..common.reporting.comparison import Results
 from ..common.reporting.status import Status
 from ..common.reporting.view import Event, Snapshot, Tick, View, series_columns
 from ..common.runstore.reading import StoredRun
@@ -50,7 +51,7 @@ class Refusal(BaseModel):
     fix: str
 
 
-_KINDS = (Status, Tick, View, Event, Snapshot, StoredRun, Curves, Session, Health, Done, WorkerLog, Refusal)
+_KINDS = (Status, Tick, View, Event, Snapshot, StoredRun, Curves, Results, Session, Health, Done, WorkerLog, Refusal)
 _RUN = {"name": "run", "in": "path", "required": True, "schema": {"type": "string"},
         "description": "its name, or `live`: the newest in progress"}  # fmt: skip
 
@@ -58,6 +59,8 @@ _RUN = {"name": "run", "in": "path", "required": True, "schema": {"type": "strin
 _RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer"},
          "description": "of the worker"}  # fmt: skip
 _QUERY = {**_RUN, "in": "query", "required": False}
+_GROUPS = {"name": "runs", "in": "query", "required": True, "schema": {"type": "string"},
+           "description": "`A,B;C`: ids, those that differ only in their seed in one group"}  # fmt: skip
 _REFUSALS = {
     "401": "the token is missing: changes need it, and at an open address every request",
     "403": "the request comes from another page (Origin), or the token in the address is wrong",
@@ -98,6 +101,7 @@ def description() -> dict[str, Any]:
             "/api/runs/{run}": _get("the complete view of one run", _ref("View"), _RUN),
             "/api/runs/{run}/status": _get("its newest status; null before its first status",
                                            {"anyOf": [_ref("Tick"), {"type": "null"}]}, _RUN),
+            "/api/compare": _get("the results of groups of runs, side by side", _ref("Results"), _GROUPS),
             "/api/runs/{run}/workers": _get("its workers", _many("WorkerStatus"), _RUN),
             "/api/runs/{run}/workers/{rank}/log": _get("its newest lines; needs the token", _ref("WorkerLog"), _RUN,
                                                        _RANK),

@@ -10,12 +10,12 @@ from pathlib import Path
 from ..common.config.conditions import Condition
 from ..common.errors import OutputError
 from ..common.reporting import markdown
+from ..common.reporting.comparison import comparison_cells
 from ..common.reporting.curve import TRAINED, Point
 from ..common.reporting.findings import findings, target_of
 from ..common.reporting.output import check_writable, write_whole
 from ..common.reporting.pictures import Curves, png
 from ..common.reporting.pictures.words import size
-from ..common.reporting.report import comparison_cells, comparison_columns
 from ..common.reporting.summary import Summary
 from .report_page import Picture, Table, comparison_data, page
 
@@ -51,7 +51,7 @@ def write_report(
     are_alike = not any("different tasks" in note for note in notes)
     sentences = findings(runs, target) if are_alike else []
     remarks = [*notes, *([_TRAINED] if TRAINED in _shown(runs) else [])]
-    data = comparison_data(runs, comparison_columns(runs, goal), differences, are_alike=are_alike)
+    data = comparison_data(runs, goal, differences, same_task=are_alike)
     html = page(title, sentences, {**data, "notes": remarks, "tables": extra[0], "pictures": extra[1]})
     tables = [comparison_cells(runs, goal), *extra[0]]
     if differences:

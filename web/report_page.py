@@ -8,13 +8,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..common.reporting.curve import TRAINED, is_up
+from ..common.config.conditions import Condition
+from ..common.reporting.comparison import IS_UP, Runs, compare
+from ..common.reporting.curve import TRAINED
 from ..common.reporting.pictures import Curves
-from ..common.reporting.report import Measure
 from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary
 from ..common.wire.json_text import finite, to_json
-from .compared import IS_UP, described
+from .compared import described
 
 Table = tuple[list[str], list[list[str]]]  # names of the columns, rows
 Picture = tuple[str, str, str, Curves]  # name of the PNG, metric, unit of the x axis, curves
@@ -27,31 +28,28 @@ _MOST_POINTS = 500  # of a run's series: the file stays small
 
 
 def comparison_data(
-    runs: Sequence[tuple[str, Summary]], columns: Sequence[Measure], differences: Mapping[str, Sequence[object]],
-    *, are_alike: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Returns the runs in the form of `/api/runs/{run}/curves`, and the columns of the table of results."""
-    names = {name for _, run in runs for name in (*run.final, *(name for point in run.curve for name in point.metrics))}
-    directions = {name: is_up(name) for name in names}
-    known = {f"eval.{name}": up for name, up in directions.items()} | IS_UP
+    runs: Runs, target: Condition | None, differences: Mapping[str, Sequence[object]], *, same_task: bool
+) -> dict[str, Any]:
+    """Returns the runs in the form of `/api/runs/{run}/curves`, and their results as `/api/compare` has them.
+
+    The results are by the number of the first run of each row: once with seeds together, once with each run alone.
+    """
+    ids = [f"run {at}" for at in range(1, len(runs) + 1)]
+    first = dict(reversed([(label, number) for (label, _), number in zip(runs, ids, strict=True)]))
     found = []
     for at, (label, run) in enumerate(runs):
-        number = f"run {at + 1}"
-        of_run = {
-            "id": number, "mode": run.mode, "state": "done", "work": "", "metrics": run.final, "name": label,
-            "values": {column.key: column.get(run) for column in columns},
-        }  # fmt: skip
-        evaluations = [point.model_dump() for point in run.curve]
+        of_run = {"id": ids[at], "mode": run.mode, "state": "done", "work": "", "metrics": run.final, "name": label}
         found.append({
-            "run": of_run, "group": label, "series": _series(run), "evaluations": evaluations, "is_up": directions,
+            "run": of_run, "group": label, "series": _series(run),
+            "evaluations": [point.model_dump() for point in run.curve],
             "settings": {key: values[at] for key, values in differences.items()},
         })  # fmt: skip
-    shown = [
-        {"key": column.key, "label": column.name, "unit": column.unit, "is_up": known.get(column.key)}
-        for column in columns
-    ]
+    together, alone = ([(name, run) for name, (_, run) in zip(names, runs, strict=True)]
+                       for names in ([first[label] for label, _ in runs], ids))  # fmt: skip
+    results = {kind: compare(named, target, same_task=same_task).model_dump()
+               for kind, named in (("together", together), ("alone", alone))}  # fmt: skip
     metrics = {"recorded": [described(metric) for metric in Status.declared_metrics()], "is_up": IS_UP}
-    return {"runs": found, "columns": shown, "metrics": metrics, "are_alike": are_alike}
+    return {"runs": found, "results": results, "metrics": metrics}
 
 
 def _series(run: Summary) -> dict[str, list[float | None]]:

@@ -9,6 +9,7 @@ from typing import Any
 from ..common.errors import ParamServerError
 from ..common.reporting.metrics import Value
 from ..common.reporting.status import Status
+from ..common.reporting.summary import Summary
 from ..common.reporting.view import About, Tick, View, Wait, series_of
 from ..common.runstore import changing
 from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
@@ -87,6 +88,14 @@ class Store:
             return None
         names = [metric.name for metric in Status.declared_metrics()]
         return series_of(points, names) if points else None
+
+    def summary(self, run: StoredRun) -> Summary | None:
+        """Returns the results of a run that has ended, or None."""
+        try:
+            with RunStore(self._path) as store:
+                return store.summary(run)
+        except ParamServerError:
+            return None
 
     def set_tags(self, name: str, tags: list[str]) -> bool:
         """Set the tags of a run. Returns False for an unknown run. Raises StoreError and sqlite3.Error."""

@@ -7,17 +7,15 @@ overlap, the findings call neither better.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 
 from ..config.conditions import Condition
+from .comparison import Runs, Spread, alike, deciding_metric, is_up_in, spreads, unranked
 from .curve import TRAINED
 from .metrics import OF_RUN
 from .pictures.words import short_number
-from .report import Spread
-from .summary import Summary, price
-
-Runs = Sequence[tuple[str, Summary]]
+from .summary import price
 
 # Metrics whose minimum and maximum are reported, and their names in a sentence.
 _RANGES = {
@@ -31,28 +29,6 @@ _REASONS = (
     ("num_bytes", "sent and received", False),
     ("union_steps_per_s", "steps of the union batch a second", True),
 )
-
-
-def spreads(runs: Runs, get: Callable[[Summary], float | None]) -> dict[str, Spread]:
-    """Returns the spread of a metric by run name, in the order of the runs; runs without the metric are left out."""
-    values: dict[str, list[float]] = {}
-    for name, run in runs:
-        if (value := get(run)) is not None:
-            values.setdefault(name, []).append(value)
-    return {name: Spread.of(each) for name, each in values.items()}
-
-
-def deciding_metric(runs: Runs) -> str:
-    """Returns the metric that compares the runs: accuracy if all have it, else loss, else the first common metric."""
-    names = runs[0][1].final if runs else ()
-    common = [name for name in names if all(name in run.final for _, run in runs) and is_up_in(runs, name) is not None]
-    return next((name for name in ("accuracy", "loss", *common) if name in common), "")
-
-
-def is_up_in(runs: Runs, metric: str) -> bool | None:
-    """Returns whether more is better in all runs; None if they disagree, or nobody knows."""
-    found = {up for _, run in runs if (up := run.is_up(metric)) is not None}
-    return found.pop() if len(found) == 1 else None
 
 
 def target_of(runs: Runs) -> Condition | None:
@@ -74,22 +50,20 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
     names = list(dict.fromkeys(name for name, _ in runs))
     if len(names) < 2:
         return []
-    sentences = []
-    if decides := deciding_metric(runs):
-        ended = spreads(runs, lambda run: run.final[decides])
-        lost = [name for name, spread in ended.items() if not math.isfinite(spread.mean)]
-        sound = {name: spread for name, spread in ended.items() if name not in lost}
-        if len(sound) > 1:
-            sentences.append(_best(f"{decides} at the end", sound, bool(is_up_in(runs, decides)), short_number))
-        if lost:
-            sentences.append(f"{', '.join(lost)} diverged: {decides} at the end is not finite.")
-    took = spreads(runs, lambda run: run.wall_s)
+    runs, lost = alike(runs), unranked(runs)
+    sound = [(name, run) for name, run in runs if name not in lost]
+    sentences, decides = [], deciding_metric(runs)
+    if decides:
+        ended = spreads(sound, lambda run: run.final.get(decides))
+        sentences.append(_best(f"{decides} at the end", ended, is_up_in(runs, decides), short_number))
+    sentences += [f"{name} {reason}." for name, reason in lost.items()]
+    took = spreads(sound, lambda run: run.wall_s)
     if (wanted := target or target_of(runs)) is not None:
-        about_target, reached = _to_target(runs, wanted, is_told=target is not None)
+        about_target, reached = _to_target(sound, runs, wanted, is_told=target is not None)
         sentences += about_target
         took = reached if len(reached) > 1 else took
-    sentences.append(_best("seconds in all", spreads(runs, lambda run: run.wall_s), False, _seconds))
-    sentences.append(_why(runs, took, wanted))
+    sentences.append(_best("seconds in all", spreads(sound, lambda run: run.wall_s), False, _seconds))
+    sentences.append(_why(sound, took, wanted))
     for name, words in _RANGES.items():
         found = spreads(runs, attrgetter(name))
         if len(found) == len(names):
@@ -99,10 +73,10 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
     return [item for item in sentences if item]
 
 
-def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[str], dict[str, Spread]]:
+def _to_target(sound: Runs, runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[str], dict[str, Spread]]:
     """Returns sentences about which names reached the target and when, and the seconds by name."""
     missed = list(dict.fromkeys(name for name, run in runs if run.reached(target) is None))
-    reaching = [(name, run) for name, run in runs if name not in missed]
+    reaching = [(name, run) for name, run in sound if name not in missed]
     sentences = []
     reached = spreads(reaching, lambda run: run.seconds_to(target))
     goal = str(target) if is_told else f"{target.metric} {short_number(target.bound)}, which every run reached"
@@ -118,8 +92,10 @@ def _to_target(runs: Runs, target: Condition, *, is_told: bool) -> tuple[list[st
 
 def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
     """Returns the reasons why the fastest beat the slowest; empty if no difference exceeds the spread."""
+    if len(took) < 2:
+        return ""
     first, last = (choose(took, key=lambda name: took[name].mean) for choose in (min, max))
-    if took[first].overlaps(took[last]):
+    if took[first].overlaps(took[last]) or _seconds(took[first].mean) == _seconds(took[last].mean):
         return ""
     metrics = [(words, spreads(runs, attrgetter(name)), OF_RUN[name].text, is_up) for name, words, is_up in _REASONS]
     if target is not None:
@@ -143,24 +119,32 @@ def _costs(runs: Runs) -> tuple[str, dict[str, Spread]] | None:
     return paid[0].currency, spreads(runs, lambda run: run.cost.total if run.cost else 0.0)
 
 
-def _best(words: str, by_name: dict[str, Spread], is_more_better: bool, write: Callable[[float], str]) -> str:
-    ranked = sorted(by_name, key=lambda name: by_name[name].mean, reverse=is_more_better)
-    first, others = ranked[0], ranked[1:]
+def _best(words: str, by_name: dict[str, Spread], is_up: bool | None, write: Callable[[float], str]) -> str:
+    """Returns a sentence about the best; empty if there is nothing to compare, or all values are the same."""
+    texts = {name: spread.text(write) for name, spread in by_name.items()}
+    if len(by_name) < 2 or is_up is None or len(set(texts.values())) == 1:
+        return ""
+    first, *others = sorted(by_name, key=lambda name: by_name[name].mean, reverse=is_up)
     equal = [name for name in others if by_name[name].overlaps(by_name[first])]
-    rest = ", ".join(f"{name} {by_name[name].text(write)}" for name in others)
+    rest = ", ".join(f"{name} {texts[name]}" for name in others)
     if len(equal) == len(others):
-        return f"{words.capitalize()}: no difference beyond the spread; {first} {by_name[first].text(write)}, {rest}."
+        return f"{_capital(words)}: no difference beyond the spread; {first} {texts[first]}, {rest}."
     but = f" (not beyond the spread of {', '.join(equal)})" if equal else ""
-    return f"{words.capitalize()}: {first} is best{but} with {by_name[first].text(write)}; {rest}."
+    return f"{_capital(words)}: {first} is best{but} with {texts[first]}; {rest}."
+
+
+def _capital(words: str) -> str:
+    """Returns the words with a first letter as in a sentence; names of metrics keep their case."""
+    return words[:1].upper() + words[1:]
 
 
 def _range(words: str, by_name: dict[str, Spread], write: Callable[[float], str]) -> str:
-    """Returns a sentence with the minimum and maximum; empty if all are equal."""
+    """Returns a sentence with the minimum and maximum; empty if they overlap or are written alike."""
     most, least = max(by_name, key=lambda name: by_name[name].mean), min(by_name, key=lambda name: by_name[name].mean)
-    if by_name[most].mean == by_name[least].mean:
-        return ""
     low, high = by_name[least].mean, by_name[most].mean
-    times = f", {high / low:.1f} times as much" if low > 0 else ""
+    if by_name[most].overlaps(by_name[least]) or write(low) == write(high):
+        return ""
+    times = f", {high / low:.1f} times as much" if low > 0 and high / low >= 1.05 else ""
     return f"{words}: least in {least}, {write(low)}; most in {most}, {write(high)}{times}."
 
 

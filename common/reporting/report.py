@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from operator import attrgetter
-from statistics import fmean
-from typing import IO, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -22,43 +19,15 @@ from rich.text import Text
 
 from ..config.conditions import Condition
 from ..errors import plain
-from .metrics import OF_RUN, OF_WORKER, Display, Metric, Unit, shown_of_run, shown_of_workers
+from .comparison import comparison_cells
+from .metrics import OF_WORKER, Display, Metric, shown_of_workers
 from .pictures.words import duration, share, short_number, size
 from .status import Status, WorkerStatus
-from .summary import Summary, price
+from .summary import Summary
 
 _FILE_WIDTH = 160  # without a terminal: wide enough that no table is cut; tables take only what they need
 
 _MOST_GAIN = 4.0  # of an outer momentum; beyond it rounds overshoot
-
-
-class Measure(NamedTuple):
-    """A column of a comparison: its name, a function that gets the value of a run or None, and one that formats it."""
-
-    name: str
-    get: Callable[[Summary], float | None]
-    write: Callable[[float], str]
-    key: str = ""  # the metric's name; for an evaluation `eval.NAME`
-    unit: str = Unit.NUMBER.value  # or `price`
-
-
-class Spread(NamedTuple):
-    """Mean and range of one metric over all runs with the same name."""
-
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(fmean(values), min(values), max(values))
-
-    def overlaps(self, other: Spread) -> bool:
-        return self.low <= other.high and other.low <= self.high
-
-    def text(self, write: Callable[[float], str]) -> str:
-        mean, low, high = write(self.mean), write(self.low), write(self.high)
-        return mean if low == high else f"{mean} ({low} to {high})"
 
 
 _WIDTH = 100  # at most, of a comparison
@@ -206,57 +175,6 @@ def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None =
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def comparison_cells(
-    runs: Sequence[tuple[str, Summary]], target: Condition | None = None
-) -> tuple[list[str], list[list[str]]]:
-    """Returns the column names and rows as text. Runs with the same name get an extra row with mean and range."""
-    columns = comparison_columns(runs, target)
-    rows = [[label, *(_cell(column, [run]) for column in columns)] for label, run in runs]
-    for label in dict.fromkeys(label for label, _ in runs):
-        same = [run for name, run in runs if name == label]
-        if len(same) > 1:
-            rows.append([f"{label}: mean of {len(same)}", *(_cell(column, same) for column in columns)])
-    return ["mode", *(column.name for column in columns)], rows
-
-
-def comparison_columns(runs: Sequence[tuple[str, Summary]], target: Condition | None) -> list[Measure]:
-    """The columns of a comparison: final metrics, the target, metrics of the run, costs."""
-    finals = list(dict.fromkeys(name for _, run in runs for name in run.final))
-    columns = [Measure(name, partial(_final, name), short_number, f"eval.{name}") for name in finals]
-    if target is not None:
-        wall_s = OF_RUN["wall_s"]
-        columns.append(
-            Measure(f"s to {target}", lambda run: run.seconds_to(target), wall_s.text, "target", wall_s.unit.value)
-        )
-    columns += run_measures(runs)
-    if paid := [run.cost for _, run in runs if run.cost]:
-        columns.append(Measure("cost", lambda run: run.cost.total if run.cost else None,
-                               lambda total: f"{price(total)} {paid[0].currency}", "cost", "price"))  # fmt: skip
-        columns.append(
-            Measure("for waiting", lambda run: run.cost.waiting if run.cost else None, price, "waiting_cost", "price")
-        )
-    return columns
-
-
-def run_measures(runs: Sequence[tuple[str, Summary]]) -> list[Measure]:
-    """The metrics that a comparison displays, without rare ones that no run has."""
-    return [
-        Measure(metric.label, attrgetter(metric.name), metric.text, metric.name, metric.unit.value)
-        for metric in shown_of_run(Display.REPORT)
-        if not metric.is_rare or any(getattr(run, metric.name) for _, run in runs)
-    ]
-
-
-def _final(name: str, run: Summary) -> float | None:
-    return run.final.get(name)
-
-
-def _cell(column: Measure, runs: Sequence[Summary]) -> str:
-    """Returns the mean and range as text; `-` if a run lacks the metric."""
-    values = [value for run in runs if (value := column.get(run)) is not None]
-    return Spread.of(values).text(column.write) if len(values) == len(runs) else "-"
 
 
 _LINE = 80  # columns of a status

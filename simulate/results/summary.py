@@ -21,7 +21,7 @@ from ..run.tally import CAUSES
 _LEAST_PART = 0.001  # causes that never exceed this are not drawn
 # Of CAUSES.
 _NAMES = ("computing", "waiting for the mode", "waiting to upload", "server's work", "server's link", "own link")
-# Of `metrics`, those that only --json and --report have: for work on the simulator, or another column has them.
+# Of `metrics`, those that only --json has: for work on the simulator, or another column has them.
 _OWN_METRICS = {"steps/s", "stale p50", "stale p99", "lead max", "skew p50", "skew max", "policy us"}
 
 
@@ -46,6 +46,7 @@ def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summa
         steady_samples=samples,
         steady_steps=steps,
         final=final | metrics(simulation),
+        better={"steps/s": "max", "of ideal": "max", "speed-up": "max"},
         curve=curve,
         workers=_workers(simulation),
     )

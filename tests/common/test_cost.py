@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.common.reporting.report import comparison_cells
+from paramserver.common.reporting.comparison import comparison_cells
 from paramserver.common.reporting.status import WorkerStatus
 from paramserver.common.reporting.summary import Cost, Summary, price
 from paramserver.launch.plan.hosts import load_hosts

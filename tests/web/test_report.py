@@ -11,10 +11,10 @@ import pytest
 
 from paramserver.common.config.conditions import condition
 from paramserver.common.errors import OutputError
+from paramserver.common.reporting.comparison import compare, comparison_cells
 from paramserver.common.reporting.curve import TRAINED, Point, add_trained
 from paramserver.common.reporting.findings import findings, target_of
 from paramserver.common.reporting.pictures import band
-from paramserver.common.reporting.report import comparison_cells
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Cost, Summary
 from paramserver.tests.web.conftest import Tab
@@ -58,7 +58,6 @@ def test_what_is_best_is_said_with_what_the_others_have() -> None:
     )
     assert sentences == [
         "Accuracy at the end: a is best with 0.900; b 0.800.",
-        "Seconds to accuracy 0.800, which every run reached: no difference beyond the spread; a 2.0 s, b 2.0 s.",
         "Seconds in all: b is best with 2.0 s; a 4.0 s.",
         "Traffic: least in a, 1.0 kB; most in b, 4.0 kB, 4.0 times as much.",
     ]
@@ -70,8 +69,7 @@ def test_ranges_that_overlap_are_no_difference() -> None:
     sentences = findings([(name, run(value, 1.0)) for name, values in seeds.items() for value in values])
     assert sentences == [
         "Accuracy at the end: a is best (not beyond the spread of b) with 0.930 (0.900 to 0.960); "
-        "b 0.895 (0.880 to 0.910), c 0.795 (0.700 to 0.890).",
-        "Seconds in all: no difference beyond the spread; a 1.0 s, b 1.0 s, c 1.0 s.",
+        "b 0.895 (0.880 to 0.910), c 0.795 (0.700 to 0.890)."
     ]
 
 
@@ -82,7 +80,9 @@ def test_one_way_of_training_is_compared_with_nothing(runs: list[tuple[str, Summ
 
 def test_who_has_no_metrics_is_compared_by_time() -> None:
     sentences = findings([("a", run(0.5, 1.0)), ("b", Summary(mode="b", wall_s=2.0))])
-    assert sentences == ["Seconds in all: a is best with 1.0 s; b 2.0 s."]
+    assert sentences == ["b has no accuracy at the end, so it is not ranked."]
+    bare = [(name, Summary(mode=name, wall_s=wall_s)) for name, wall_s in (("a", 1.0), ("b", 2.0))]
+    assert findings(bare) == ["Seconds in all: a is best with 1.0 s; b 2.0 s."]
 
 
 def test_who_diverged_is_named_and_not_ranked() -> None:
@@ -214,7 +214,7 @@ def test_the_report_is_the_comparison_of_the_dashboard(tab: Callable[..., Tab], 
     rows = shown.page.locator("#results tbody tr")
     rows.nth(1).wait_for()
     assert [text.split(" ")[0] for text in rows.locator("th").all_text_contents()] == ["async", "sync"]
-    assert "6.00 MB" not in rows.nth(1).text_content() and "3.00 MB" in rows.nth(1).text_content()
+    assert "6.0 MB" not in rows.nth(1).text_content() and "3.0 MB" in rows.nth(1).text_content()
     assert rows.nth(0).locator("td.best").count() >= 2
     rows.nth(1).get_by_role("button").click()
     assert rows.locator("th").all_text_contents()[2:] == ["seed 0", "seed 1"]
@@ -235,3 +235,62 @@ def test_a_module_comes_after_those_that_it_imports() -> None:
     assert (
         code.index("modules['text.js'] =") < code.index("modules['charts.js'] =") < code.index("modules['report.js']")
     )
+
+
+def results(runs: list[tuple[str, Summary]], target: str | None = None) -> dict[str, dict[str, str]]:
+    """The cells of each row by column; the best ends with `*`."""
+    found = compare(runs, None if target is None else condition(target))
+    labels = [column.label for column in found.columns]
+    return {row.label: {label: cell.text + "*" * cell.is_best for label, cell in zip(labels, row.cells, strict=True)}
+            for row in found.rows}  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf, None])
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_mode_that_diverged_is_best_in_nothing_and_is_last(lost: float | None, seeds: int) -> None:
+    diverged = run(0.99, 0.5, {10: 0.7, 20: 0.99})
+    diverged.final = {} if lost is None else {"accuracy": lost}
+    first = [("c", run(0.99, 0.5, {10: 0.7, 20: 0.99}))] * (seeds - 1)
+    runs = [*first, ("c", diverged), ("a", run(0.8, 1.0)), ("b", run(0.9, 2.0))]
+    table = results(runs)
+    assert [*table] == ["b", "a", "c"] and "*" not in "".join(table["c"].values())
+    assert table["b"]["accuracy"] == "0.900*" and table["a"]["wall s"] == "1.0*"
+    where = " in 1 of 2 runs" if seeds == 2 else ""
+    why = "c has no accuracy at the end" if lost is None else "c diverged: accuracy at the end is not finite"
+    sentences = findings(runs)
+    assert any(text.startswith(f"{why}{where}") for text in sentences) and "c is best" not in " ".join(sentences)
+
+
+def test_costs_of_two_currencies_are_apart() -> None:
+    costs = [("a", "EUR"), ("a", "USD"), ("b", "USD")]
+    runs = [(name, run(0.5, 3600.0).model_copy(update={"cost": Cost.of(currency, 2.0, 3600.0, 0.0, None)}))
+            for name, currency in costs]  # fmt: skip
+    table = results(runs)
+    assert (table["a"]["cost, EUR"], table["a"]["cost, USD"], table["b"]["cost, USD"]) == ("-", "-", "2.00 USD")
+    assert not [text for text in findings(runs) if "Cost" in text]
+    head, rows = comparison_cells(runs)
+    assert [row[head.index("cost, EUR")] for row in rows] == ["2.00 EUR", "-", "-", "-"]
+
+
+def test_nothing_is_said_where_values_are_written_alike() -> None:
+    runs = [("a", run(0.9, 4.00, sent=100_000)), ("b", run(0.9, 4.01, sent=101_000))]
+    assert findings(runs) == ["Traffic: least in a, 100 kB; most in b, 101 kB."]
+
+
+def test_a_metric_of_unknown_direction_has_no_best_value() -> None:
+    runs = [(name, Summary(mode=name, final={"power": value})) for name, value in (("a", 1.0), ("b", 2.0))]
+    assert [results(runs)[name]["power"] for name in "ab"] == ["1.000", "2.000"] and findings(runs) == []
+    told = [
+        (name, Summary(mode=name, final={f"power:{way}": of}))
+        for name, way, of in (("a", "max", 1.0), ("b", "max", 2.0))
+    ]
+    assert results(told)["b"]["power"] == "2.000*" and findings(told) == [
+        "Power at the end: b is best with 2.000; a 1.000."
+    ]
+
+
+def test_throughput_has_one_definition_in_a_comparison() -> None:
+    """Of two runs with 1,000 samples in 10 s each, one knows its steady part."""
+    runs = [(name, Summary(mode=name, wall_s=10.0, steady_s=steady_s, steady_samples=900,
+             workers=[WorkerStatus(rank=0, samples=1000)])) for name, steady_s in (("a", 0.5), ("b", 0.0))]  # fmt: skip
+    assert {row["samples/s"] for row in results(runs).values()} == {"100"}

@@ -1,15 +1,14 @@
-// The comparison of selected runs: curves over each other, results with the best marked, and settings that differ.
+// The comparison of selected runs: curves over each other, results as the server has compared them, and settings that differ.
 import { $, inPlace, make, say, shortNumber, written } from './text.js';
 import { balance, draw, forget, highlight, loaded } from './charts.js';
 import { labelOf } from './columns.js';
 import { faded, strokes } from './palette.js';
-import { AXES, band, bestOf, differences, grouped, joined, pointsOf, smoothed, spread } from './curves.js';
-// `compareRuns` gets {picked, left, state, metrics, changed, load(run)}; a report also {columns, areAlike, isFile}.
-const RESULTS = ['step', 'elapsed_s', 'samples_per_s', 'num_bytes', 'wait_share', 'staleness_mean', 'loss'];
+import { AXES, band, differences, grouped, joined, pointsOf, smoothed } from './curves.js';
+// `compareRuns` gets {picked, left, state, metrics, changed, load(run), results(groups of ids)}; a report also {isFile}.
 const MAX_DEFAULT = 3; // charts of evaluations, and of recorded metrics, that are open without being chosen
 const MAX_IN_A_LABEL = 2;
 const read = new Map(); // curves of runs by id, with what they were read at
-let now = null, groups = [], isReading = false, frame = null, openGroups = new Set();
+let now = null, groups = [], results = null, isReading = false, frame = null, openGroups = new Set();
 
 export async function compareRuns(all) {
   now = all;
@@ -27,6 +26,17 @@ export async function compareRuns(all) {
       paint();
     }
   } finally { isReading = false; }
+  paint();
+  readResults();
+}
+// Results are of certain groups at certain moments; another selection reads them again.
+async function readResults() {
+  const ids = groups.map(({ runs }) => runs.map(({ run }) => run.id)), key = JSON.stringify([ids, now.picked.map(stampOf)]);
+  if (results?.key === key) return;
+  results = { key, found: results?.found };
+  const found = ids.length ? await now.results(ids) : null;
+  if (results.key !== key) return;
+  results = { key, found };
   paint();
 }
 const stampOf = run => ['running', 'live'].includes(run.state) ? `${run.state} ${run.version} ${run.step} ${run.elapsed_s}` : run.state;
@@ -93,6 +103,7 @@ function sentences() {
   else if (models.size > 1) notes.push('The runs train different models: each metric is of its own model.');
   if (left) notes.push(`The first ${picked.length} of ${picked.length + left} selected runs are compared.`);
   const gone = picked.filter(run => read.has(run.id) && !read.get(run.id).curves);
+  for (const row of results?.found?.rows || []) { const group = row.note && groups.find(({ id }) => id === row.label); if (group) notes.push(`${group.shown} ${row.note}.`); }
   if (gone.length) notes.push(`${gone.map(labelOf).join(', ')} cannot be read any more.`);
   return notes;
 }
@@ -189,49 +200,25 @@ function showMenu(known, chosen) {
 
 // ---- tables -----------------------------------------------------------------------------------------------------
 
-function columnsOfResults() {
-  if (now.columns) return now.columns.map(column => ({ ...column, isUp: column.is_up, value: run => run.values[column.key], write: value => written(column, value) }));
-  const metrics = RESULTS.map(name => now.metrics.recorded.find(metric => metric.name === name)).filter(Boolean);
-  const names = [...new Set(groups.flatMap(({ runs }) => runs.flatMap(({ run }) => Object.keys(run.metrics || {}))))];
-  const directions = Object.assign({}, ...groups.flatMap(({ runs }) => runs.map(curves => curves.is_up)));
-  return [
-    ...names.map(name => ({ key: `eval.${name}`, label: `${name}, evaluated`, help: `Final value, or that of the newest evaluation.`, isUp: directions[name] ?? null, value: run => run.metrics?.[name] ?? null, write: shortNumber })),
-    ...metrics.map(metric => ({ key: metric.name, label: metric.name === 'loss' ? 'training loss' : metric.label, help: metric.help, isUp: now.metrics.is_up[metric.name] ?? null, value: run => run[metric.name] ?? null, write: value => written(metric, value) })),
-  ];
-}
-
-// The best first, by the evaluations where they can be compared, else by time.
-function ranked(columns, spreads, areAlike) {
-  const order = [...groups.keys()], wanted = areAlike ? ['eval.accuracy', 'eval.loss'] : [];
-  const at = [...wanted.map(key => columns.findIndex(column => column.key === key)), columns.findIndex(({ key, isUp }) => areAlike && isUp !== null && key.startsWith('eval.')), columns.findIndex(({ key }) => ['wall_s', 'elapsed_s'].includes(key))].find(index => index >= 0 && spreads[index].filter(Boolean).length > 1);
-  if (at === undefined) return order;
-  const value = index => spreads[at][index]?.mean ?? (columns[at].isUp ? -Infinity : Infinity);
-  return order.sort((a, b) => (columns[at].isUp ? value(b) - value(a) : value(a) - value(b)) || a - b);
-}
-
 function showResults() {
-  const columns = columnsOfResults(), areAlike = now.areAlike ?? new Set(now.picked.map(run => run.work)).size <= 1, isOfTask = key => key.startsWith('eval.') || ['loss', 'target'].includes(key);
-  const spreads = columns.map(column => groups.map(({ runs }) => spread(runs.map(({ run }) => column.value(run)))));
-  const best = columns.map((column, at) => column.isUp === null || (!areAlike && isOfTask(column.key)) ? null : bestOf(spreads[at], column.isUp));
+  const { columns, rows } = results?.found || { columns: [], rows: [] }, shown = rows.filter(({ label }) => groups.some(({ id }) => id === label));
   frame.results.tHead.replaceChildren(make('tr', {}, make('th', { scope: 'col' }, 'runs'), ...columns.map(column => make('th', { scope: 'col', title: column.help }, column.label))));
-  const rows = ranked(columns, spreads, areAlike).flatMap(at => {
-    const group = groups[at];
-    const isFolded = group.runs.length > 1, isOpen = openGroups.has(group.id), name = make('th', { scope: 'row' }, swatchCell(group));
+  frame.results.tBodies[0].replaceChildren(...shown.flatMap(row => {
+    const group = groups.find(({ id }) => id === row.label), isFolded = group.runs.length > 1, isOpen = openGroups.has(group.id), name = make('th', { scope: 'row' }, swatchCell(group));
     if (isFolded) {
       const button = make('button', { type: 'button', class: 'small plain', 'aria-expanded': String(isOpen), 'aria-label': `the ${group.runs.length} runs of ${group.label}` }, isOpen ? '▾' : '▸');
       button.addEventListener('click', () => { if (isOpen) openGroups.delete(group.id); else openGroups.add(group.id); showResults(); });
       name.append(' ', button);
     }
-    const cells = columns.map((column, index) => {
-      const found = spreads[index][at], cell = make('td', best[index] === at ? { class: 'best', title: 'the best of the selected runs' } : {}, found ? column.write(found.mean) : '–');
-      if (found && found.count > 1 && column.write(found.low) !== column.write(found.high)) cell.append(make('span', { class: 'range' }, ` ${column.write(found.low)} – ${column.write(found.high)}`));
-      if (best[index] === at) cell.append(make('span', { class: 'hidden' }, ' best'));
+    const cells = row.cells.map(found => {
+      const cell = make('td', found.is_best ? { class: 'best', title: 'the best of the selected runs' } : {}, found.text);
+      if (found.low) cell.append(make('span', { class: 'range' }, ` ${found.low} – ${found.high}`));
+      if (found.is_best) cell.append(make('span', { class: 'hidden' }, ' best'));
       return cell;
     });
-    const members = isFolded && isOpen ? group.runs.map(({ run, settings }) => make('tr', { class: 'member' }, make('th', { scope: 'row' }, memberName(run, settings)), ...columns.map(column => { const value = column.value(run); return make('td', { class: 'range' }, value === null || value === undefined ? '–' : column.write(value)); }))) : [];
+    const members = isFolded && isOpen ? group.runs.map(({ run, settings }, at) => make('tr', { class: 'member' }, make('th', { scope: 'row' }, memberName(run, settings)), ...(row.members[at] || []).map(text => make('td', { class: 'range' }, text)))) : [];
     return [make('tr', { 'data-group': group.id }, name, ...cells), ...members];
-  });
-  frame.results.tBodies[0].replaceChildren(...rows);
+  }));
 }
 function memberName(run, settings) {
   const seed = `seed ${settings['run.seed'] ?? '?'}`;

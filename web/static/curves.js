@@ -73,19 +73,3 @@ export function differences(groups) {
   return names.filter(name => !(hasSeeds && name === 'run.seed')).map(name => [name, groups.map(group => group[0].settings[name])])
     .filter(([, values]) => values.some(value => JSON.stringify(value) !== JSON.stringify(values[0])));
 }
-
-export function spread(values) {
-  const known = values.filter(value => typeof value === 'number');
-  if (!known.length) return null;
-  return { mean: known.reduce((sum, value) => sum + value, 0) / known.length, low: Math.min(...known), high: Math.max(...known), count: known.length };
-}
-
-// The row with the best value; null where ranges of seeds overlap, or all are equal.
-export function bestOf(spreads, isUp) {
-  const known = spreads.map((found, row) => [found, row]).filter(([found]) => found);
-  if (known.length < 2) return null;
-  known.sort(([a], [b]) => isUp ? b.mean - a.mean : a.mean - b.mean);
-  const [[best, row], ...others] = known;
-  const isApart = others.every(([other]) => isUp ? best.low > other.high : best.high < other.low);
-  return isApart ? row : null;
-}

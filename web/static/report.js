@@ -8,7 +8,7 @@ const OTHERS = ['accent', 'compute', 'transfer', 'apply', 'bad', 'good', 'wait']
 const data = JSON.parse($('data').textContent), of = new Map(data.runs.map(curves => [curves.run.id, curves]));
 const state = { x: 'step', y: null, smooth: 0, log: '', seeds: true, hide: [] };
 
-const show = () => compareRuns({ picked: data.runs.map(curves => curves.run), left: 0, state, metrics: data.metrics, columns: data.columns, areAlike: data.are_alike, isFile: true, changed: show, load: async run => of.get(run.id) });
+const show = () => compareRuns({ picked: data.runs.map(curves => curves.run), left: 0, state, metrics: data.metrics, isFile: true, results: async () => data.results[state.seeds ? 'together' : 'alone'], changed: show, load: async run => of.get(run.id) });
 
 // Tables and pictures of a command, such as where a simulation's time went.
 function table([head, rows]) {

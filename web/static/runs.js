@@ -112,11 +112,13 @@ function showComparison() {
   $('board').classList.toggle('comparing', isOpen);
   $('comparison').hidden = !isOpen;
   if (!isOpen && !compare) return;
-  const all = { picked: picked.slice(0, MAX_COMPARED), left: Math.max(0, picked.length - MAX_COMPARED), state, metrics, changed, load };
+  const all = { picked: picked.slice(0, MAX_COMPARED), left: Math.max(0, picked.length - MAX_COMPARED), state, metrics, changed, load, results };
   if (compare) compare.compareRuns(all);
   else import('./compare.js').then(module => { if (!compare) { compare = module; showComparison(); } });
 }
 const load = run => fetch(`/api/runs/${encodeURIComponent(run.id)}/curves`).then(reply => reply.ok ? reply.json() : null).catch(() => null);
+
+const results = groups => fetch(`/api/compare?runs=${groups.map(ids => ids.map(encodeURIComponent).join(',')).join(';')}`).then(reply => reply.ok ? reply.json() : null).catch(() => null);
 
 // ---- columns and tags -----------------------------------------------------------------------------------------
 
