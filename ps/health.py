@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ..common.config.addresses import split_address
 from ..common.config.cli import make_app, run_app
 from ..common.errors import AuthError, UnreachableError
+from ..common.proxies import proxy_options
 
 _TIMEOUT_S = 5.0
 
@@ -36,9 +37,11 @@ def check(
     """Ask a server whether it is serving: exit code 0 if it is."""
     split_address(address)
     if ca is None:
-        channel = grpc.insecure_channel(address)
+        channel = grpc.insecure_channel(address, options=proxy_options(address))
     else:
-        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert)))
+        channel = grpc.secure_channel(
+            address, grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert)), proxy_options(address)
+        )
     try:
         with channel:
             stub = health_pb2_grpc.HealthStub(channel)

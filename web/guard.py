@@ -19,7 +19,6 @@ import contextlib
 import hmac
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers
@@ -134,12 +133,10 @@ class Guard:
         scheme, _, rest = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(rest.strip()):
             return True
-        try:
-            cookies = SimpleCookie(headers.get("cookie", ""))
-        except CookieError:
-            return False
+        # One by one: SimpleCookie drops all for one with an odd name, which another program of this host may have set.
+        cookies = (text.strip().partition("=") for text in headers.get("cookie", "").split(";"))
         # The cookie of any port will do, as the token is checked: so the dashboard may link to ps-serve.
-        return any(name.startswith(_COOKIE) and self._is_token(found.value) for name, found in cookies.items())
+        return any(name.startswith(_COOKIE) and self._is_token(value.strip('"')) for name, _, value in cookies)
 
     def _is_token(self, value: str) -> bool:
         found = [hmac.compare_digest(value.encode(), token.encode()) for token in self._tokens]  # constant time

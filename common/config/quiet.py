@@ -10,10 +10,28 @@ import sys
 
 from ..errors import EXIT_INTERRUPTED
 
-# Another process that imports a program keeps its own Ctrl-C. `python -m` sets argv[0] to `-m` while it searches.
-IS_PROGRAM = os.path.basename(sys.argv[0]).startswith(("-m", "ps-"))
+# Another process that imports a program keeps its own Ctrl-C. `python -m` sets argv[0] to `-m` while it searches,
+# and then to the file.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+IS_PROGRAM = os.path.basename(sys.argv[0]).startswith(("-m", "ps-")) or (
+    os.path.basename(sys.argv[0]) == "__main__.py" and os.path.abspath(sys.argv[0]).startswith(_PACKAGE)
+)
 if IS_PROGRAM and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+
+
+# A program whose output is closed (`>&-`) writes to nothing; the next file that it opens must not become its output.
+for _number, _name in enumerate(("stdin", "stdout", "stderr") if IS_PROGRAM else ()):
+    try:
+        os.fstat(_number)
+    except OSError:
+        _null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+        os.set_inheritable(_null, True)
+        setattr(sys, _name, open(_null, "r" if _number == 0 else "w", closefd=False))  # noqa: SIM115
+
+for _stream in (sys.stdout, sys.stderr) if IS_PROGRAM else ():  # a locale without a character prints its escape
+    if isinstance(_stream, io.TextIOWrapper):
+        _stream.reconfigure(errors="backslashreplace")
 
 
 def end() -> None:

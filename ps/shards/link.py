@@ -15,6 +15,7 @@ import grpc.aio
 from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.errors import AuthError, ParamServerError, Reason, UnreachableError, shown
+from ...common.proxies import proxy_options
 from ...common.reporting.log import get_logger
 from ...common.security import SHARD_PREFIX, Credentials, client_context, facts_of
 from ...common.tls_probe import diagnose
@@ -49,9 +50,9 @@ class LinkLost(Exception):
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
     """Return a channel to another shard, with TLS if there is a CA."""
     if credentials.ca is None:
-        return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.insecure_channel(address, options=(*options, *proxy_options(address)))
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.cert)
-    return grpc.aio.secure_channel(address, tls, options=options)
+    return grpc.aio.secure_channel(address, tls, options=(*options, *proxy_options(address)))
 
 
 class Link:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from ...common.errors import ParamServerError, Reason, UnreachableError, refusal, shown
+from ...common.proxies import proxy_hint, proxy_options
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tls_probe import diagnose
@@ -91,8 +92,9 @@ class Channel:
         """
         self._cause = "no reply"
         if not wait_until_ready(self._channel, timeout_s, self._explain):
+            cause = self._cause + proxy_hint(self.address)
             self.turn()
-            raise Lost(self._cause)
+            raise Lost(cause)
 
     def _explain(self) -> None:
         """Called after a failed connection: use renewed certificates, or raise the error for a wrong setting."""
@@ -144,9 +146,9 @@ class Channel:
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.Channel:
     """Open a channel to `address`, with TLS if there is a CA. Calls pass the token in `credentials.metadata`."""
     if credentials.ca is None:
-        return grpc.insecure_channel(address, options=options)
+        return grpc.insecure_channel(address, options=(*options, *proxy_options(address)))
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.cert)
-    return grpc.secure_channel(address, tls, options=options)
+    return grpc.secure_channel(address, tls, options=(*options, *proxy_options(address)))
 
 
 def wait_until_ready(channel: grpc.Channel, timeout_s: float, on_failure: Callable[[], None]) -> bool:

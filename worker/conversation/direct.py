@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import queue
 import select
 import socket
@@ -17,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 from ...common.config.addresses import join_address, split_address
+from ...common.proxies import proxy_of
 from ...common.security import Credentials, client_context
 from ...common.wire.direct import (
     ACCEPTED,
@@ -42,8 +41,6 @@ from ..transports.limit import NO_LIMIT, Limit
 _CONNECT_S = 1.0
 _BUFFER_BYTES = 64 << 10
 _LINGER_S = 2.0
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # the variables that gRPC reads
-_NO_PROXY = ("no_grpc_proxy", "no_proxy")
 
 Message = bytes | OutOfBand
 
@@ -232,7 +229,7 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
 
     All addresses of the host share the time. The connection's timeout is the rest of it. Raises OSError.
     """
-    proxy = _proxy_of(host)
+    _, proxy = proxy_of(host)
     target = (proxy.hostname or "", proxy.port or 80) if proxy is not None else (host, port)
     addresses = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)
     while True:
@@ -257,17 +254,6 @@ def left_s(deadline: float) -> float:
     if seconds <= 0:
         raise TimeoutError
     return seconds
-
-
-def _proxy_of(host: str) -> SplitResult | None:
-    """The HTTP proxy that gRPC uses for this host."""
-    url = next((found for name in _PROXIES if (found := os.environ.get(name))), "")
-    if not url:
-        return None
-    no_proxy = next((found for name in _NO_PROXY if (found := os.environ.get(name))), "")
-    if any(host.endswith(part) for name in no_proxy.split(",") if (part := name.strip())):
-        return None
-    return urlsplit(url if "//" in url else f"//{url}")
 
 
 def _http_connect(connection: socket.socket, target: str) -> None:
