@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-from . import dropped
+from . import dropped, synonyms
 from .errors import UnknownNameError, UsageError, did_you_mean
 from .user_code import UserCodeError, is_in_file, line_of, load_from_file, split_name
 
@@ -70,7 +70,8 @@ class Family:
         if name in self._dropped:
             raise UnknownNameError(f"{self.noun} '{name}' was removed", fix=self._dropped[name])
         if name not in self._modules:
-            raise UnknownNameError(f"unknown {self.noun} '{name}'", fix=did_you_mean(name, self.names()))
+            fix = synonyms.NAMES.get(self.noun, {}).get(name) or did_you_mean(name, self.names())
+            raise UnknownNameError(f"unknown {self.noun} '{name}'", fix=fix)
         return name
 
     def file(self, name: str) -> Path:

@@ -1,7 +1,7 @@
 """A training script of your own, in every mode: three lines differ from a script for one process.
 
     python examples/own_script.py                                   alone, no server
-    ps-launch -n 4 --script examples/own_script.py --mode sync      and async, ssp, localsgd
+    ps-launch -n 4 --mode sync examples/own_script.py      and async, ssp, localsgd
     PS_SERVER=10.0.0.1:50051 RANK=0 python examples/own_script.py   by hand, on any machine
 
 The model is the one of the built-in task `digits`, so the two can be compared.

@@ -33,7 +33,7 @@ def take_place(session: Session) -> None:
         raise UsageError(
             f"Accelerate has made a group of {states[0].num_processes} processes of its own (WORLD_SIZE or torchrun): "
             "gradients would be averaged twice",
-            fix="start the workers with ps-launch --script, or one by one, without `accelerate launch` and torchrun",
+            fix="start the workers with ps-launch train.py, or one by one, without `accelerate launch` and torchrun",
         )
     for state in states:
         state.process_index = state.local_process_index = session.rank

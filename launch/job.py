@@ -161,6 +161,8 @@ class Job:
             for shown in self._blame.read(child, line):
                 self._screen.line(child, shown, None)
             return
+        if event.name == "uncaught":
+            self._blame.uncaught(child)
         if child == self._plan.reporter and self._understood(line, event):
             return
         if event.is_at_least(self._shown_level) and not (child.region and event.name == "status"):
@@ -168,8 +170,7 @@ class Job:
         if child.role == SERVER.role:
             self._on_server_event(child, event)
         elif child == SERVE and event.name == "serve":
-            token = os.environ.get(WEB_TOKEN_VARIABLE)
-            self._screen.secret(f"the page to type into: {event.fields.get('url')}?token={token}")
+            self._screen.page(f"the page to type into: {event.get('url')}", os.environ.get(WEB_TOKEN_VARIABLE))
 
     def _understood(self, line: str, event: Event) -> bool:
         """Use a status event; returns False for any other."""
@@ -198,27 +199,28 @@ class Job:
         return Outcome(finish)
 
     def _on_server_event(self, child: Child, event: Event) -> None:
-        fields, supervisor = event.fields, self._supervisor
-        worker = self._plan.worker_of(child, fields.get("rank", 0))
+        supervisor = self._supervisor
         match event.name:
             case "snapshot":
                 self._has_snapshot.add(child)
             case "admitted":
-                supervisor.admitted(worker)
+                supervisor.admitted(self._plan.worker_of(child, event.get("rank")))
             case "evicted":
-                supervisor.evicted(worker)
+                supervisor.evicted(self._plan.worker_of(child, event.get("rank")))
             case "dashboard":
-                self.dashboard = str(fields.get("address", ""))
-                if token := os.environ.get(WEB_TOKEN_VARIABLE):
-                    self._screen.secret(f"the dashboard: {fields.get('url')}?token={token}")
+                self.dashboard = str(event.get("address"))
+                self._screen.page(f"the dashboard: {event.get('url')}", os.environ.get(WEB_TOKEN_VARIABLE))
             case "already_done":
-                reason = "the run is already done, all {steps} steps: weights in {weights}; {more}".format_map(fields)
+                weights, fix = event.get("weights"), event.get("fix")
+                reason = f"the run is already done, all {event.get('steps')} steps: weights in {weights}; {fix}"
                 self._carry_out(supervisor.already_done(reason, self._now))
             case "run_failed":
-                code, reason = fields.get("exit_code", EXIT_BUG), str(fields.get("reason", ""))
-                self._carry_out(supervisor.run_failed(worker, code, reason, self._now))
+                code, reason = event.get("exit_code", EXIT_BUG), str(event.get("reason"))
+                rank = event.get("rank", None)  # None: no worker failed
+                culprit = child if rank is None else self._plan.worker_of(child, rank)
+                self._carry_out(supervisor.run_failed(culprit, code, reason, self._now))
             case "listening":
-                self._addresses[child] = str(fields.get("address", ""))
+                self._addresses[child] = str(event.get("address"))
                 self._reached[child] = self._backend.reach(child, self._addresses[child])
                 self._carry_out(supervisor.listening(child, self._now))
                 if supervisor.all_listen and self._checking is None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from itertools import pairwise
 from typing import Annotated
 
 import typer
 
+from ..common import synonyms
 from ..common.config import quiet  # noqa: F401  (before all that takes time to load)
-from ..common.config.cli import Flags, PrintConfigOption, SetOption, run_app, run_command, show_config
+from ..common.config.cli import Flags, PrintConfigOption, SetOption, report, run_app, run_command, show_config
 from ..common.config.option import LAUNCHER
+from ..common.errors import UsageError
 
 _ESTIMATE = "Take a few steps of each mode, then show what the whole run would take and cost."
 _COMMANDS = {
@@ -18,6 +22,7 @@ _COMMANDS = {
     "chaos": "..drills.chaos.main",
     "doctor": "..drills.doctor.main",
 }  # each with an app and the name of its PROGRAM
+_NOTHING = "your script: ps-launch -n 2 train.py; or a file of settings: ps-launch configs/digits.yaml; or --help"
 
 
 def launch(
@@ -41,7 +46,7 @@ def launch(
       ps-launch configs/digits.yaml -n 4 --mode sync   flags win over the file
       ps-launch configs/digits.yaml --mode single,sync,async,ssp,localsgd
                                                        one after another, compared
-      ps-launch -n 4 --script train.py -- --epochs 3   your own script, 4 times
+      ps-launch -n 4 train.py --epochs 3               your own script, 4 times, with its arguments
       ps-launch configs/digits.yaml --checkpoint-dir D once more: continues from the newest snapshot
       ps-launch configs/digits.yaml --hosts hosts.yaml on the machines of that file
       ps-launch configs/gpt.yaml --serve               reply to requests with its weights
@@ -58,6 +63,8 @@ def launch(
     from . import run
     from .plan.runs import Request
 
+    if config is not None:
+        _check_file(config)
     if estimate:
         from .estimate import estimate as show_estimate
 
@@ -78,25 +85,61 @@ def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] in _COMMANDS:
         command = importlib.import_module(_COMMANDS[sys.argv.pop(1)], __package__)
         run_app(command.app, command.PROGRAM)
-    sys.argv[1:] = with_port(fold_script_arguments(sys.argv[1:]))
+    try:
+        if not sys.argv[1:]:
+            raise UsageError("no script and no file is given", fix=_NOTHING)
+        sys.argv[1:] = with_port(fold_script_arguments(sys.argv[1:]))
+    except UsageError as error:
+        sys.exit(report(LAUNCHER, error))
     run_command(LAUNCHER, launch)
 
 
 def fold_script_arguments(arguments: list[str]) -> list[str]:
-    """Returns `--script F -- A B` as `--script F --script-arg=A --script-arg=B`.
+    """Returns `F.py A B`, and `--script F.py -- A B`, as `--script F.py --script-arg=A --script-arg=B`.
 
-    Otherwise the first word after -- would be parsed as CONFIG when that is left out.
+    The script is the first word that ends in .py and is not the value of a flag. All words after it are its own, as
+    torchrun has it. Raises UsageError for two scripts.
     """
+    at = _script_at(arguments)
+    if at is not None:
+        if any(word == "--script" or word.startswith("--script=") for word in arguments[:at]):
+            raise UsageError(f"--script and {arguments[at]} are two scripts", fix="leave --script out")
+        rest = arguments[at + 1 :]
+        rest = rest[1:] if rest[:1] == ["--"] else rest
+        arguments = [*arguments[:at], "--script", arguments[at], "--", *rest]
     if "--" not in arguments:
         return arguments
     cut = arguments.index("--")
     return arguments[:cut] + [f"--script-arg={argument}" for argument in arguments[cut + 1 :]]
 
 
+def _script_at(arguments: list[str]) -> int | None:
+    from ..common.config.flags import flag_name, flags_of
+    from ..common.config.plain import types_in
+
+    if not any(word.endswith(".py") for word in arguments):
+        return None
+    valued = {"--set"}
+    for key, (info, flag) in flags_of(LAUNCHER).items():
+        if bool not in types_in(info.annotation):
+            valued |= {flag_name(key, info), f"-{flag.short}"}
+    for at, (before, word) in enumerate(pairwise(["", *arguments])):
+        if word == "--":
+            return None
+        if word.endswith(".py") and not word.startswith("-") and before not in valued:
+            return at
+    return None
+
+
+def _check_file(config: str) -> None:
+    """Raise UsageError for a CONFIG that is no file, but a word with a meaning elsewhere."""
+    before = next((flag for flag, word in pairwise(sys.argv) if word == config), "")
+    if not os.path.isfile(config) and (fix := synonyms.of_word(LAUNCHER, config, before)):
+        raise UsageError(f"{config} is no file and no command", fix=fix)
+
+
 def with_port(arguments: list[str]) -> list[str]:
     """Returns `--serve` without a port as `--serve=0`, because Typer's options have a value always or never."""
-    following = [*arguments[1:], ""]
     return [
-        "--serve=0" if word == "--serve" and not after.isdigit() else word
-        for word, after in zip(arguments, following, strict=True)
+        "--serve=0" if word == "--serve" and not after.isdigit() else word for word, after in pairwise([*arguments, ""])
     ]

@@ -59,7 +59,7 @@ def _modes(text: str | None) -> tuple[str, ...]:
         try:
             modes.append(SINGLE if word.strip().lower() == SINGLE else canonical_mode(word))
         except UsageError as error:
-            fix = error.fix if error.fix.startswith("did") else f"known: {', '.join([*MODES.names(), SINGLE])}"
+            fix = f"known: {', '.join([*MODES.names(), SINGLE])}" if error.fix.startswith("known:") else error.fix
             raise UsageError(f"flag --mode: {error.message}", fix=fix) from None
         if len({mode_label(mode) for mode in modes}) < len(modes):  # files of the runs are named after it
             raise UsageError(f"flag --mode: {mode_label(modes[-1])} is named twice", fix="each mode runs once")

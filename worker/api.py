@@ -19,7 +19,7 @@ import structlog
 from ..common.config.schema import Config
 from ..common.config.sources import load_config
 from ..common.errors import ParamServerError, UsageError
-from ..common.reporting.log import setup_logging
+from ..common.reporting.log import get_logger, setup_logging
 from .training.alone import AloneSession
 from .training.ending import exit_at_once, watch_exit
 from .training.remote import RemoteSession
@@ -58,6 +58,8 @@ def _explain(kind: type[BaseException], error: BaseException, traceback: Traceba
         return
     if not isinstance(error, ParamServerError):
         sys.__excepthook__(kind, error, traceback)
+        if structlog.is_configured():
+            get_logger().routine("uncaught")  # ps-launch: what follows is of exit handlers
         return
     exit_at_once(error)
 

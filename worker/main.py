@@ -148,6 +148,7 @@ def _work(resolved: Resolved) -> None:
                 train(session, task, batch_size, device, say, **options)
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
+        get_logger().routine("uncaught")
         raise SystemExit(1) from None
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .. import synonyms
 from ..errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, ParamServerError, UsageError
 from . import quiet
 
@@ -74,7 +75,9 @@ class _Help:
 
 
 class _Command(_Help, TyperCommand):
-    pass
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _check_values(self, ctx, args)
+        return super().parse_args(ctx, args)
 
 
 class _Group(_Help, TyperGroup):
@@ -233,12 +236,34 @@ def show_config(resolved: Resolved) -> None:
     Console(soft_wrap=True, markup=False, emoji=False).print(table)
 
 
-def _takes_no_value(message: str) -> str:
-    """Returns a hint where the unexpected argument of an error follows a flag."""
-    for flag, word in pairwise(sys.argv[1:]):
-        if flag.startswith("--") and f"unexpected extra argument ({word})" in message.replace("(s)", ""):
-            return f"{flag} takes no value; "
-    return ""
+def _check_values(command: TyperCommand, ctx: Any, arguments: list[str]) -> None:
+    """Refuse an option without its value, which would take the next option for its value. Raises UsageError."""
+    valued = valued_options(command, ctx)
+    for option, value in pairwise([*arguments, "--"]):
+        if option == "--":
+            return
+        if option in valued and value.startswith("--"):
+            program = ctx.command_path.partition(" ")[0]
+            fix = synonyms.of_flag(program, option) or f"{option} VALUE; {program} --help lists every flag"
+            raise UsageError(f"option {option} needs a value", fix=fix)
+
+
+def valued_options(command: TyperCommand, ctx: Any) -> set[str]:
+    """Returns the names of the options that take a value."""
+    options = [found for found in command.get_params(ctx) if found.param_type_name == "option"]
+    return {name for option in options if not option.is_flag for name in option.opts}  # type: ignore[attr-defined]
+
+
+def _fix_of(program: str, error: Any, message: str) -> str:
+    """Returns what to write instead of a wrong flag, command or argument."""
+    wrong = getattr(error, "option_name", None)
+    found = synonyms.of_flag(program, wrong) if wrong else ""
+    for flag, word in pairwise(["", *sys.argv[1:]]):
+        if f"unexpected extra argument ({word}" in message.replace("(s)", "") or f"No such command '{word}'" in message:
+            takes_none = f"{flag} takes no value; " if flag.startswith("--") else ""
+            found = found or synonyms.of_word(program, word, flag) or takes_none
+            break
+    return found if found and not found.endswith("; ") else f"{found}{program} --help lists every flag"
 
 
 def run_app(app: typer.Typer, program: str) -> NoReturn:
@@ -263,7 +288,10 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()
-        code = report(program, UsageError(message, fix=f"{_takes_no_value(message)}{program} --help lists every flag"))
+        fix = _fix_of(program, error, message)
+        if not fix.endswith("lists every flag"):  # Click's own suggestions are of the spelling alone
+            message = message.partition(" (Possible options:")[0].partition(" (Did you mean")[0]
+        code = report(program, UsageError(message, fix=fix))
     sys.stdout.flush()
     sys.stderr.flush()
     quiet.over(code or 0)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, ValidationError
 
+from .. import synonyms
 from ..errors import UsageError
 from ..reporting.curve import MetricValue
 from ..reporting.happenings import event
@@ -144,6 +145,7 @@ class RunStore:
         known = [known for run in runs for known in (run.name, run.label, run.id) if known]
         near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
         fix = f"did you mean '{near[0]}'?" if near else "`ps-runs list` names those that are there"
+        fix = synonyms.RUNS.get(wanted, fix)
         raise UsageError(f"there is no run {wanted} in {self.path}", fix=fix)
 
     def card(self, run: StoredRun) -> Card:

@@ -45,12 +45,12 @@ from .settings import (
 )
 
 DEFAULT_NUM_WORKERS = 2
-# Arguments of the interpreter that start each program.
+# Arguments of the interpreter that start each program. -P: a queue.py in the current folder is not Python's.
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "server": ("-m", "paramserver.ps"),
-    "worker": ("-m", "paramserver.worker"),
-    "group": ("-m", "paramserver.worker.replica_group"),  # several processes of one worker
-    "serve": ("-m", "paramserver.serve"),
+    "server": ("-P", "-m", "paramserver.ps"),
+    "worker": ("-P", "-m", "paramserver.worker"),
+    "group": ("-P", "-m", "paramserver.worker.replica_group"),  # several processes of one worker
+    "serve": ("-P", "-m", "paramserver.serve"),
 }
 
 # Files and directories that each run of several has its own of.

@@ -76,7 +76,7 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
          f"run it alone, without ps-launch: python {' '.join((script or '', *script_args))}"),
         (script_args and script is None,
          f"arguments after -- ({' '.join(script_args)}) belong to a script, and there is none",
-         "give the script: --script FILE.py -- ARGS"),
+         "give the script: ps-launch FILE.py ARGS"),
         (worker.pipeline and group == 1 and not is_alone,
          "worker.pipeline, and launch.group is 1: the stages of a pipeline are the processes of a worker",
          "--group G, with at most one process for each layer"),

@@ -14,6 +14,8 @@ from ..plan.process import Child
 _FRAME = re.compile(r'  File "(.+)", line (\d+)')
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3\.\d+/|^<frozen ")
 _HEADING = "Traceback (most recent call last):"
+# What torch.distributed and scripts for torchrun read from the environment.
+_OF_A_PROCESS_GROUP = re.compile(r"\b(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)\b")
 
 
 class Raised(NamedTuple):
@@ -33,6 +35,12 @@ class Raised(NamedTuple):
         kind = getattr(builtins, self.kind[0], None)
         return isinstance(kind, type) and not issubclass(kind, (OSError, EOFError, MemoryError))
 
+    @property
+    def variable(self) -> str:
+        """The variable of a process group that the script did not find; "" for other exceptions."""
+        found = _OF_A_PROCESS_GROUP.search(self.text)
+        return found[0] if found and self.kind[0] in ("KeyError", "ValueError", "TypeError") else ""
+
     def __str__(self) -> str:
         return f"{self.text} ({self.where})"
 
@@ -42,16 +50,24 @@ class Blame:
 
     def __init__(self) -> None:
         self._pending: dict[Child, list[str]] = {}  # lines of an incomplete traceback
-        self.last: dict[Child, Raised] = {}  # the newest of each process that is running, or has just ended
+        self.last: dict[Child, Raised] = {}  # of each process: what it raised, and did not go on from
+        self._ended: set[Child] = set()  # by an exception that nothing caught
         self._shown: set[tuple[str, str]] = set()
 
     def started(self, child: Child) -> None:
         self.last.pop(child, None)
+        self._ended.discard(child)
+
+    def uncaught(self, child: Child) -> None:
+        """The process has said that its last traceback ends it. Lines after that are of its exit handlers."""
+        self._ended.add(child)
 
     def read(self, child: Child, line: str) -> list[str]:
         """Returns the lines to show now: a traceback once it is complete, or one line if it was shown before."""
         lines = self._pending.get(child)
         if lines is None and line != _HEADING and not _FRAME.match(line):
+            if line[:1].strip() and child not in self._ended:  # it went on: it has handled that exception
+                self.last.pop(child, None)
             return [line]
         lines = self._pending.setdefault(child, [])
         lines.append(line)

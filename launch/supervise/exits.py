@@ -22,6 +22,7 @@ MEANINGS = {
     255: "its host was lost",
 }
 
+USAGE = 2
 UNREACHABLE = 15
 BUDGET_SPENT = 17
 HOST_LOST = 255  # as ssh says of itself

@@ -16,7 +16,8 @@ A server, each shard alike, is the same except for two codes. 10 (cannot listen)
 later: the port was its own a moment ago and will be free soon. A server that somebody asked to end (130, 143) has sent
 its workers away: that ends the job. A relay is started again.
 
-An exception that recurs at the same place after a restart would recur for ever: it ends the job. So does one that
+An exception that recurs at the same place after a restart would recur for ever: it ends the job (one of files or
+connections only until it is forgiven, see below). So does one that
 every worker has raised, if it is a mistake in the program, before any of them was admitted again.
 
 A process that was lost with its host (255) is started again as after a crash.
@@ -76,7 +77,7 @@ class Restarts:
         self._backoff_s = backoff_s
         self._started_at: dict[Child, float] = {}  # of those that run
         self._num_restarts: Counter[Child] = Counter()
-        self._raised: dict[Child, list[tuple[str, str] | None]] = {}  # by each of its failures
+        self._raised: dict[Child, list[Raised | None]] = {}  # by each of its failures
         self._failures: dict[Child, Failure] = {}  # the first of each that is not forgiven, oldest first
 
     def started(self, child: Child, now: float) -> None:
@@ -89,7 +90,8 @@ class Restarts:
     def failed(self, failure: Failure, now: float, raised: Raised | None = None) -> bool:
         """Count a failure, after forgiving the processes that have run long enough.
 
-        Returns whether the same exception, at the same place, has ended this process before: that is never forgiven.
+        Returns whether the same exception, at the same place, has ended this process before. A mistake in the program
+        is never forgiven; a lost connection or a missing file is.
         """
         for child, since in self._started_at.items():
             if now - since >= FORGIVEN_AFTER_S:
@@ -97,12 +99,13 @@ class Restarts:
         del self._started_at[failure.child]
         self._failures.setdefault(failure.child, failure)
         before = self._raised.setdefault(failure.child, [])
-        before.append(raised.kind if raised is not None else None)
-        return raised is not None and raised.kind in before[:-1]
+        before.append(raised)
+        return raised is not None and raised.kind in [other.kind for other in before[:-1] if other is not None]
 
     def ended_by(self, child: Child, raised: Raised) -> bool:
         """Returns whether this was its newest failure."""
-        return self._raised.get(child, [])[-1:] == [raised.kind]
+        last = next(reversed(self._raised.get(child, [])), None)
+        return last is not None and last.kind == raised.kind
 
     def has_restarted(self, child: Child) -> bool:
         return self._num_restarts[child] > 0
@@ -124,3 +127,5 @@ class Restarts:
     def _forgive(self, child: Child) -> None:
         self._num_restarts.pop(child, None)
         self._failures.pop(child, None)
+        before = self._raised.get(child, [])
+        before[:] = [raised for raised in before if raised is not None and raised.is_mistake]

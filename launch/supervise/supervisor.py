@@ -31,7 +31,7 @@ from enum import StrEnum
 
 from ..plan.process import SERVE, SERVER, Child
 from .blame import Raised
-from .exits import BUDGET_SPENT, UNREACHABLE, describe_exit, shell_code, signal_name
+from .exits import BUDGET_SPENT, UNREACHABLE, USAGE, describe_exit, shell_code, signal_name
 from .restarts import Attempt, Failure, Restarts, can_mend
 
 # A server whose workers are done only writes its results. It is asked to end soon, because a script may exit without
@@ -95,6 +95,14 @@ class Finish:
 
 Decision = Start | Restart | Terminate | Kill | Finish
 
+_NEVER_JOINED = (
+    "the script ended and never joined the run: it called no paramserver.connect(), or used nothing of the session; "
+    "three lines make a script a worker (README)"
+)
+_IS_NO_GROUP = (
+    "is not set: a worker of ps-launch is not a rank of a process group. Leave init_process_group and DDP out and "
+    "change three lines (README), or start the script with torchrun"
+)
 _COMPLETE = Finish(0, "the server ended with exit code 0: the run is complete")
 
 
@@ -137,6 +145,7 @@ class Supervisor:
         self._serve_restarts = Restarts(job.max_restarts, job.backoff_s)  # its failures explain no other's
         self._pending: dict[Child, _Pending] = {}
         self._evicted: set[Child] = set()
+        self._has_joined = False  # any worker, ever
         self._is_out: dict[Child, Finish] = {}  # failed and not admitted again, with the job's end if that stays so
         self._patience: float | None = None  # when processes that should end are late
         self._write_until = 0.0  # when processes that write results are late
@@ -184,6 +193,7 @@ class Supervisor:
 
     def admitted(self, worker: Child) -> None:
         """The server has admitted a worker: its earlier failure is over."""
+        self._has_joined = True
         self._is_out.pop(worker, None)
 
     def evicted(self, worker: Child) -> None:
@@ -196,7 +206,7 @@ class Supervisor:
             return []
         self._states |= {worker: State.ENDED for worker in self._workers if self._states[worker] is State.PLANNED}
         self.phase, self._patience = Phase.ENDING, now + _SERVER_WRITE_GRACES * self._job.grace_s
-        self._outcome = Finish(0, reason)
+        self._outcome, self._has_joined = Finish(0, reason), True
         self._pending.pop(SERVE, None)
         return list(self._ask_to_end([*self._states], reason))
 
@@ -318,6 +328,8 @@ class Supervisor:
         final = self._final(shell_code(code), failure)
         if how or not self._may_restart(child, code):
             return self._drain(final, now)
+        if is_script and raised is not None and raised.variable:
+            return self._drain(Finish(code, f"{failure}; {raised.variable} {_IS_NO_GROUP}", child), now)
         if is_again:
             same = "; the same had ended it before it was started again"
             return self._drain(self._final(shell_code(code), failure, same), now)
@@ -392,6 +404,8 @@ class Supervisor:
         if alive:
             return [Kill(SERVE, self._outcome.reason)]
         self.phase = Phase.OVER
+        if self._outcome.exit_code == 0 and self._job.is_script and self._servers and not self._has_joined:
+            return [Finish(USAGE, _NEVER_JOINED, self._workers[0])]  # known now: the server's lines have all come
         return [self._outcome]
 
     def _start(self, child: Child, reason: str, now: float) -> Start:

@@ -12,6 +12,17 @@ from ...common.reporting.status import Status
 from ...common.wire.json_text import read_json
 
 _LEVELS = ("debug", "info", "warning", "error")
+# The fields that the launcher reads of each event of its children. A test compares them with those that are sent.
+READ = {
+    "admitted": ("rank",),
+    "evicted": ("rank",),
+    "run_failed": ("rank", "reason", "exit_code"),
+    "dashboard": ("url", "address"),
+    "serve": ("url",),
+    "listening": ("address",),
+    "already_done": ("steps", "weights", "fix"),
+    "training_started": ("workers",),
+}
 _MAX_LINE_BYTES = 1 << 20  # a longer one is cut, so that no child fills the launcher's memory
 
 
@@ -46,6 +57,11 @@ class Event:
     name: str
     level: str = "info"
     fields: dict[str, Any] = field(default_factory=dict)
+
+    def get(self, key: str, default: Any = "") -> Any:
+        """Returns a field that this event has by `READ`."""
+        assert key in READ[self.name], (self.name, key)
+        return self.fields.get(key, default)
 
     @property
     def status(self) -> Status | None:

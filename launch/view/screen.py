@@ -20,6 +20,7 @@ from ...common.config.schema import Config
 from ...common.reporting.panel import live_panel
 from ...common.reporting.report import PipeConsole, status_line
 from ...common.reporting.status import Status
+from ...common.security import WEB_TOKEN_VARIABLE
 from ...common.wire.json_text import read_json, to_json
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
@@ -43,9 +44,13 @@ class Screen(ABC):
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         """Show what the launcher did or found. `fields`: the same for programs."""
 
-    def secret(self, sentence: str) -> None:
-        """Show a sentence to the person at the terminal only: output for programs is stored and forwarded."""
-        self.note("dashboard", sentence)
+    def page(self, address: str, token: str | None) -> None:
+        """Show a page's address, with its token to the person at a terminal only: other output is stored."""
+        if sys.stderr.isatty() and token:  # the console may believe so of a file, by FORCE_COLOR
+            address += f"?token={token}"
+        elif token:
+            address += f"; to control the run there, set {WEB_TOKEN_VARIABLE} before the start and add ?token=..."
+        self.note("dashboard", address)
 
     @abstractmethod
     def line(self, child: Child, line: str, event: Event | None) -> None:
@@ -199,8 +204,8 @@ class JsonScreen(Screen):
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         self._write({"event": event, "reason": sentence, "level": level, "program": "ps-launch", **fields})
 
-    def secret(self, sentence: str) -> None:
-        pass
+    def page(self, address: str, token: str | None) -> None:
+        pass  # the event `dashboard` of the server has the address
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         origin: dict[str, Any] = {"role": child.role, "rank": child.rank}

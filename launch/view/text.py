@@ -27,7 +27,7 @@ def child_line(child: Child, line: str, event: Event | None, host: str = "") -> 
 def sentence_of(child: Child, event: Event) -> str:
     """Returns a sentence for some events of the server, empty for all others, which are shown unchanged."""
     if child.role == "server" and event.name == "training_started":
-        num = event.fields.get("workers")
+        num = event.get("workers")
         return "1 worker joined" if num == 1 else f"{num} workers joined"
     return ""
 

@@ -68,7 +68,9 @@ class Evaluations:
         options = self._run.options
         if why and not is_final and self._run.failure is None and (options.patience is not None or options.keeps_best):
             self._run.failure = UsageError(f"run.patience and output.best need a best evaluation; {why}", fix=fix)
-            yield Log("error", "run_failed", {"step": step, "reason": self._run.failure.message, "fix": fix})
+            failure = self._run.failure
+            fields = {"rank": None, "reason": failure.message, "exit_code": failure.exit_code, "step": step, "fix": fix}
+            yield Log("error", "run_failed", fields)
             yield from self._run.stop(self._run.failure.message, at)
         elif why:
             yield Log("info", "no_best", {"reason": why, "fix": fix})

@@ -21,7 +21,7 @@ SCRIPTS = {
     "in a library": ("import json\njson.loads('x')\n", "json.decoder.JSONDecodeError: Expecting value", 2),
     "the last of several": ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    [][1]\n", "IndexError: list", 4),
     "no syntax": ("x = (\n", "SyntaxError: '(' was never closed", 1),
-    "several lines": ("raise ValueError('one\\ntwo')\n", "ValueError: one", 1),
+    "several lines": ("raise ValueError('one\\n  two')\n", "ValueError: one", 1),
 }
 
 
@@ -50,6 +50,34 @@ def test_the_same_of_another_process_is_one_line() -> None:
     assert blame.read(W0, text[0]) == []
     assert blame.rest(W0) == [text[0]]
     assert blame.rest(W0) == []
+
+
+def test_an_exception_that_the_process_has_handled_did_not_end_it() -> None:
+    blame = Blame()
+    for line in ("Traceback (most recent call last):", '  File "train.py", line 9, in f', "    bad()", RAISED.text):
+        blame.read(W0, line)
+    assert blame.last[W0] == RAISED
+    assert blame.read(W0, "going on without the cache") == ["going on without the cache"]
+    assert W0 not in blame.last
+
+
+def test_lines_of_exit_handlers_are_not_those_of_a_process_that_went_on() -> None:
+    blame = Blame()
+    for line in ("Traceback (most recent call last):", '  File "train.py", line 9, in f', "    bad()", RAISED.text):
+        blame.read(W0, line)
+    blame.uncaught(W0)
+    blame.read(W0, "tracker: run finished")
+    assert blame.last[W0] == RAISED
+
+
+def test_a_lost_connection_after_a_long_time_is_another_failure() -> None:
+    supervisor = running()
+    lost = Raised("ConnectionError: reset by peer", "train.py, line 9")
+    for now in (1.0, 70 * 3600.0):
+        (restart,) = supervisor.exited(W0, 1, now, lost)
+        assert isinstance(restart, Restart) and restart.attempt.number == 1
+        supervisor.tick(now + 1.0)
+    assert {type(decision) for decision in supervisor.exited(W0, 1, 70 * 3600.0 + 2.0, lost)} == {Terminate}
 
 
 def running(max_restarts: int = 3) -> Supervisor:

@@ -72,9 +72,11 @@ def test_the_launcher_never_loads_what_trains() -> None:
         (["--mode", "sync,zzzz"], 2, ["unknown mode 'zzzz'", "single"]),
         (["--mode", "sync,bsp"], 2, ["sync is named twice"]),
         (["--set", "launch.backend=locall"], 2, ["unknown backend 'locall'", "did you mean 'local'"]),
-        (["--script", "no.py"], 2, ["flag --script: no file no.py"]),
+        ([], 2, ["no script and no file is given", "ps-launch -n 2 train.py"]),
+        (["-n", "2", "no.py", "--epochs", "3"], 2, ["flag --script: no file no.py"]),
+        (["--script", "a.py", "train.py"], 2, ["--script and train.py are two scripts"]),
         (["--script", "train.py", "--task", "xor"], 2, ["flag --task together with the script train.py", "leave one"]),
-        (["--", "--epochs", "3"], 2, ["arguments after --", "--script FILE.py -- ARGS"]),
+        (["--", "--epochs", "3"], 2, ["arguments after --", "ps-launch FILE.py ARGS"]),
         (["--save", "no/w.safetensors"], 14, ["cannot write no/w.safetensors", "mkdir -p no"]),
         (["--summary", "/proc/s.json"], 14, ["cannot write /proc/s.json"]),
         (["--mode", "single", "--script", __file__], 2, ["batches of its own", f"python {__file__}"]),
@@ -160,6 +162,23 @@ def test_words_after_two_dashes_are_the_scripts() -> None:
     assert fold_script_arguments(["--script", "t.py", "--", "x", "--", "-n"]) == [
         *("--script", "t.py", "--script-arg=x", "--script-arg=--", "--script-arg=-n")
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("t.py", "--script t.py"),
+        ("-n 4 --mode ssp t.py --lr 3 -n 2", "-n 4 --mode ssp --script t.py --script-arg=--lr --script-arg=3 "
+         "--script-arg=-n --script-arg=2"),
+        ("--web t.py x.py", "--web --script t.py --script-arg=x.py"),
+        ("a.yaml t.py -- --lr 3", "a.yaml --script t.py --script-arg=--lr --script-arg=3"),
+        ("--script t.py -n 2", "--script t.py -n 2"),
+        ("--set launch.script=t.py -n 2", "--set launch.script=t.py -n 2"),
+        ("--task my.py:Task -- t.py", "--task my.py:Task --script-arg=t.py"),
+    ],
+)  # fmt: skip
+def test_the_first_file_of_python_is_the_script_and_the_words_after_it_are_its_own(given: str, read: str) -> None:
+    assert fold_script_arguments(given.split()) == read.split()
 
 
 RUNS = [path for path in sorted(CONFIGS.glob("*.yaml")) if not path.name.startswith("hosts.")]

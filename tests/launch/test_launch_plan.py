@@ -39,13 +39,13 @@ def test_a_server_and_its_workers() -> None:
     plan = plan_of(resolve(run__steps=7), config_path="run.yaml")
     assert plan.server is not None
     assert plan.server.argv == (
-        *("python", "-m", "paramserver.ps", "--config", "run.yaml"),
+        *("python", "-P", "-m", "paramserver.ps", "--config", "run.yaml"),
         *("--set", "run.workers=4", "--set", "run.steps=7", "--set", "server.listen=127.0.0.1:0"),
     )
     workers = plan.workers("127.0.0.1:4000")
     assert [str(spec.child) for spec in workers] == ["worker 0", "worker 1", "worker 2", "worker 3"]
     assert workers[3].argv == (
-        *("python", "-m", "paramserver.worker", "--config", "run.yaml"),
+        *("python", "-P", "-m", "paramserver.worker", "--config", "run.yaml"),
         *("--set", "run.workers=4", "--set", "run.steps=7"),
         *("--server", "127.0.0.1:4000", "--rank", "3"),
     )

@@ -192,10 +192,26 @@ def test_a_failing_mode_ends_the_comparison_and_keeps_what_there_is(marked) -> N
 
 
 def test_a_script_of_ones_own(marked) -> None:
-    run = marked.run("-n", "2", "--script", WORKER, "--", "--epochs", "3")
+    run = marked.run("-n", "2", WORKER, "--epochs", "3")
     assert run.returncode == 0
     for rank in range(2):
         assert f"[worker {rank}] hello from {rank}, arguments ['--epochs', '3']" in run.stderr
+
+
+def test_a_script_that_never_joins_is_no_success(marked) -> None:
+    (marked.folder / "own.py").write_text("print('trained alone')")
+    run = marked.run("-n", "2", "own.py")
+    assert run.returncode == 2
+    assert "the script ended and never joined the run: it called no paramserver.connect()" in run.stderr
+
+
+@pytest.mark.parametrize("line", ["os.environ['LOCAL_RANK']", "torch.distributed.init_process_group('gloo')"])
+def test_a_script_for_a_process_group_gets_one_sentence(marked, line: str) -> None:
+    (marked.folder / "ddp.py").write_text(f"import os, torch\nx = {line}\n")
+    run = marked.run("-n", "1", "ddp.py")
+    assert run.returncode == 1
+    assert "RANK is not set: a worker of ps-launch is not a rank of a process group" in run.stderr
+    assert "restart 1" not in run.stderr
 
 
 def test_as_json_every_line_is_an_object(marked) -> None:

@@ -76,7 +76,7 @@ def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
     address = address_of(job)
     until_beyond(job, address, 30)
     os.kill(server_of(job).pid, signal.SIGKILL)
-    job.until(lambda: job.output.count("/?token=secret") == 2, "second page")
+    job.until(lambda: job.output.count("the dashboard: http") == 2, "second page")
     assert job.output.count(address) >= 2  # where it was
     until_beyond(job, address, 60)
     assert any("connection_lost" in line for line in ask(address, "/api/runs/live/workers/1/log")["lines"])
@@ -102,7 +102,7 @@ def test_runs_one_after_another_have_their_page_at_one_address(cluster: Cluster)
     )  # fmt: skip
     assert job.wait() == 0, job.output
     assert "single has no server, and so no dashboard" in job.output
-    found = re.findall(r"http://(127\.0\.0\.1:\d+)/\?token=secret", job.output)
+    found = re.findall(r"the dashboard: http://(127\.0\.0\.1:\d+)/", job.output)
     assert len(found) == 2 and len(set(found)) == 1
 
 
@@ -128,7 +128,7 @@ def test_another_bound_holds_while_workers_train(cluster: Cluster, tmp_path: Pat
     step = step_of(address) + 40  # a snapshot and more
     until_beyond(job, address, step)
     os.kill(server_of(job).pid, signal.SIGKILL)
-    job.until(lambda: job.output.count("/?token=secret") == 2, "second page")
+    job.until(lambda: job.output.count("the dashboard: http") == 2, "second page")
     until_beyond(job, address, step + 40)  # all are back
     assert ask(address, "/api/runs/live")["about"]["settings"]["policy"]["staleness"] == 1
     ask(address, "/api/runs/live/controls", {"do": "drain"})
