@@ -24,8 +24,8 @@ pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 
 
 def address_of(job: Process) -> str:
-    job.until(lambda: "/?token=secret" in job.output, "page")
-    found = re.search(r"http://(127\.0\.0\.1:\d+)/\?token=secret", job.output)
+    job.until(lambda: "the dashboard: http" in job.output, "page")
+    found = re.search(r"the dashboard: http://(127\.0\.0\.1:\d+)/", job.output)
     assert found is not None
     return found[1]
 
