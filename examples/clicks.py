@@ -1,7 +1,7 @@
 """Predicting clicks with an embedding table that no worker holds: ten million rows live on the server.
 
     ps-launch -n 2 --mode sync --steps 300 examples/clicks.py
-    ps-launch -n 4 --mode async --steps 300 --shards 2 examples/clicks.py     half of the table each
+    ps-launch -n 4 --mode async --steps 150 --shards 2 examples/clicks.py     half of the table each
     ROWS=1000000 python examples/clicks.py                                            alone, the table here
 
 The clicks are generated: a user, an item, a page and an advertiser, some of them seen often and most hardly ever, have

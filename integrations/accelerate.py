@@ -6,6 +6,7 @@ session = join(accelerator, model, optimizer, loader)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from ..common.reporting.log import get_logger
 from ..worker.api import connect
 from ..worker.training.session import Session
 from . import lacks
-from .data import divide, samples_of
+from .data import divide, num_samples_in, samples_of
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
@@ -59,8 +60,18 @@ def take_step(session: Session, model: nn.Module, optimizer: AcceleratedOptimize
             "run (ps-server --checkpoint-dir goes on with them)",
         )
     if optimizer.scaler is not None:  # it has kept the other one's step
+        session.watched(optimizer.scaler)
         optimizer._optimizer_original_step_method = inner.step
         optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, inner.step)
+
+
+class _Counting:
+    """A loader that tells of each batch when the script gets it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for items in super().__iter__():  # type: ignore[misc]
+            self.yields(items)  # type: ignore[attr-defined]
+            yield items
 
 
 def join(
@@ -80,16 +91,20 @@ def join(
     take_place(session)
     take_step(session, accelerator.unwrap_model(model), optimizer, goes_on=False)
     batch, accumulate = samples_of(loader), accelerator.gradient_accumulation_steps
+
+    def counts(_: Any, items: Any) -> None:
+        session.record(num_samples=num_samples_in(items, batch))
+
     if (share := divide(loader, session)) is not None:
         share.go_to(session.step, 0, len(loader), batch, accumulate)
+    if loader is not None:
+        counting = type(type(loader).__name__, (_Counting, type(loader)), {"yields": counts})
+        vars(object)["__class__"].__set__(loader, counting)  # Accelerate's loaders show the class of another one
     step = optimizer.step
 
     def step_of_run(closure: Any = None) -> None:
-        if session.is_done:  # the loader fetches ahead, and had a batch more
-            return
-        if accelerator.sync_gradients:
-            session.record(num_samples=batch * accumulate)
-        step(closure)
+        if not session.is_done:  # the loader fetches ahead, and had a batch more
+            step(closure)
 
     optimizer.step = step_of_run
     return session

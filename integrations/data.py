@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -155,6 +155,20 @@ def divide(loader: Any, session: Session) -> RankSampler | None:
     return share
 
 
+def sizes_in(batch: Any) -> set[int]:
+    """Returns the lengths of all tensors of a batch."""
+    if isinstance(batch, torch.Tensor):
+        return {len(batch)} if batch.dim() else set()
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return set().union(*map(sizes_in, parts))
+
+
+def num_samples_in(batch: Any, full: int) -> int:
+    """Returns the number of samples in a batch of at most `full` ones: the common length of its tensors, or `full`."""
+    sizes = sizes_in(batch)
+    return min(sizes) if len(sizes) == 1 and 0 < min(sizes) <= full else full
+
+
 def samples_of(loader: DataLoader[Any] | None) -> int:
-    """Returns the number of samples in a batch of this rank."""
+    """Returns the number of samples in a full batch of this rank."""
     return int(getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1)

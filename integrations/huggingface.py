@@ -10,7 +10,7 @@ from typing import Any
 
 from ..worker.api import connect
 from . import lacks
-from .data import PLACE, catch_up, divide, place_in, samples_of, say_clipping, say_lost, step_of_trainer
+from .data import PLACE, catch_up, divide, num_samples_in, place_in, samples_of, say_clipping, say_lost, step_of_trainer
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -27,14 +27,18 @@ class ParameterServerCallback(TrainerCallback):
         self.session = connect(address, rank)
         take_place(self.session)
         self._is_through, self._num_before = False, 0  # steps before the run's first
-        make = trainer.get_train_dataloader
+        make, compute = trainer.get_train_dataloader, trainer.training_step
 
         def get_train_dataloader() -> Any:
             loader = make()
             divide(loader, self.session)
             return loader
 
-        vars(trainer)["get_train_dataloader"] = get_train_dataloader
+        def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+            self.session.record(num_samples=num_samples_in(inputs, trainer._train_batch_size))
+            return compute(model, inputs, *args, **options)
+
+        vars(trainer).update(get_train_dataloader=get_train_dataloader, training_step=training_step)
 
     def on_train_begin(
         self,
@@ -62,11 +66,6 @@ class ParameterServerCallback(TrainerCallback):
             accumulate, batch = args.gradient_accumulation_steps, samples_of(train_dataloader)
             share.go_to(step, own_step, len(train_dataloader), batch, accumulate)
         state.global_step = step  # of the worker that it replaces, or later than its checkpoint
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self.session.record(num_samples=args.train_batch_size * args.gradient_accumulation_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         remembered: Any = state.stateful_callbacks

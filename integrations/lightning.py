@@ -20,6 +20,7 @@ from .data import (
     catch_up,
     divide,
     num_ranks,
+    num_samples_in,
     place_in,
     samples_of,
     say_clipping,
@@ -95,12 +96,15 @@ class ParameterServerStrategy(ParallelStrategy):
             say_clipping(self.session, f"gradient_clip_val={trainer.gradient_clip_val:g}")
         if trainer.max_steps > 0:
             self.session.expect(trainer.max_steps)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self.session.watched(scaler)
         self._saved = (trainer._checkpoint_connector._loaded_checkpoint or {}).get(PLACE)
         if not trainer.ckpt_path:  # the checkpoint would load them later
             remembered: dict[str, Any] = {
                 f"scheduler{n}": config.scheduler for n, config in enumerate(self.lr_scheduler_configs)
             }
-            if (scaler := getattr(self.precision_plugin, "scaler", None)) is not None:
+            if scaler is not None:
                 remembered["scaler"] = scaler
             self.session.state(**remembered)
 
@@ -136,7 +140,7 @@ class ParameterServerStrategy(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.session is not None
-        self.session.record(num_samples=self._batch_size)
+        self.session.record(num_samples=num_samples_in(batch, self._batch_size))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
         found = super().optimizer_step(optimizer, closure, model, **options)

@@ -451,7 +451,7 @@ def test_no_files_import_each_other_in_a_circle(package: str) -> None:
     assert circle_in(package, imports_of) == []
 
 
-@pytest.mark.parametrize("package", ["common"])
+@pytest.mark.parametrize("package", ["common", "worker/training"])
 def test_no_files_name_each_others_types_in_a_circle(package: str) -> None:
     """Imports within functions and under TYPE_CHECKING count too: files that know each other are one file."""
     assert circle_in(package, mentions_of) == []
@@ -473,7 +473,7 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # ---- size and names ----------------------------------------------------------------------------------
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 46_990
+MAX_PRODUCT_LINES = 47_355
 MAX_TEST_LINES = 50_500
 
 

@@ -177,18 +177,20 @@ class Length:
     own_epochs: int | None = None  # passes over the data that the script's loop makes
     own_steps: int | None = None  # steps that the script's loop takes
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the script's loop alone sets the length."""
-        return self.epochs is None and self.default is None
+    def of_run(self, epoch_batches: int, per_step: int, num_passes: int | None = 1) -> int | None:
+        """Training steps of the run, with this many batches of a rank per epoch and per step.
 
-    def of_run(self, epoch_batches: int, per_step: int) -> int | None:
-        """Training steps of the run, with this many batches of a rank per epoch and per step."""
-        return self.default if self.epochs is None else max(1, self.epochs * epoch_batches // per_step)
+        The last step of a loop, which has `num_passes` epochs, may have fewer batches.
+        """
+        if self.epochs is None:
+            return self.default
+        num_loops, rest = divmod(self.epochs, num_passes or self.epochs)
+        each = epoch_batches * (num_passes or self.epochs)
+        return num_loops * -(-each // per_step) - (-rest * epoch_batches // per_step)
 
     def of_loop(self, epoch_batches: int, per_step: int) -> int | None:
         """Training steps of the script's own loop; None: the script has not given them."""
-        return self.own_steps if self.own_epochs is None else self.own_epochs * epoch_batches // per_step
+        return self.own_steps if self.own_epochs is None else -(-self.own_epochs * epoch_batches // per_step)
 
 
 @dataclass

@@ -69,7 +69,8 @@ def train(
     if say is not None:
         length = {"epochs": settings.epochs} if settings.epochs else {"steps": settings.steps or TASK_STEPS}
         say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, **length)
-    batches = session.shard(data, batch_size, **_options(task, data, loader))
+    accumulate = settings.train.accumulate
+    batches = session.shard(data, batch_size, accumulate=accumulate, epochs=None, **_options(task, data, loader))
     stepper = Stepper(session, task, model, optimizer, device)
     for batch in _checked(batches):
         loss = stepper.add(batches, batch)
@@ -105,10 +106,11 @@ def _options(task: Task, data: Any, loader: dict[str, Any] | None) -> dict[str, 
 
 def _checked(batches: Any) -> Any:
     """Yield the batches. An exception in the user's data set becomes a UserCodeError."""
+    loop = iter(batches)
     while True:
         with user_code():
             try:
-                batch = next(batches)
+                batch = next(loop)
             except StopIteration:
                 return
         yield batch

@@ -138,7 +138,7 @@ def _train(session: Any, task: Any, model: Any, optimizer: Any, data: Any, batch
     found: Samples = {"compute": [], "transfer": [], "gate_wait": []}
     resumed = time.perf_counter()
     watch, moments = Watch(session), None
-    for batch in session.shard(data, batch_size):
+    for batch in session.shard(data, batch_size, epochs=None):
         loss = task.loss(model, batch)
         optimizer.zero_grad()
         loss.backward()

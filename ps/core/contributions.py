@@ -129,7 +129,9 @@ class Contributions:
         if math.isfinite(training.loss):
             stats.loss = training.loss
         if (first := contribution.first) is not None and not worker.num_contributed:
-            found += self.data.record(rank, contribution.base.version, first.num_samples, first.digest)
+            if (other_data := self.data.differs(rank, first.num_samples)) is not None:
+                return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, other_data)]
+            found += self.data.record(rank, contribution.base.version, first.digest)
         if contribution.counts.num_training_steps is None and (num_assigned := policy.assigned_steps(rank)) is not None:
             counts = replace(contribution.counts, num_training_steps=num_assigned)
             contribution = event.contribution = replace(contribution, counts=counts)
@@ -419,6 +421,8 @@ class Contributions:
         if isinstance(elapsed_s, int | float):
             self._elapsed_before_s = float(elapsed_s)
         self.drawn.restore(training.get("batches"))
+        if isinstance(num_samples := training.get("data_samples"), int):
+            self.data.num_samples = num_samples
         self.rates.restore(training.get("rates"))
         self.staleness = restored_bins(training.get("staleness"))
         for rank, values in stats.items() if isinstance(stats, dict) else ():

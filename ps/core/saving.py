@@ -41,6 +41,7 @@ class Saving(RunState):
                 "curve": self.curve.saved(),
                 "controls": changes.saved(self),
                 "batches": self.contributions.drawn.saved(),
+                "data_samples": self.contributions.data.num_samples,
                 "rates": self.contributions.rates.saved(),
                 "in_step": {str(rank): number for rank, number in self.policy.in_step.items()},
                 "steps_done": {str(rank): steps for rank, steps in self.policy.committed_steps().items()},

@@ -16,7 +16,7 @@ model = torch.compile(plain, backend=backend)
 with paramserver.connect() as session:
     optimizer = session.optimizer(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
     losses = []
-    for x, y in session.shard(data, batch_size=32):
+    for x, y in session.shard(data, batch_size=32, epochs=None):
         loss = F.mse_loss(model(x.to(device)), y.to(device))
         optimizer.zero_grad()
         loss.backward()

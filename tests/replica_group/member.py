@@ -78,7 +78,7 @@ def main() -> None:
     chosen = next((word for word in words if word in ("sgd", "momentum", "adam", "adafactor")), "sgd")
     with paramserver.connect() as session:
         optimizer = session.optimizer(wrapped, optimizer_of(chosen, wrapped))
-        for inputs, targets in session.shard(data(), shuffle="ordered" not in words):
+        for inputs, targets in session.shard(data(), epochs=None, shuffle="ordered" not in words):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(wrapped(inputs), targets)
             loss.backward()

@@ -89,7 +89,7 @@ def train_large(folder: Path, words: tuple[str, ...]) -> None:
         model = session.pipeline(layers, F.mse_loss, init=str(folder / "init.safetensors"))
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
         same = TensorDataset(torch.ones(8, LARGE_WIDTH), torch.zeros(8, LARGE_WIDTH))
-        for inputs, targets in session.shard(same, batch_size=4):
+        for inputs, targets in session.shard(same, batch_size=4, epochs=None):
             optimizer.zero_grad()
             model(inputs, targets)
             optimizer.step()
@@ -123,7 +123,7 @@ def main() -> None:
             session.pipeline(module, F.mse_loss)
         if "evaluates" in words:
             session.evaluate(lambda model: {"loss": float(F.mse_loss(model(data().tensors[0]), data().tensors[1]))}, 5)
-        for inputs, targets in session.shard(data(), drop_last="uneven" not in words):
+        for inputs, targets in session.shard(data(), epochs=None, drop_last="uneven" not in words):
             optimizer.zero_grad()
             loss = plain_step(model, inputs, targets) if is_plain else model(inputs, targets)
             session.record(loss=float(loss))

@@ -29,7 +29,8 @@ def epochs(session: AloneSession, stop_at: int | None = None, accumulate: int = 
     counts = []
     for _ in range(3):
         counts.append(0)
-        for (x,) in session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2, **shard):
+        data = TensorDataset(torch.ones(8, 2))
+        for (x,) in session.shard(data, batch_size=2, accumulate=accumulate, **shard):
             model(x).sum().backward()
             counts[-1] += 1
             if counts[-1] % accumulate == 0:
@@ -50,7 +51,7 @@ def test_where_nobody_has_set_a_length_the_script_s_loop_decides(accumulate: int
 
 def test_one_loop_may_be_several_epochs() -> None:
     session = alone()
-    assert epochs(session, epochs=3) == [12, 0, 0]
+    assert epochs(session, epochs=3) == [12, 12, 12]
 
 
 def test_a_loader_made_once_is_an_epoch_each_time() -> None:
@@ -58,7 +59,7 @@ def test_a_loader_made_once_is_an_epoch_each_time() -> None:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batches, counts = session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2), []
     for _ in range(3):
-        assert len(batches) in (0, 4)
+        assert len(batches) == 4
         counts.append(0)
         for (x,) in batches:
             model(x).sum().backward()
@@ -71,14 +72,14 @@ def test_a_loader_made_once_is_an_epoch_each_time() -> None:
 def test_epochs_of_the_run_count_batches_and_its_length_training_steps(accumulate: int) -> None:
     session = alone(epochs=2)
     with capture_logs() as logs:
-        assert epochs(session, accumulate=accumulate) == [8, 0, 0]
+        assert epochs(session, accumulate=accumulate) == [4, 4, 0]
     assert session.is_done and session.status().steps == session.step == 8 // accumulate
     assert [line["event"] for line in logs] == ["no_batches"]
 
 
 def test_steps_of_the_run_are_training_steps() -> None:
     session = alone(steps=3)
-    assert epochs(session, accumulate=2) == [6, 0, 0]
+    assert epochs(session, accumulate=2) == [4, 2, 0]
 
 
 def test_a_run_that_cuts_a_script_short_says_so_at_the_start() -> None:
@@ -87,6 +88,28 @@ def test_a_run_that_cuts_a_script_short_says_so_at_the_start() -> None:
         assert epochs(session, epochs=3) == [5, 0, 0]
     assert logs[0]["event"] == "cut_short"
     assert "ends after 5 training steps (run.steps); this script's loop has 12" in logs[0]["reason"]
+
+
+def test_loops_that_end_before_the_run_say_what_to_write() -> None:
+    session = alone(steps=14)
+    with capture_logs() as logs:
+        assert epochs(session) == [4, 4, 4]
+        session.finish()
+    [line] = logs
+    assert (line["event"], line["log_level"]) == ("finished_early", "warning")
+    assert "ended after 12 training steps, and the run has 14" in line["reason"]
+    assert "epochs=None" in line["fix"] and "--steps 12" in line["fix"]
+
+
+def test_a_number_of_samples_that_the_script_says_replaces_that_of_its_batches() -> None:
+    session, model = alone(), torch.nn.Linear(2, 1)
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, (x,) in enumerate(session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2)):
+        model(x).sum().backward()
+        if number:
+            session.record(num_samples=100)
+        optimizer.step()
+    assert session.num_samples == 302
 
 
 def test_epochs_of_a_script_s_own_loader_are_refused() -> None:
@@ -121,7 +144,7 @@ def test_of_several_optimizers_a_training_step_is_a_batch() -> None:
         g=(model["g"], torch.optim.SGD(model["g"].parameters(), lr=0.1)),
         d=(model["d"], torch.optim.Adam(model["d"].parameters(), lr=0.1)),
     )
-    for (x,) in session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2):
+    for (x,) in session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2, epochs=None):
         for optimizer in (d, d, g):
             model["d"](model["g"](x)).sum().backward()
             optimizer.step()

@@ -1,6 +1,10 @@
-"""Which batches a step was made of, in loops that fetch before they use, and how many are left."""
+"""What a loop over `session.shard()` says about itself, and which batches a step is made of."""
 
 from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,114 +35,301 @@ def data(num_samples: int = 10) -> TensorDataset:
     return TensorDataset(torch.arange(num_samples).float().unsqueeze(1))
 
 
+def position(run: AloneSession) -> int:
+    return run._data.position
+
+
 def use(model: torch.nn.Module, batch: list[torch.Tensor]) -> None:
     model(batch[0]).sum().backward()
+
+
+def ahead(batches: Iterator, num: int) -> Iterator:
+    """Fetches `num` batches before it gives the first."""
+    fetched = deque(itertools.islice(batches, num))
+    for batch in batches:
+        fetched.append(batch)
+        yield fetched.popleft()
+    yield from fetched
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 2])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_loop_may_fetch_ahead_and_takes_all_steps(num_ahead: int, accumulate: int) -> None:
     run, model, optimizer = session(steps=5)
-    batches = run.shard(data(), batch_size=4)
-    fetched: list[list[torch.Tensor]] = []
-    num_used, taken = 0, []
-    while True:
-        fetched += [batch for _ in range(num_ahead + 1 - len(fetched)) if (batch := next(batches, None)) is not None]
-        if not fetched:
-            break
-        use(model, fetched.pop(0))
-        num_used += 1
-        if num_used % accumulate == 0:
+    batches = run.shard(data(), batch_size=4, accumulate=accumulate, prefetch=num_ahead, epochs=None)
+    assert len(batches) == batches.remaining == 5 * accumulate
+    taken = []
+    for number, batch in enumerate(ahead(iter(batches), num_ahead), 1):
+        use(model, batch)
+        if number % accumulate == 0:
             optimizer.step()
-            taken.append(run._data.position)
+            taken.append(position(run))
     assert taken == [accumulate * step for step in range(1, 6)], "the place counts what was used"
-    assert num_used == 5 * accumulate, "and no batch was asked for that no step needs"
-    assert run.is_done
+    assert number == 5 * accumulate == len(batches), "and no batch was asked for that no step needs"
+    assert run.is_done and batches.remaining == 0
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1, 2])
-def test_a_backward_pass_need_not_reach_every_parameter(num_ahead: int) -> None:
-    """As in a mixture of experts."""
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_what_the_model_does_with_a_batch_decides_nothing(num_ahead: int) -> None:
+    """Several backward passes for a batch, as of microbatches; none; a part of the parameters."""
     run = AloneSession(Config(run=RunConfig(steps=6)))
-    experts = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+    experts = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).requires_grad_(False)])
     optimizer = run.optimizer(experts, torch.optim.SGD(experts.parameters(), lr=0.01))
-    batches = run.shard(data(), batch_size=4)
-    fetched, counts = [next(batches) for _ in range(num_ahead)], []
-    while (batch := next(batches, None)) is not None or fetched:
-        fetched += [] if batch is None else [batch]
-        use(experts[len(counts) % 2], fetched.pop(0))
+    counts = []
+    for number, batch in enumerate(ahead(iter(run.shard(data(), 4, prefetch=num_ahead, epochs=2)), num_ahead)):
+        for _ in range(number % 3):
+            use(experts[0], batch)
         optimizer.step()
         counts.append(run.num_samples)
     assert counts == [4, 8, 10, 14, 18, 20]
 
 
-def test_a_model_without_trained_parameters() -> None:
-    run = AloneSession(Config(run=RunConfig(steps=3)))
-    model = torch.nn.Linear(1, 1).requires_grad_(False)
-    optimizer = run.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for _ in run.shard(data(), batch_size=4):
-        optimizer.step()
-    assert (run.step, run.num_samples) == (3, 10)
-
-
-def test_a_loop_that_fetches_a_whole_step_at_once() -> None:
-    """As the Trainer of transformers does when it accumulates."""
+@pytest.mark.parametrize(
+    ("stated", "num_between", "fix"),
+    [
+        ({}, 3, "accumulate=3 if a step uses several batches; prefetch=2 if the loop fetches ahead; session.skip()"),
+        ({"accumulate": 3}, 1, "accumulate=1), or batches.accumulate = 1 before this step"),
+        ({"prefetch": 1}, 3, "accumulate=2 if"),
+    ],
+)
+def test_a_loop_that_does_other_than_it_says_is_stopped_at_its_first_step(
+    stated: dict, num_between: int, fix: str
+) -> None:
     run, model, optimizer = session(steps=4)
-    batches = run.shard(data(), batch_size=4)
-    while fetched := [batch for _ in range(3) if (batch := next(batches, None)) is not None]:
-        for batch in fetched:
+
+    def train() -> None:
+        for number, batch in enumerate(run.shard(data(), 4, epochs=None, **stated), 1):
             use(model, batch)
-        optimizer.step()
-    assert (run.step, run._data.position, run.num_samples) == (4, 12, 40)
+            if number % num_between == 0:
+                optimizer.step()
+
+    with pytest.raises(UsageError) as refused:
+        train()
+    assert fix in (refused.value.fix or "") and f"{num_between} yielded, 0 used" in refused.value.message
+    assert run.step == 0
 
 
-def test_the_length_is_what_is_left_of_the_run() -> None:
-    run, model, optimizer = session(steps=6)
-    batches = run.shard(data(), batch_size=4)
-    assert len(batches) == 6
-    for step in range(2):
-        for left in ((6, 5), (10, 9))[step]:
-            assert len(batches) == left, "once a step has shown that it accumulates two, there are twice as many"
-            use(model, next(batches))
-        optimizer.step()
-    assert len(batches) == 8
-
-
-def test_batches_without_a_step_belong_to_the_next_one() -> None:
-    """A scaler that found infinities, a loss that was skipped."""
-    run, model, optimizer = session(steps=3)
-    for number, batch in enumerate(run.shard(data(), batch_size=4)):
+def test_a_second_step_on_a_batch_is_said() -> None:
+    run, model, optimizer = session(steps=4)
+    batches = run.shard(data(), 4, epochs=None)
+    for batch in batches:
         use(model, batch)
-        if number != 1:
+        optimizer.step()
+        batches.accumulate = 0
+        optimizer.step()
+        batches.accumulate = 1
+    assert (run.step, position(run), run.num_samples) == (4, 2, 8)
+    run, model, optimizer = session(steps=4)
+    next(iter(run.shard(data(), 4)))
+    optimizer.step()
+    with pytest.raises(UsageError, match=r"without a batch of session.shard\(\) since the step before"):
+        optimizer.step()
+
+
+def test_a_step_may_use_another_number_of_batches_than_the_one_before() -> None:
+    run, model, optimizer = session(steps=4)
+    batches, num = run.shard(data(40), 2, epochs=None), 0
+    for batch in batches:
+        use(model, batch)
+        num += 1
+        if num == batches.accumulate:
             optimizer.step()
-    assert (run.step, run._data.position) == (3, 4)
+            batches.accumulate, num = batches.accumulate + 1, 0
+    assert (run.step, position(run), run.num_samples) == (4, 10, 20)
+
+
+def test_the_length_is_that_of_a_loop_and_what_remains_is_another_number() -> None:
+    run, model, optimizer = session(steps=100)
+    batches = run.shard(data(), batch_size=4)
+    for epoch in range(2):
+        assert len(batches) == 3 and batches.remaining == (0 if epoch else 3)
+        for number, batch in enumerate(batches):
+            assert (len(batches), batches.remaining) == (3, 2 - number)
+            use(model, batch)
+            optimizer.step()
+    assert run.step == 6
+
+
+def test_a_dropped_batch_is_said() -> None:
+    run, model, optimizer = session(steps=3)
+    for number, batch in enumerate(run.shard(data(40), batch_size=4)):
+        if number == 1:
+            run.skip()
+            continue
+        use(model, batch)
+        optimizer.step()
+    assert (run.step, position(run), run.num_samples) == (3, 4, 12)
+    run, model, optimizer = session(steps=3)
+
+    def train() -> None:
+        for number, batch in enumerate(run.shard(data(40), batch_size=4)):
+            if number != 1:
+                use(model, batch)
+                optimizer.step()
+
+    with pytest.raises(UsageError, match=r"2 unused batches of session.shard\(\) \(3 yielded, 1 used\)"):
+        train()
+
+
+def test_a_batch_that_is_taken_before_the_loop_was_yielded() -> None:
+    run, model, optimizer = session(steps=100)
+    batches = run.shard(data(), batch_size=4, shuffle=False)
+    first, seen = next(iter(batches)), []
+    for batch in batches:
+        use(model, batch)
+        with pytest.raises(UsageError, match=r"2 yielded, 0 used"):
+            optimizer.step()
+        run.skip()
+        seen.append(batch[0].flatten().tolist())
+        optimizer.step()
+        break
+    assert len(first[0]) == 4 and seen == [[0, 1, 2, 3]]
+
+
+def test_a_scaler_of_the_session_says_which_steps_it_skips() -> None:
+    run, model, optimizer = session(steps=3)
+    scaler = run.scaler("cpu", init_scale=2.0)
+    for number, batch in enumerate(run.shard(data(40), batch_size=4)):
+        optimizer.zero_grad()
+        scaler.scale(model(batch[0]).sum() * (float("inf") if number == 1 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (run.step, position(run), run.num_samples) == (3, 4, 12)
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
-def test_an_epoch_has_all_its_batches_if_the_last_step_before_lacks_some(is_reused: bool) -> None:
-    """A loop over shard() in each epoch, five batches, and a step of two."""
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loop_is_a_pass_with_all_its_batches(is_reused: bool, accumulate: int) -> None:
+    """Five batches. The last step of a pass of two batches each uses one."""
     run, model = AloneSession(Config()), torch.nn.Linear(1, 1)
     optimizer = run.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    reused, seen = run.shard(data(10), batch_size=2), []
+    make = lambda: run.shard(data(10), batch_size=2, accumulate=accumulate)  # noqa: E731
+    reused, seen = make(), []
     for _ in range(4):
         numbers: list[float] = []
-        for number, (batch,) in enumerate(reused if is_reused else run.shard(data(10), batch_size=2)):
+        batches = reused if is_reused else make()
+        for number, (batch,) in enumerate(batches, 1):
             model(batch).sum().backward()
             numbers += batch.flatten().tolist()
-            if number % 2:
+            if number % accumulate == 0 or number == len(batches):
                 optimizer.step()
-        seen.append(sorted(numbers))
-    assert seen == [[float(number) for number in range(10)]] * 4
-    assert run.step == 8
+        seen.append(numbers)
+    assert [sorted(numbers) for numbers in seen] == [[float(number) for number in range(10)]] * 4
+    assert len({tuple(numbers) for numbers in seen}) == 4, "each in an order of its own"
+    assert run.step == 4 * -(-5 // accumulate)
 
 
-def test_two_loops_side_by_side_are_at_one_place() -> None:
-    run, model, optimizer = session(steps=4)
-    for item, other in zip(run.shard(data(), batch_size=4), run.shard(data(6), batch_size=2), strict=False):
-        use(model, item)
-        use(model, other)
+def test_a_pass_that_is_left_early_is_over() -> None:
+    run, model, optimizer = session(steps=100)
+    batches, seen = run.shard(data(12), batch_size=4, shuffle=False), []
+    for _ in range(2):
+        for number, batch in enumerate(batches):
+            if number == 1:
+                run.skip()
+                break
+            seen.append(batch[0][0].item())
+            use(model, batch)
+            optimizer.step()
+    assert seen == [0.0, 0.0] and position(run) == 5
+
+
+def test_two_loops_side_by_side_have_a_position_each() -> None:
+    """Labelled and unlabelled data; the shorter one ends the loop, and the other has yielded one more."""
+    run, model, optimizer = session(steps=100)
+    labelled, other = run.shard(data(8), 4, shuffle=False), run.shard(data(12), 2, accumulate=2, shuffle=False)
+    seen = []
+    for _ in range(2):
+        rest = iter(other)
+        for batch in labelled:
+            pair = [next(rest), next(rest)]
+            seen.append([item[0][0].item() for item in (batch, *pair)])
+            for item in (batch, *pair):
+                use(model, item)
+            optimizer.step()
+    assert seen == [[0, 0, 2], [4, 4, 6]] * 2
+    assert [cursor.position for cursor in run._data.cursors] == [4, 10]
+    assert (position(run), run.num_samples) == (14, 32)
+
+
+def test_two_loops_over_one_shard_at_once_are_refused() -> None:
+    run, _, _ = session(steps=100)
+    batches = run.shard(data(12), 4)
+    first = iter(batches)
+    next(first)
+    next(iter(batches))
+    with pytest.raises(UsageError, match=r"two loops over one session.shard\(\) at once") as refused:
+        next(first)
+    assert "once for each of the loops" in (refused.value.fix or "")
+
+
+def test_a_data_set_that_changes_its_length_is_refused() -> None:
+    run, model, optimizer = session(steps=100)
+    growing = Growing()
+    batches = run.shard(growing, 4)
+    for batch in batches:
+        use(model, [batch])
         optimizer.step()
-    assert run._data.position == 4
+    growing.num_samples += 1
+    with pytest.raises(UsageError, match=r"had 8 samples, and has 9 now"):
+        next(iter(batches))
+
+
+class Growing(torch.utils.data.Dataset):
+    num_samples = 8
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.ones(1)
+
+
+def test_a_loop_without_an_end_needs_one_from_the_run() -> None:
+    run = AloneSession(Config())
+    model = torch.nn.Linear(1, 1)
+    run.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    with pytest.raises(UsageError, match="goes on until the run ends, and the run has no length") as refused:
+        run.shard(data(), 4, epochs=None)
+    assert "--steps N" in (refused.value.fix or "")
+
+
+def test_a_stream_has_no_length_unless_its_loop_ends_with_the_run() -> None:
+    run, _, _ = session(steps=7)
+    with pytest.raises(TypeError, match="Numbers has no length") as refused:
+        len(run.shard(Numbers(), 4))
+    assert isinstance(refused.value, UsageError)
+    assert len(run.shard(Numbers(), 4, epochs=None, accumulate=2)) == 14
+
+
+def test_a_loop_over_a_stream_is_a_pass() -> None:
+    run, _, optimizer = session(steps=100)
+    batches, seen = run.shard(Numbers(), 4), []
+    for _ in range(2):
+        for batch in batches:
+            seen.append(batch.tolist())
+            optimizer.step()
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
+
+
+def test_an_order_longer_than_memory_is_drawn_as_it_is_needed() -> None:
+    run, model, optimizer = session(steps=3)
+    order = RandomSampler(range(10), True, 10**10)
+    seen = []
+    for batch in run.shard(data(), 4, sampler=order):
+        use(model, batch)
+        optimizer.step()
+        seen.append(batch[0].flatten().tolist())
+    run, model, optimizer = session(steps=3)
+    assert seen == drawn(run, data(), 4, sampler=RandomSampler(range(10), True, 10**10))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("num", [-1, 1.5, True, "2"])
+@pytest.mark.parametrize("name", ["accumulate", "prefetch", "epochs"])
+def test_numbers_of_batches_are_whole(name: str, num: object) -> None:
+    run, _, _ = session(steps=3)
+    with pytest.raises(UsageError, match=rf"session.shard\({name}="):
+        run.shard(data(), 4, **{name: num})
 
 
 @pytest.mark.parametrize(
@@ -168,7 +359,7 @@ def summed(samples: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 def drawn(run: AloneSession, *args: object, **options: object) -> list[list[float]]:
     """The numbers of each batch of a run."""
     found = []
-    for batch in run.shard(*args, **options):
+    for batch in run.shard(*args, epochs=None, **options):
         found.append((batch[0] if isinstance(batch, list) else batch).flatten().tolist())
         run._data.step()
         run._progress.training_steps += 1
@@ -258,8 +449,8 @@ def test_a_validation_loop_is_not_training_data() -> None:
     item, *_ = session(steps=8)
     batches = item.shard(data(), batch_size=2)
     with torch.no_grad(), pytest.raises(UsageError, match=r"under torch\.no_grad"):
-        next(iter(item.shard(data(), batch_size=2)))
-    next(batches)
+        next(iter(batches))
+    next(iter(batches))
 
 
 def test_a_digest_tells_gradients_apart_beyond_their_beginnings_and_knows_none_of_zeros() -> None:

@@ -343,6 +343,14 @@ class Grouped(Strategy):
             self._inner.replay(position)
         self._share(has_weights=False)
 
+    def pause(self) -> None:
+        self._reshard()
+        super().pause()
+
+    def restore(self) -> None:
+        self._reshard()
+        super().restore()
+
     def replayed(self) -> int:
         self._samples, self._losses = [], []
         self._reshard()
@@ -416,6 +424,7 @@ class Grouped(Strategy):
         self._reshard()
         if self._inner is not None:
             with self._sharing_errors():
+                self._inner.check_model()
                 counts = replace(contribution.counts, num_samples=samples)
                 training = replace(contribution.training, loss=loss)
                 self._inner.contribute(outgoing.changed(counts=counts, training=training), parameters)

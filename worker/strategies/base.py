@@ -68,13 +68,14 @@ class Strategy:
     num_samples_now: Callable[[], int] = staticmethod(lambda: 0)
     may_skip = True  # this process may skip a step (fp16 infinities) without asking other processes
     _model: ModelTensors
+    _ready_gradients: ReadyGradients | None = None  # set if gradients are sent during backward
+    _before_void: dict[int, torch.Tensor] | None = None  # tensors as they were before void steps, by index
 
     def __init__(self, exchange: Exchanger) -> None:
         self._exchange = exchange
         self.settings = exchange.settings
         self.kind = exchange.settings.kind  # of contributions
         self.progress = exchange.progress  # the training loop's progress in the run
-        self._ready_gradients: ReadyGradients | None = None  # set if gradients are sent during backward
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
         self._decoded: list[torch.Tensor] = []  # the model's tensors while it shows exact ones
         # (number of the start, tensors as they arrived with it, by index)
@@ -137,7 +138,7 @@ class Strategy:
         if self._model.has_moved():
             self._exchange.moved()
 
-    def _check_model(self) -> None:
+    def check_model(self) -> None:
         """Check that the model still matches the run. Raises UsageError."""
         self._find_model()
 
@@ -161,7 +162,7 @@ class Strategy:
 
     def replayed(self) -> int:
         """End the replay. Returns the number of training steps that the run took without this rank."""
-        self._check_model()
+        self.check_model()
         for index, tensor in self._undone.items():
             self._model.tensors[index].data.copy_(tensor)  # `data`, because a graph may hold these tensors
         self._undone = {}
@@ -169,10 +170,28 @@ class Strategy:
             self._ready_gradients.is_paused = False
         return self.progress.replayed()
 
+    def pause(self) -> None:
+        """Void steps follow: send no gradients early, and keep what `restore` puts back."""
+        self._before_void = self._changing()
+        if self._ready_gradients is not None:
+            self._ready_gradients.is_paused = True
+
+    def restore(self) -> None:
+        """Undo what void steps changed in the model: its buffers, and weights that this worker steps."""
+        for index, tensor in (self._before_void or {}).items():
+            self._model.tensors[index].data.copy_(tensor)
+        if self._ready_gradients is not None and self._before_void is not None:
+            self._ready_gradients.is_paused = False
+        self._before_void = None
+
     # ---- steps --------------------------------------------------------------------------------
 
     def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
-        """Called before a step with its samples and mean loss, along the gradients of these parameters."""
+        """Called before a step with its samples and mean loss, along the gradients of these parameters.
+
+        Raises UsageError for a loop that has replaced the model or its weights: then nothing of the step counts.
+        """
+        self.check_model()
 
     def clip(self, parameters: Sequence[torch.Tensor], max_norm: float) -> None:
         """Scale these parameters' gradients so that their 2-norm is at most `max_norm`."""
@@ -187,10 +206,10 @@ class Strategy:
 
         Returns when the loop may continue, with the weights for the next step.
 
-        `parameters`: with several optimizers, those of the optimizer that steps. Raises UsageError if the loop has
-        replaced the model or its weights. If the model moved in memory, its tensors are looked up again.
+        `parameters`: with several optimizers, those of the optimizer that steps. If the model moved in memory, its
+        tensors are looked up again.
         """
-        self._check_model()
+        self._find_model()
         if parameters is not None:
             self._model.step_only(parameters)
         num_starts = self.progress.num_starts

@@ -43,7 +43,7 @@ class BlockingStrategy(Strategy):
         if self._anchor is not None:
             self._anchor.note()
 
-    def _check_model(self) -> None:
+    def check_model(self) -> None:
         self._find_model()
         if self._watch is not None and (changed := self._watch.changed()):
             rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""

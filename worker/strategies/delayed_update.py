@@ -179,7 +179,7 @@ class Overlapped(DelayedUpdate):
     def went_on(self) -> None:
         progress, after = self.progress, self.settings.merge.after_steps
         if after and self._flight is not None and progress.local_steps - progress.steps_left == after:
-            self._check_model()
+            self.check_model()
             self._merged = self._land()
 
     def _contribute(self, outgoing: Outgoing) -> None:

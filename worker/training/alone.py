@@ -65,6 +65,7 @@ class AloneSession(Session):
             eval_every=config.run.eval_every,
             ends_by_metrics=config.run.ends_by_metrics,
         )
+        self._begins = True  # whether the current step() begins a training step
         self._made: list[Table] = []  # the tables that a server would otherwise keep
         self.num_samples = 0
         self._fresh_samples = 0  # recorded since the last step
@@ -109,9 +110,10 @@ class AloneSession(Session):
         self._described = optimizer_settings(spec.name, [group.hyperparameters for group in spec.groups])
         self.started_at = time.perf_counter()
         self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
+        self._scaling.skipped = lambda _: data.skip_step()
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda part, *_: self._check_step() if data.begins(part) else None)
-            optimizer.register_step_post_hook(lambda part, *_: self._stepped() if data.begins(part) else None)
+            optimizer.register_step_pre_hook(lambda part, *_: self._check_step(part))
+            optimizer.register_step_post_hook(lambda part, *_: self._stepped(part) if self._begins else None)
             optimizer.clip_grad_norm = partial(self._clip_grad_norm, optimizer)  # type: ignore[attr-defined]
             if self._tables:
                 optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
@@ -125,21 +127,29 @@ class AloneSession(Session):
         self._made.append(table := Table(spec, self.settings.seed))
         return table.rows
 
-    def _check_step(self) -> None:
+    def _check_step(self, part: torch.optim.Optimizer) -> None:
         assert self._data is not None
+        self._scaling.num_steps += 1
+        self._begins = self._data.begins(part)
+        if not self._begins:
+            return
         total = self._progress.total_steps
-        if total is not None and self.step >= total and not self._data.drop():
+        if total is not None and self.step >= total and not self._data.has_in_hand:
             raise after_the_end(self._progress)
+        _ = self._data.next_step_samples  # raises UsageError for other batches than were stated
 
-    def _stepped(self) -> None:
+    def _stepped(self, part: torch.optim.Optimizer) -> None:
+        if float(getattr(part, "found_inf", None) or 0):  # a fused optimizer has skipped the step itself
+            self._scaling.skipped(part)
+            return
         for table, rows in zip(self._made, self._tables, strict=True):
             if (taken := rows.take()) is not None:
                 table.set_lr(rows.lr)
                 table.step(*taken)
         assert self._data is not None
         self.evaluation.begin(self._progress, self._data)
-        drawn = self._data.step()[1]
-        self.num_samples += drawn
+        drawn = self._data.step()
+        self.num_samples += self._fresh_samples or drawn
         self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._data.uses_shard)
         self._fresh_samples = 0
         self._progress.training_steps += 1
@@ -152,6 +162,8 @@ class AloneSession(Session):
             self.evaluation.run()
 
     def finish(self) -> bool:
+        if not self.is_done and self._progress.total_steps is not None:
+            self._say_early()
         if self.evaluation.comes_last and self._model is not None and not self.metrics:
             self.report(**self.evaluation.metrics(self._model))
             self.measured(self.metrics, named_tensors(self._model))
@@ -206,7 +218,6 @@ class AloneSession(Session):
         return forget
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
-        self.num_samples += num_samples
         self._fresh_samples += num_samples
         if loss is not None:
             self.loss = loss

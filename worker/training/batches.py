@@ -1,18 +1,19 @@
-"""`Batches`, which `session.shard()` returns: this rank's batches until its loop or the run is over."""
+"""`Batches`, which `session.shard()` returns: this rank's batches, in loops of one pass or several."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from hashlib import blake2b
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from ...common.errors import UsageError
 from ..session import Progress
-from .data import Loader, Shares, epoch_batches, seed_everything, sharded_batches, step_seed
-from .position.data import DataPosition, FetchedBatches
+from .data import Loader, Shares, pass_batches, seed_everything, step_seed
+from .position.cursor import Cursor
+from .position.data import DataPosition
+from .position.memory import Memory
 from .position.stream import check_stream
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
@@ -26,167 +27,224 @@ class _InParts(Protocol):
     def to_local(self) -> torch.Tensor: ...
 
 
-class Batches:
-    """An iterator over this rank's batches, with a length.
+class Stated(NamedTuple):
+    """What a script says about its loops over `session.shard()`."""
 
-    A batch counts towards a step only when the step is taken, because trainers may fetch batches ahead. In a loop over
-    `session.epochs()` the iterator ends with the epoch. The script may iterate again in the next epoch.
-    """
+    accumulate: int = 1  # batches of a step
+    prefetch: int = 0  # batches that a loop may have fetched ahead
+    epochs: int | None = 1  # passes of a loop; None: it goes on until the run ends
+    ends_by_metrics: bool = False  # the run may end without a number of steps
+
+
+class NoLengthError(UsageError, TypeError):
+    """`len()` of the batches of a stream. Like other iterables without a length, it is a TypeError."""
+
+
+class Batches:
+    """This rank's batches. Each loop over them is `epochs` passes over the data, or goes on until the run ends."""
 
     def __init__(
         self,
         shares: Shares,
-        data: DataPosition,
+        position: tuple[DataPosition, Memory | None],
         progress: Callable[[], Progress],
-        is_over: Callable[[], bool],
+        end: tuple[Callable[[], bool], Callable[[], bool]],
         options: dict[str, Any],
-        epochs: int | None = None,
+        stated: Stated,
         inner: tuple[int, int] = (0, 1),
     ) -> None:
         """`shares` has the batch size of one process.
 
-        `inner`: this process's group rank and the size of the replica group.
+        `end`: whether the run has all its steps, and the same after a wait for all workers. `inner`: this process's
+        group rank and the size of the replica group.
         """
         self._group_rank, self._group_size = inner
-        self._shares, self._data, self._progress = shares, data, progress
-        self._is_over, self._options, self._epochs = is_over, options, epochs
-        self.fetched = FetchedBatches()
-        self._made_for: tuple[int, int | None] | None = None  # (moves, epoch) that `_batches` was made for
-        self._batches: Iterator[tuple[Any, int]] = iter(())
+        self._shares, self._progress, self._stated = shares, progress, stated
+        self._data, self._memory = position
+        self._is_done, self._is_over = end
+        self._options = options
         self._loader = Loader(shares.dataset, options)
+        self._cursor: Cursor | None = None  # of the newest loop
+        self._number = 0  # of the newest loop
+        self._num_samples = shares.num_samples
+        self._accumulate, self._newest_samples = stated.accumulate, 0
         self._check()
-        data.batches_per_epoch = self._epoch_length  # raises UsageError early if the data cannot be divided
-        self._end = self._end_of_loop()
-        data.add(self)
-        data.num_samples = shares.num_samples
+        self._pass_batches = self._num_in_pass()  # raises UsageError early if the data cannot be divided
+        self._data.add(self)
+        self._data.num_samples = self._data.num_samples or self._num_samples
+        self._data.batches_per_epoch = self._data.batches_per_epoch or self._pass_batches
 
     def _check(self) -> None:
-        """Raises UsageError for options that a data set without a length does not support."""
+        """Raises UsageError for options that do not go together."""
+        has_end = self._progress().total_steps is not None or self._data.length.default is not None
         if self._shares.is_stream:
-            has_steps = self._progress().total_steps is not None or self._data.length.default is not None
             options = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
-            check_stream(self._shares.dataset, has_steps and self._data.epoch is None and not self._epochs, options)
+            counts_epochs = self._data.epoch is not None or self._data.length.epochs is not None
+            check_stream(self._shares.dataset, counts_epochs, options)
+        if self._stated.epochs is None and not (has_end or self._data.length.epochs or self._stated.ends_by_metrics):
+            raise UsageError(
+                "session.shard(epochs=None) goes on until the run ends, and the run has no length",
+                fix="--steps N or --epochs N; or session.shard(epochs=N)",
+            )
 
-    def __iter__(self) -> Batches:
-        if self._end is not None and self._at >= self._end:
-            self._end = self._end_of_loop()
-        return self
+    # ---- lengths ------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Batches that this rank still gets in the loop.
-
-        If a step takes several, it assumes as many as in the newest step.
-        """
-        if self._data.epoch is not None:
-            return max(0, self._epoch_length - self._data.num_drawn - len(self.fetched))
-        limits = [] if self._end is None else [self._end - self._at]
-        if (num_in_run := self._num_in_run) is not None:
-            limits.append(num_in_run)
-        if not limits:  # only run.epochs is set, and no step was taken yet
-            limits.append((self._data.length.epochs or 0) * self._data.batches_per_epoch - self._at)
-        return max(0, min(limits))
+        """Batches of this rank in one loop. It does not change while the loop runs, and is the same after a resume."""
+        if (num := self._num_in_loop) is None:
+            raise NoLengthError(
+                f"{type(self._shares.dataset).__name__} has no length, so a loop over it has none",
+                fix="count the batches; or --steps N and session.shard(..., epochs=None)",
+            )
+        return num
 
     @property
-    def _num_in_run(self) -> int | None:
-        """Batches that this rank still needs for the run's remaining steps; None: the run has no number of steps."""
-        steps = self._num_left
-        if steps is None:
-            return None
-        return steps * max(1, self._data.batches_per_step) - self._data.num_ended - len(self.fetched)
+    def _num_in_loop(self) -> int | None:
+        """Batches of a loop; None: not known."""
+        if self._stated.epochs is not None:
+            return self._stated.epochs * self._pass_batches or None
+        progress, length = self._progress(), self._data.length
+        if (steps := progress.total_steps or length.default) is not None:
+            return steps * self.accumulate
+        return (length.epochs or 0) * self._pass_batches or None
+
+    @property
+    def remaining(self) -> int:
+        """Batches that this loop still yields, for a progress bar. 0: the newest batch is the last one."""
+        cursor = self._cursor
+        limits = [] if (num := self._num_left) is None else [num]
+        if cursor is None:
+            limits.append(len(self))
+        elif cursor.end is not None:
+            limits.append(cursor.end - cursor.next)
+        return max(0, min(limits, default=0))
 
     @property
     def _num_left(self) -> int | None:
-        """Training steps that are left in the run; None: the run has no number of steps, or not yet."""
-        progress = self._progress()
-        return None if progress.total_steps is None else max(0, progress.total_steps - progress.position)
-
-    @property
-    def _at(self) -> int:
-        """The rank's position, including batches that were fetched and not yet used."""
-        return self._data.position + self._data.num_ended + len(self.fetched)
-
-    @property
-    def _has_ended(self) -> bool:
-        return self._data.epoch is None and self._end is not None and self._at >= self._end
-
-    def _end_of_loop(self) -> int | None:
-        """The position at which the loop ends; None: the loop ends with the run."""
-        each, progress = self._data.batches_per_epoch, self._progress()
-        if progress.total_steps is not None or not self._data.length.is_open:
+        """Batches that this rank still needs for the run's remaining steps; None: the run has no number of steps."""
+        progress, cursor = self._progress(), self._cursor
+        if progress.total_steps is None:
             return None
-        return each * (self._at // each + 1 if self._epochs is None else self._epochs)
+        in_hand = 0 if cursor is None else len(cursor.in_hand) - cursor.num_void
+        return max(0, progress.total_steps - progress.position) * max(1, self.accumulate) - in_hand
 
     @property
-    def _epoch_length(self) -> int:
-        return self._shares.num_batches(self._division[0])
+    def accumulate(self) -> int:
+        """Batches of a step. It may be set between steps."""
+        return self._accumulate
 
-    def __next__(self) -> Any:
-        if not torch.is_grad_enabled():
-            raise UsageError(
-                "a batch of session.shard() was requested under torch.no_grad(): it counts towards this rank's "
-                "position in the training data, and training would miss it",
-                fix="use a DataLoader for validation data; request training batches outside of no_grad()",
-            )
-        data, memory = self._data, self._data.memory
-        if memory is not None and data.has_used_replay(self.fetched):
-            self.fetched.drop()
-            memory.replayed()
-        if self._has_all or data.has_fetched_last_replay(self.fetched):
-            self._note()  # the fetched batches still need a step
-            raise StopIteration
-        if self._has_ended:
-            data.end_loop(self)
-            raise StopIteration
-        if self._is_over():
-            raise StopIteration
-        if memory is not None and memory.has_moved:
-            if data.epoch is not None:
-                raise StopIteration  # ends the inner loop, so that the loop over epochs can go back
-            memory.move()
-        if self._made_for != (data.num_jumps, data.epoch):  # at the start, and after the run moved without this worker
-            self._begin()
-        if data.epoch is not None and not len(self):
-            if self.fetched.is_ahead:
-                self._note()  # the fetched batches still need a step
-            self.end_epoch()
-            raise StopIteration
-        self._note()
-        rank = (self._progress().rank or 0) * self._group_size + self._group_rank
-        seed_everything(step_seed(self._shares.seed, rank, self._at))
-        batch, num_samples = next(self._batches)
-        self.fetched.batch_samples.append(num_samples)
-        return batch
-
-    def _note(self) -> None:
-        if self._data.memory is not None:
-            self._data.memory.note()
-
-    def _begin(self) -> None:
-        """Make the iterator of batches from this rank's position on."""
-        data = self._data
-        self._check()
-        if self._made_for is None or self._made_for[0] != data.num_jumps:
-            self.fetched.drop()
-        self._made_for = data.num_jumps, data.epoch
-        if data.epoch is None:
-            self._batches = sharded_batches(self._shares, lambda: self._division, self._at, **self._options)
-            return
-        data.current_epoch_batches = max(data.current_epoch_batches, self._epoch_length)
-        self._batches = epoch_batches(self._shares, data.epoch, self._division, data.num_drawn, self._loader)
-
-    def end_epoch(self) -> None:
-        """The epoch ends: hand over the batches that no step has taken yet."""
-        self._data.keep_unused(self.fetched)
-        self.fetched = FetchedBatches(self.fetched.is_ahead)
+    @accumulate.setter
+    def accumulate(self, num: int) -> None:
+        self._accumulate = check_count("accumulate", num)
+        if self._cursor is not None:
+            self._cursor.accumulate = num
 
     @property
     def num_samples(self) -> int:
         """Weight of the newest batch in a mean: its number of samples."""
-        return self.fetched.batch_samples[-1]
+        return self._newest_samples
 
-    def zero_sample_weights(self) -> None:
-        """Give the batches since the last step the weight 0, because their gradient was discarded."""
-        self.fetched.batch_samples = deque([0] * len(self.fetched))
+    # ---- one loop -----------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        self._number += 1
+        _check_grad()
+        number, cursor = self._number, self._open()
+        if cursor.end is not None and cursor.next >= cursor.end:  # the loop lies behind the rank
+            cursor.has_ended = self._data.has_read_all = True
+            if self._memory is not None:
+                self._memory.passed_over()
+            return
+        batches: Iterator[tuple[Any, int, bool]] = iter(())
+        made_for, num_read = -1, 0  # `num_moves` of the cursor when `batches` was made; batches read since
+        while self._goes_on(number, cursor):
+            if made_for != cursor.num_moves:
+                batches, made_for, num_read = self._read(cursor), cursor.num_moves, 0
+            begins = self._memory is not None and self._memory.note()
+            rank = (self._progress().rank or 0) * self._group_size + self._group_rank
+            seed_everything(step_seed(self._shares.seed, rank, cursor.next))
+            if (found := next(batches, None)) is None:
+                if cursor.num_fill and num_read:
+                    made_for = -1  # a batch may be a filler twice
+                    continue
+                self._data.has_read_all = True
+                if begins and self._memory is not None and not cursor.in_hand:
+                    self._memory.no_batch()
+                break
+            batch, self._newest_samples, is_last = found
+            num_read += 1
+            cursor.yielded(self._newest_samples, is_last)
+            yield batch
+        if number == self._number:
+            cursor.has_ended = True
+            if cursor.in_hand and self._memory is not None:
+                self._memory.note()  # the batches in hand still need a step
+
+    def _open(self) -> Cursor:
+        """Begin a loop at this rank's position."""
+        self._check()
+        epochs, of_run = self._stated.epochs, self._data.length.epochs
+        cursor, first = self._data.open(self, epochs)
+        cursor.accumulate, cursor.prefetch = self._accumulate, self._stated.prefetch
+        self._cursor, self._pass_batches = cursor, self._num_in_pass()
+        self._data.set_run_length(self._accumulate, epochs)
+        ends = [end for end in (epochs and first + epochs, of_run) if end is not None]
+        cursor.end_pass, cursor.end = min(ends, default=None), None
+        if cursor.end_pass is not None and self._pass_batches:
+            cursor.end = cursor.begins[first] + max(0, cursor.end_pass - first) * self._pass_batches
+        return cursor
+
+    def _goes_on(self, number: int, cursor: Cursor) -> bool:
+        """Whether the loop yields another batch. It waits for other workers if the run has all its steps."""
+        data, memory = self._data, self._memory
+        _check_grad()
+        if number != self._number:
+            raise UsageError(
+                "two loops over one session.shard() at once: the second began, and the first requests a batch",
+                fix="call session.shard() once for each of the loops",
+            )
+        while True:
+            data.apply_start()
+            if cursor.num_fill:
+                return True
+            if memory is not None and memory.has_moved and (data.epoch is not None or not data.is_void):
+                if data.epoch is not None:
+                    return False  # ends the inner loop, so that the loop over epochs can go back
+                memory.move()
+            if memory is not None and data.has_replayed and not cursor.in_hand:
+                memory.replayed()
+            if not self._is_done():
+                return len(cursor.in_hand) == cursor.num_void or not self._has_all(cursor)
+            if cursor.in_hand or self._is_over():  # other workers may wait for the steps of the batches in hand
+                return False
+
+    def _has_all(self, cursor: Cursor) -> bool:
+        """Whether the loop has yielded the batches of all remaining steps."""
+        num_left = self._num_left
+        return self._data.covers_last_replay or (num_left is not None and num_left <= 0)
+
+    def _read(self, cursor: Cursor) -> Iterator[tuple[Any, int, bool]]:
+        """Read the batches from the cursor on to the end of the loop.
+
+        Each comes with its weight in samples, and with whether it is the last one of its pass.
+        """
+        number = cursor.pass_of(cursor.next)
+        while cursor.end_pass is None or number < cursor.end_pass:
+            first, num_batches = max(0, cursor.next - cursor.begins[number]), self._num_in_pass()
+            found = pass_batches(self._shares, number, self._division, first, self._loader)
+            num_batches = yield from _marked(found, num_batches - first)
+            number += 1
+            cursor.begins[number] = cursor.begins[number - 1] + num_batches
+
+    def _num_in_pass(self) -> int:
+        """Batches of this rank in a pass; 0: not known. Raises UsageError if the data set has changed its length."""
+        if self._shares.num_samples != self._num_samples:
+            raise UsageError(
+                f"the data set of session.shard() had {self._num_samples} samples, and has {self._shares.num_samples} "
+                "now: this rank's position in it is lost",
+                fix="give session.shard() the data set of each epoch, or a sampler that draws from the whole one",
+            )
+        return self._shares.num_batches(self._division[0])
 
     @property
     def _division(self) -> tuple[int, int]:
@@ -194,16 +252,6 @@ class Batches:
         num_workers = max(1, progress.num_workers)
         # All processes together get the union batch: each takes every n-th sample.
         return num_workers * self._group_size, progress.worker_index + num_workers * self._group_rank
-
-    @property
-    def _has_all(self) -> bool:
-        """Whether a prefetching loop has fetched the batches of all remaining steps.
-
-        Then `__next__` must end at once: `is_over()` would wait for the end of the run, which needs these steps first.
-        """
-        return bool(
-            self.fetched.is_ahead and self._data.batches_per_step and self._num_left and (self._num_in_run or 0) <= 0
-        )
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -229,3 +277,30 @@ def read_options(options: dict[str, Any]) -> dict[str, Any]:
             fix="give session.shard() batch_size=, drop_last= and sampler=",
         )
     return {name: value for name, value in options.items() if name != "batch_sampler"}
+
+
+def check_count(name: str, num: int, least: int = 0) -> int:
+    """Raises UsageError unless `num` is a whole number of at least `least`."""
+    if isinstance(num, bool) or not isinstance(num, int) or num < least:
+        raise UsageError(f"session.shard({name}={num!r}): a whole number of at least {least} is expected")
+    return num
+
+
+def _check_grad() -> None:
+    if not torch.is_grad_enabled():
+        raise UsageError(
+            "a batch of session.shard() was requested under torch.no_grad(): it counts towards this rank's "
+            "position in the training data, and training would miss it",
+            fix="use a DataLoader for validation data; request training batches outside of no_grad()",
+        )
+
+
+def _marked(batches: Generator[tuple[Any, int], None, int], num: int) -> Generator[tuple[Any, int, bool], None, int]:
+    """Yield the batches of a pass, of which `num` are left, with whether each is the last one."""
+    while True:
+        try:
+            found = next(batches)
+        except StopIteration as end:
+            return int(end.value)
+        num -= 1
+        yield *found, not num

@@ -6,17 +6,18 @@ import contextlib
 import ctypes
 import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import UsageError
-from .position.stream import is_stream, share_of_few, streamed_batches
+from .position.stream import StreamPass, is_stream, share_of_few, streamed
 
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
@@ -129,74 +130,100 @@ class Shares:
             raise UsageError(f"the data set {size}; {needs}", fix="use fewer workers, or a larger data set")
         return num_samples // union if self.drop_last else -(-num_samples // union)
 
-    def batches_of(self, epoch: int, num_workers: int, index: int) -> list[tuple[torch.Tensor, int]]:
-        """One rank's batches of an epoch: the indices of the samples, and the batch's weight in samples."""
-        num_batches, union = self.num_batches(num_workers), num_workers * self.batch_size
-        order = self._order(epoch)
-        if self.pads:
-            order = order.repeat(1 - -num_workers // len(order))[: -(-len(order) // num_workers) * num_workers]
-        found = [(rows, len(rows)) for rows in order[index::num_workers].split(self.batch_size)][:num_batches]
-        num_left = len(order) % union  # in the last step
-        if num_left < num_workers and num_left and not self.drop_last:
-            which, num_samples = share_of_few(index, num_workers, num_left)
-            at = len(order) - num_left + which
-            found[num_batches - 1 :] = [(order[at : at + 1], num_samples)]
-        return found
+    def batches_of(self, epoch: int, num_workers: int, index: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """One rank's batches of an epoch: the indices of the samples, and the batch's weight in samples.
 
-    def _order(self, epoch: int) -> torch.Tensor:
+        A sampler's order is drawn as it is needed, because it may be longer than memory.
+        """
+        union = num_workers * self.batch_size
+        for rows in self._unions(epoch, union, num_workers):
+            if len(rows) == union or (len(rows) >= num_workers and not self.drop_last):
+                yield rows[index::num_workers], len(rows[index::num_workers])
+            elif not self.drop_last:
+                which, num_samples = share_of_few(index, num_workers, len(rows))
+                yield rows[which : which + 1], num_samples
+
+    def _unions(self, epoch: int, union: int, num_workers: int) -> Iterator[torch.Tensor]:
+        """The samples of all workers for each step. The last ones are padded if `pads` is set."""
         num_samples = self.num_samples
         if self.sampler is not None:
-            order = draw(self.sampler, self.seed, epoch)
-            if len(order) != num_samples:
-                message = f"{type(self.sampler).__name__} says that it has {num_samples} samples, and gave {len(order)}"
+            parts = draw(self.sampler, self.seed, epoch, union)
+        else:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            order = torch.randperm(num_samples, generator=generator) if self.shuffle else torch.arange(num_samples)
+            parts = iter(order.split(union))
+        begin, count = torch.tensor([], dtype=torch.int64), 0
+        for rows in parts:
+            if self.pads and len(begin) < num_workers:
+                begin = torch.cat([begin, rows[: num_workers - len(begin)]])
+            count += len(rows)
+            if self.sampler is not None and (count > num_samples or (len(rows) < union and count != num_samples)):
+                break
+            missing = -len(rows) % num_workers if self.pads else 0
+            yield torch.cat([rows, begin.repeat(missing)[:missing]]) if missing else rows
+        if count != num_samples:
+            gave = f"more than {num_samples}" if count > num_samples else str(count)
+            message = f"{type(self.sampler).__name__} says that it has {num_samples} samples, and gave {gave}"
+            raise UsageError(message, fix="make its __len__ equal to the number of samples from its __iter__")
 
-                raise UsageError(message, fix="make its __len__ equal to the number of samples from its __iter__")
-            return torch.tensor(order, dtype=torch.int64)
-        if not self.shuffle:
-            return torch.arange(num_samples)
-        return torch.randperm(num_samples, generator=torch.Generator().manual_seed(self.seed + epoch))
 
+def draw(sampler: Any, seed: int, epoch: int, size: int) -> Iterator[torch.Tensor]:
+    """Yield the order of an epoch from a sampler, `size` indices at a time. It is the same on all ranks.
 
-def draw(sampler: Any, seed: int, epoch: int) -> list[int]:
-    """Return the order of an epoch from a sampler, which is the same on all ranks.
-
-    The sampler must draw from torch's generator or from a generator in its attribute `generator`.
+    The sampler must draw from torch's generator or from a generator in its attribute `generator`. What it draws is
+    independent of what the script draws meanwhile.
     """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
     if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
         generator.manual_seed(seed + epoch)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed + epoch)
-        return [int(index) for index in sampler]
+    state = torch.Generator().manual_seed(seed + epoch).get_state()
+    indices: Iterator[Any] | None = None
+    while True:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            indices = iter(sampler) if indices is None else indices
+            rows = torch.tensor([int(index) for index in itertools.islice(indices, size)], dtype=torch.int64)
+            state = torch.get_rng_state()
+        if len(rows):
+            yield rows
+        if len(rows) < size:
+            return
+
+
+def pass_batches(
+    shares: Shares, number: int, division: tuple[int, int], first: int, loader: Loader
+) -> Generator[tuple[Any, int], None, int]:
+    """Yield the batches of pass `number` without the first `first` ones, each with its weight in samples.
+
+    Returns the number of batches of the pass. Batches are skipped without being loaded, except those of a stream.
+    """
+    if shares.is_stream:
+        seed, collate = shares.seed + number, loader.options.get("collate_fn") or default_collate
+        stream: Any = shares.dataset
+        once = StreamPass(stream, seed, shares.batch_size, *division, first, shares.drop_last, collate)
+        for batch, num_samples in streamed(once, number, loader.options):
+            if num_samples <= 0:
+                return -num_samples
+            yield batch, num_samples
+    num_batches = shares.num_batches(division[0])
+    if first < num_batches:
+        plan = itertools.islice(shares.batches_of(number, *division), first, None)
+        yield from loader.load(plan, num_batches - first, shares.seed + number)
+    return num_batches
 
 
 def sharded_batches(
     shares: Shares, division: Callable[[], tuple[int, int]], first: int, **loader_options: Any
 ) -> Iterator[tuple[Any, int]]:
-    """Yield batches of one worker's share without end, each with its weight in samples.
+    """Yield batches of one worker's share without end, without the first `first` ones.
 
-    `division()` returns (num_workers, index) and is called at each epoch. The first `first` batches are skipped without
-    being loaded, so that a worker that rejoins goes on at its rank's position.
+    `division()` returns (num_workers, index) and is called at each epoch.
     """
-    if shares.is_stream:
-        yield from streamed_batches(shares, division, first, loader_options)
     loader = Loader(shares.dataset, loader_options)
-    for epoch in itertools.count():
-        num_workers, index = division()
-        num_batches = shares.num_batches(num_workers)
-        if first < num_batches:
-            yield from epoch_batches(shares, epoch, (num_workers, index), first, loader)
+    for number in itertools.count():
+        num_batches = yield from pass_batches(shares, number, division(), first, loader)
         first = max(0, first - num_batches)
-
-
-def epoch_batches(
-    shares: Shares, epoch: int, division: tuple[int, int], first: int, loader: Loader
-) -> Iterator[tuple[Any, int]]:
-    """The batches of one epoch without the first `first` batches, each with its weight in samples."""
-    plan = shares.batches_of(epoch, *division)[first:]
-    loaded = loader.load([rows for rows, _ in plan], shares.seed + epoch)
-    return zip(loaded, (num_samples for _, num_samples in plan), strict=True)
 
 
 class Loader:
@@ -207,34 +234,39 @@ class Loader:
     """
 
     def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
-        self._dataset, self._options = dataset, options
+        self._dataset, self.options = dataset, options
         self._generator = torch.Generator()
-        self._plan: list[torch.Tensor] = []
+        self._plan: Iterator[tuple[torch.Tensor, int]] = iter(())
+        self._num = 0
+        self._weights: deque[int] = deque()  # of the batches that are being loaded
         self._loader: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
-        return len(self._plan)
+        return self._num
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (rows.tolist() for rows in self._plan)
+        for rows, num_samples in self._plan:
+            self._weights.append(num_samples)
+            yield rows.tolist()
 
-    def load(self, plan: list[torch.Tensor], seed: int) -> Iterator[Any]:
-        """Yield one batch for each list of sample indices in `plan`."""
-        if type(self._dataset) is TensorDataset and not self._options:
+    def load(self, plan: Iterator[tuple[torch.Tensor, int]], num: int, seed: int) -> Iterator[tuple[Any, int]]:
+        """Yield one of `num` batches, with its weight, for each list of sample indices in `plan`."""
+        if type(self._dataset) is TensorDataset and not self.options:
             # One index operation per batch instead of one per sample is 60 times faster for small samples.
-            for rows in plan:
-                yield [tensor[rows.to(tensor.device)] for tensor in self._dataset.tensors]
+            for rows, num_samples in plan:
+                yield [tensor[rows.to(tensor.device)] for tensor in self._dataset.tensors], num_samples
             return
-        self._plan = plan
+        self._plan, self._num, self._weights = plan, num, deque()
         # A DataLoader draws a seed when it begins. If it drew from the script's generator, that generator would differ
         # after a resume.
         self._generator.manual_seed(seed)
         if self._loader is None:
-            options = {"generator": self._generator} | self._options
+            options = {"generator": self._generator} | self.options
             if options.get("num_workers"):
                 options["worker_init_fn"] = partial(_begin_loader, options.get("worker_init_fn"))
             self._loader = DataLoader(self._dataset, batch_sampler=self, **options)
-        yield from self._loader
+        for batch in self._loader:
+            yield batch, self._weights.popleft()
 
 
 def _begin_loader(then: Callable[[int], None] | None, index: int) -> None:

@@ -109,6 +109,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for hooks and profilers, which are rare
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._steps.scaling.num_steps += 1
         if not self._steps.prepare_step(self):
             return closure() if closure is not None else None
         loss = self._step(closure)
@@ -154,11 +155,11 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Called by a GradScaler before it looks for infinities. If it finds none, step() follows."""
-        self._steps.memory.is_tried = True
+        """Called by a GradScaler before it looks for infinities."""
         if not self._steps.strategy.may_skip:
             message = "a GradScaler in a replica group (--group): each process would skip other steps"
             raise UsageError(message, fix="use bf16, which needs none; or wrap the model in DistributedDataParallel")
+        self._steps.scaling.check()
         return refuse_scaler(self._steps.tables)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:

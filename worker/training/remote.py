@@ -167,6 +167,7 @@ class RemoteSession(Session):
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
         self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
+        data.accepts_other_data = self._config.worker.accept_other_data
         self._strategy.num_samples_now = data.num_samples_now
         self._memory = Memory(self._strategy, data, optimizers)
         self._restarted.optimizers = optimizers
@@ -174,7 +175,7 @@ class RemoteSession(Session):
         if self._was_before and steps_alone and isinstance(model, Pipeline) and not self._inner[0]:
             meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
             log.warning("optimizer_state_anew", step=self._position, meaning=meaning)
-        others = (self._tables, self.evaluation, self._restarted)
+        others = (self._tables, self.evaluation, self._restarted, self._scaling)
         self._steps = Steps(self._strategy, slowdown, data, self._memory, *others)
         if self._exchange is not None:  # of several processes of a worker the first
             self._steps.readings = self.readings
@@ -277,6 +278,11 @@ class RemoteSession(Session):
         self._steps.record(num_samples, loss)
         super().record(loss=loss, num_samples=num_samples, **metrics)
 
+    def skip(self) -> None:
+        super().skip()
+        if self._memory is not None:
+            self._memory.skipped()
+
     def stop(self, reason: str) -> None:
         self._strategy.stop(one_line(reason))
 
@@ -284,8 +290,7 @@ class RemoteSession(Session):
         if self._progress.is_replaying and self._memory is not None:
             self._memory.replayed()
         if not self.is_done:
-            step, total = self._progress.position, self._progress.total_steps
-            log.routine("finished", step=step) if total is None else log.info("finished_early", step=step, of=total)
+            self._say_early()
         final = self._wait_for_final()
         if final is None:
             raise UnreachableError(

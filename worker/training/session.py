@@ -19,7 +19,7 @@ from ...common.tensors.tables import make_spec
 from ..conversation.messages import Settings
 from ..session import Length, Progress
 from ..tensors.transfer import together
-from .batches import Batches, read_options
+from .batches import Batches, Stated, check_count, read_options
 from .data import Shares
 from .evaluation import Evaluation, Measure
 from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_of, on_meta
@@ -28,6 +28,7 @@ from .position.loaders import Source, source_of
 from .position.memory import Memory, stateful
 from .readings import Readings
 from .rows import Pull, Rows
+from .scaler import Scaling
 from .tasks.init import load_weights
 from .work import Work
 
@@ -63,6 +64,7 @@ class Session:
         self._tables: list[Rows] = []
         self._is_told = False  # whether the warning about no batches was logged
         self.evaluation = Evaluation()
+        self._scaling = Scaling()
         self._here = Progress()  # the progress without a server
         self._data: DataPosition | None = None  # set by `optimizer()`
         self._memory: Memory | None = None  # set by `optimizer()`
@@ -282,22 +284,26 @@ class Session:
         dataset: Dataset[Any] | DataLoader[Any],
         batch_size: int | None = None,
         *,
+        accumulate: int = 1,
+        prefetch: int = 0,
+        epochs: int | None = 1,
         shuffle: bool = True,
         pad: bool = False,
         drop_last: bool = False,
-        epochs: int | None = None,
         sampler: Iterable[int] | None = None,
         **loader_options: Any,
     ) -> Batches:
-        """Return this worker's batches until the run ends. No other rank gets these samples in the same epoch.
+        """Return this worker's batches. No other rank gets these samples in the same pass over the data.
 
-        The run ends when all workers have taken all steps. The model then has the final weights. The length of the
-        result is the number of batches left. A loop may fetch batches ahead.
+        One loop over the result is one pass, as with a DataLoader. With `epochs=N` one loop has N passes; with None it
+        goes on until the run ends. `len()` is the number of batches in a loop; `remaining` is how many are left of it.
+        --steps and --epochs only end the run earlier. In a process that takes over a rank, loops that lie behind the
+        rank yield nothing.
 
-        If neither run.steps nor run.epochs is set, the script's loops set the length of the run. Each loop over the
-        result is one epoch, as with a DataLoader. With `epochs`, one loop continues until this rank has done that many
-        epochs, including those before a resume. If the run is shorter than `epochs`, a warning says so at the first
-        step.
+        `accumulate`: a step uses so many batches, in the order in which they were yielded. The last step of a pass may
+        use fewer. It may be set between steps (`batches.accumulate = 4`). `prefetch`: the loop may fetch so many
+        batches before it uses them. `step()` raises UsageError if it does not find the batches that this says. Call
+        `session.skip()` for a batch that no step uses, and `session.scaler()` for a GradScaler.
 
         At each step the ranks' batches together equal the batch of one process with num_workers * batch_size samples.
         This also holds if the data does not divide evenly. `pad` repeats samples instead, so that all batches have one
@@ -317,7 +323,11 @@ class Session:
         """
         progress, data = self._joined()
         self._say_length(progress())
+        check_count("accumulate", accumulate, 1)
+        check_count("prefetch", prefetch)
         if epochs is not None:
+            check_count("epochs", epochs, 1)
+        if epochs is not None and epochs > 1:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         source = source_of(Source(dataset, batch_size, shuffle, drop_last, sampler, loader_options))
         size, seed = source.batch_size or self.settings.batch_size, self.settings.seed
@@ -329,7 +339,30 @@ class Session:
             )
         size //= self._data_share[1]
         shares = Shares(source.dataset, size, seed, source.shuffle, pad, source.drop_last, source.sampler)
-        return Batches(shares, data, progress, self.is_over, read_options(source.options), epochs, self._data_share)
+        stated = Stated(accumulate, prefetch, epochs, self.settings.ends_by_metrics)
+        end = (lambda: self.is_done), self.is_over
+        position = data, self._memory
+        return Batches(shares, position, progress, end, read_options(source.options), stated, self._data_share)
+
+    def skip(self) -> None:
+        """Say that no step uses the batch that the script computes now, as in a loop that goes on with `continue`."""
+        self._joined()[1].skip()
+
+    def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say that a step is not taken: the batches that it would use are used up, and count for nothing."""
+        self._scaling.skipped(optimizer)
+
+    def scaler(self, *args: Any, **options: Any) -> torch.amp.GradScaler:
+        """Return a torch.amp.GradScaler that tells the session about the steps that it skips.
+
+        It takes the arguments of GradScaler. The batches of a skipped step are used up, and the run does not count it.
+        """
+        return self.watched(torch.amp.GradScaler(*args, **options))
+
+    def watched(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        """Let a trainer's own GradScaler tell the session about the steps that it skips."""
+        self._scaling.watch(scaler)
+        return scaler
 
     def expect(self, steps: int) -> None:
         """Tell the session how many training steps this script takes. If the run is shorter, a warning says so."""
@@ -338,7 +371,8 @@ class Session:
     def epochs(self, num: int) -> Iterator[int]:
         """Yield epoch numbers up to `num`, from 0, or after a resume from the rank's current epoch.
 
-        Loops over `shard()` inside end with the epoch. The loop over epochs ends early if the run ends.
+        A loop over `shard()` inside is the pass of the epoch, also if the script left an earlier one. The loop over
+        epochs ends early if the run ends.
 
         A process that takes over a rank begins at the rank's last step and computes it again without sending it. So the
         script repeats its work between two steps, including its work at the end of an epoch.
@@ -400,7 +434,7 @@ class Session:
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
-        """Record the loss of a step, its number of samples if `shard` did not count them, and your own metrics.
+        """Record the loss of a step, its number of samples (instead of those of its batches), and your own metrics.
 
         The newest value of each metric reaches the server with the next heartbeat (a quarter of `server.lease_s`), and
         from there the dashboard, the run store and trackers. UsageError for a value that is no number.
@@ -442,6 +476,20 @@ class Session:
         Before the end of the run this worker leaves, and the others go on without it.
         """
         return True
+
+    def _say_early(self) -> None:
+        """Warn if the script's loops have read all their passes before the run has its steps."""
+        step, total = self._progress.position, self._progress.total_steps
+        if total is None:
+            log.routine("finished", step=step)
+        elif self._data is None or not self._data.has_read_all:
+            log.info("finished_early", step=step, of=total)
+        else:
+            reason = f"the script's loops ended after {step} training steps, and the run has {total}"
+            fix = (
+                f"session.shard(..., epochs=None) goes on until the run ends, epochs=N for N passes; or --steps {step}"
+            )
+            log.warning("finished_early", step=step, of=total, reason=reason, fix=fix)
 
     def stop(self, reason: str) -> None:
         """End the run for all workers. The request goes with this worker's next step, or when it finishes or leaves.

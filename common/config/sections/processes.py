@@ -116,6 +116,9 @@ class WorkerConfig(Section):
     accept_restarted_schedule: bool = Field(
         False, description="let a replaced script restart its learning-rate schedule; false: stop it with an error"
     )
+    accept_other_data: bool = Field(
+        False, description="train on a data set of another length than the run's; false: stop with an error"
+    )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
 
     @field_validator("zero")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ....common.errors import same_batches
+from ....common.errors import ParamServerError, Reason, refusal, same_batches
 from ..effects import Effect, Log
 
 
@@ -49,42 +49,35 @@ class Drawn:
 
 
 class Data:
-    """Data sets as workers describe them with their first contribution, and a warning for each mistake, once."""
+    """The data of a run as workers describe it with their first contributions."""
 
     def __init__(self) -> None:
         self._firsts: dict[tuple[int, int], int] = {}  # rank, by the version it began with and digest
         self._began: dict[int, tuple[int, int]] = {}  # version and digest of each rank's newest first contribution
         self.twins: dict[int, int] = {}  # by rank, until it is notified: another with the same first result
-        self._lengths: dict[int, int] = {}  # by rank, of its data set
-        self._num_of: Counter[int] = Counter()  # ranks, by that length
-        self._is_said: set[str] = set()
+        self.num_samples: int | None = None  # of the data set, also before a snapshot; None: no worker has said it
+        self._is_said = False
 
-    @property
-    def num_samples(self) -> int | None:
-        """Samples of the common data set; None where no worker reported a length, or the lengths differ."""
-        return next(iter(self._num_of)) if len(self._num_of) == 1 else None
-
-    def record(self, rank: int, version: int, num_samples: int, digest: int) -> Iterator[Effect]:
-        """Record a worker's first contribution: samples of its data set, and the digest of its result (0: unknown)."""
+    def record(self, rank: int, version: int, digest: int) -> Iterator[Effect]:
+        """Record a digest of the result of a worker's first contribution; 0: unknown. Warns once of equal ones."""
         if (other := self._twin(rank, version, digest)) is not None:
             self.twins |= {rank: other, other: rank}
-            yield from self._warn("same_batches", **same_batches(other, rank))
-        if not num_samples:
-            return
-        if rank in self._lengths:
-            self._num_of -= Counter({self._lengths[rank]: 1})
-        self._lengths[rank] = num_samples
-        self._num_of[num_samples] += 1
-        if len(self._num_of) > 1 and "data_differs" not in self._is_said:
-            found = ", ".join(f"rank {rank} {num:,}" for rank, num in sorted(self._lengths.items()))
-            yield from self._warn(
-                "data_differs",
-                lengths=dict(self._lengths),
-                meaning=f"the data sets that session.shard() divides have different lengths ({found} samples): some "
-                "samples belong to no rank, or to two",
-                fix="give every worker the whole data set; if each worker has its own data, use a DataLoader instead "
-                "of session.shard()",
-            )
+            if not self._is_said:
+                self._is_said = True
+                yield Log("warning", "same_batches", same_batches(other, rank))
+
+    def differs(self, rank: int, num_samples: int) -> ParamServerError | None:
+        """Returns the refusal of a rank whose data set has another length than the run's. 0 samples: unknown."""
+        if not num_samples or self.num_samples in (None, num_samples):
+            self.num_samples = num_samples or self.num_samples
+            return None
+        return refusal(
+            Reason.RUN_MISMATCH,
+            f"the data set that rank {rank} gives to session.shard() has {num_samples:,} samples, and the run's has "
+            f"{self.num_samples:,}: the ranks' positions in it would not fit",
+            fix="give every worker the whole data set, the same as before a resume; or a DataLoader of its own instead "
+            "of session.shard(); worker.accept_other_data=true (PS_WORKER__ACCEPT_OTHER_DATA=1) goes on with it",
+        )
 
     def _twin(self, rank: int, version: int, digest: int) -> int | None:
         """Returns another rank whose first result, from the same weights, is the same."""
@@ -94,8 +87,3 @@ class Data:
         self._began[rank] = newest
         other = self._firsts.setdefault(newest, rank) if digest else rank
         return other if other != rank else None
-
-    def _warn(self, name: str, **fields: Any) -> Iterator[Effect]:
-        if name not in self._is_said:
-            self._is_said.add(name)
-            yield Log("warning", name, fields)

@@ -30,7 +30,7 @@ if __name__ == "__main__":
     seen: set[int] = set()
     with paramserver.connect() as session:
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1e-5))
-        for batch in session.shard(Numbers(int(sys.argv[1])), batch_size=4, num_workers=2):
+        for batch in session.shard(Numbers(int(sys.argv[1])), batch_size=4, epochs=None, num_workers=2):
             loaders = {int(pid) for pid in batch[:, 1]}
             if not loaders <= seen:
                 seen |= loaders

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     model = torch.nn.Linear(1, 1)
     with paramserver.connect() as session:
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1e-5))
-        for batch in session.shard(Numbers(), batch_size=8, num_workers=2):
+        for batch in session.shard(Numbers(), batch_size=8, epochs=None, num_workers=2):
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()

@@ -24,7 +24,8 @@ if IS_SECOND and FAILED.exists():
 session = paramserver.connect()
 model = torch.nn.Linear(4, 1)
 optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
-for number, (x, y) in enumerate(session.shard(TensorDataset(torch.ones(64, 4), torch.ones(64, 1)), batch_size=4)):
+data = TensorDataset(torch.ones(64, 4), torch.ones(64, 1))
+for number, (x, y) in enumerate(session.shard(data, batch_size=4, epochs=None)):
     if number == 5:
         if IS_SECOND:
             FAILED.touch()

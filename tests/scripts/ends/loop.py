@@ -15,6 +15,7 @@ HOW, STEP, AFTER = sys.argv[1], int(sys.argv[2]), (sys.argv[3:] or [""])[0]
 
 def ahead(batches):
     """As trainers do: the next batch is asked for before the one at hand is used."""
+    batches = iter(batches)
     fetched = next(batches, None)
     while fetched is not None:
         following = next(batches, None)
@@ -27,7 +28,12 @@ def train(session: paramserver.Session) -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01))
     batches = 0
-    shard = session.shard(TensorDataset(torch.ones(64, 4), torch.ones(64, 1)), batch_size=4)
+    shard = session.shard(
+        TensorDataset(torch.ones(64, 4), torch.ones(64, 1)),
+        batch_size=4,
+        epochs=None,
+        prefetch=int(HOW == "stop_ahead"),
+    )
     for x, y in ahead(shard) if HOW == "stop_ahead" else shard:
         loss = (model(x) - y).square().mean()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Epochs over a loader, as one writes them. argv: EPOCHS of the script's own; 0: one loop until the run is over."""
+"""Epochs over a loader, as one writes them. argv: EPOCHS of the script's own; 0: one loop until the run ends."""
 
 import sys
 
@@ -16,7 +16,7 @@ optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01
 samples = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.ones(40, 1))
 num_steps = 0
 for epoch in range(EPOCHS or 1):
-    for x, y in session.shard(samples, batch_size=4):
+    for x, y in session.shard(samples, batch_size=4, epochs=1 if EPOCHS else None):
         loss = (model(x) - y).square().mean()
         optimizer.zero_grad()
         loss.backward()

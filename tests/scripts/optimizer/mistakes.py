@@ -44,7 +44,7 @@ with paramserver.connect() as session:
     wrong("second of parts", lambda: session.optimizers(head=(model[1], inner)))
     wrong("inner", inner.step)
     wrong("group", lambda: optimizer.add_param_group({"params": [torch.zeros(1)]}))
-    for step, (inputs,) in enumerate(session.shard(TensorDataset(torch.ones(64, 4)), batch_size=8)):
+    for step, (inputs,) in enumerate(session.shard(TensorDataset(torch.ones(64, 4)), batch_size=8, epochs=None)):
         optimizer.zero_grad()
         model(inputs).sum().backward()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

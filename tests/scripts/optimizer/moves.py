@@ -31,7 +31,7 @@ THINGS = [
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     steps, is_delayed = session.settings.steps, session.settings.delayed_update
-    for step, _ in enumerate(session.shard(TensorDataset(torch.zeros(64, 1)), batch_size=8)):
+    for step, _ in enumerate(session.shard(TensorDataset(torch.zeros(64, 1)), batch_size=8, epochs=None)):
         THINGS[step % len(THINGS)](model, optimizer)
         optimizer.zero_grad(set_to_none=False)
         sum(parameter.sum() for parameter in model[0].parameters()).backward()

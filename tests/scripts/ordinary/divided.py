@@ -16,6 +16,7 @@ GATE, GATE_AT = os.environ.get("GATE"), int(os.environ.get("GATE_AT", "-1"))  # 
 
 def ahead(batches):
     """Fetches a batch before the one at hand is used, as trainers do."""
+    batches = iter(batches)
     fetched = next(batches)
     for batch in batches:
         yield fetched
@@ -33,7 +34,8 @@ model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), dropout, tor
 with paramserver.connect() as session:
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = session.optimizer(model, inner)
-    batches = session.shard(TensorDataset(x, y), batch_size=4, shuffle=os.environ.get("SHUFFLE") != "no")
+    stated = {"accumulate": ACCUMULATE, "prefetch": int(bool(os.environ.get("AHEAD"))), "epochs": None}
+    batches = session.shard(TensorDataset(x, y), 4, shuffle=os.environ.get("SHUFFLE") != "no", **stated)
     print(f"{len(batches)} batches", flush=True)
     for number, (inputs, wanted) in enumerate(ahead(batches) if os.environ.get("AHEAD") else batches):
         if number == GATE_AT:

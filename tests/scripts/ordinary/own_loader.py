@@ -22,7 +22,7 @@ torch.manual_seed(int(os.environ.get("SEED", "42")))
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05))
     is_divided = "MORE" in os.environ or "EQUAL" in os.environ
-    for inputs, wanted in session.shard(data, 8) if is_divided else DataLoader(data, 8, shuffle=True):
+    for inputs, wanted in session.shard(data, 8, epochs=None) if is_divided else DataLoader(data, 8, shuffle=True):
         time.sleep(float(os.environ.get("STEP_S", "0")))  # what a larger model computes
         optimizer.zero_grad()
         loss = F.mse_loss(model(inputs).mean(1, keepdim=True), wanted)

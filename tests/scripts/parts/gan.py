@@ -51,7 +51,8 @@ def main():
             critic=(critic, of_critic),
         )
         schedule = torch.optim.lr_scheduler.StepLR(g_optimizer, step_size=4, gamma=0.5)
-        for number, (real, latent) in enumerate(session.shard(TensorDataset(real_data, latents), batch_size=BATCH)):
+        batches = session.shard(TensorDataset(real_data, latents), batch_size=BATCH, epochs=None)
+        for number, (real, latent) in enumerate(batches):
             noise = torch.randn_like(latent) if os.environ.get("NOISE") else latent
             c_optimizer.zero_grad()
             c_loss = loss_of(critic(real), True)

@@ -37,7 +37,7 @@ with paramserver.connect() as session:
         others = [cls(table.parameters(), lr=0.1) for cls, table in zip(classes, tables.values(), strict=True)]
     schedules = [torch.optim.lr_scheduler.StepLR(other, 6, gamma=0.5) for other in (optimizer, *others[1:])]
     session.state(schedule=schedules[0])
-    for step, (row, labels) in enumerate(session.shard(TensorDataset(ids, y), batch_size=BATCH)):
+    for step, (row, labels) in enumerate(session.shard(TensorDataset(ids, y), batch_size=BATCH, epochs=None)):
         if hasattr(optimizer, "progress"):  # a process that replaces another one does not begin at 0
             step = optimizer.progress.training_steps
         # One table is looked up twice, another in some steps only.

@@ -28,13 +28,14 @@ model = torch.nn.Sequential(
 model.register_buffer("epoch_loss", torch.zeros(2, dtype=DTYPE))  # sum and number
 ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 # One that finds infinities again and again: its scale is at the end of the range, and soon there again.
-scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3, enabled="SCALER" in os.environ)
+SCALER = {"init_scale": 2.0**127, "growth_interval": 3, "enabled": "SCALER" in os.environ}
 large = torch.nn.Linear(*([600, 600] if "SCALER" in os.environ else [1, 1]))  # travels in pieces
 noise = torch.Generator().manual_seed(5)
 
 with paramserver.connect() as session:
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = session.optimizer(model, sgd, averaged_buffers=["epoch_loss"])
+    scaler = session.scaler("cpu", **SCALER)
     by_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     by_epoch = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.5)
@@ -47,8 +48,8 @@ with paramserver.connect() as session:
     print(f"resumed {session.resumed} at {session.step} in {session.epoch}", flush=True)
     num_batches, steps = 0, []
     for epoch in session.epochs(5):
-        batches = session.shard(TensorDataset(x, y), batch_size=4)
-        left, number = len(batches), 0
+        batches = session.shard(TensorDataset(x, y), batch_size=4, accumulate=ACCUMULATE)
+        num = len(batches)
         for number, (inputs, wanted) in enumerate(batches, 1):
             if num_batches == GATE_AT:
                 print("at the gate", flush=True)
@@ -59,7 +60,7 @@ with paramserver.connect() as session:
             loss = F.mse_loss(model(inputs * (1 + 0.01 * jitter)), wanted)
             model.epoch_loss += torch.stack((loss.detach(), torch.ones_like(loss)))
             scaler.scale(loss / ACCUMULATE).backward()
-            if number % ACCUMULATE == 0:
+            if number % ACCUMULATE == 0 or not batches.remaining:
                 before = session.step
                 scaler.step(optimizer)
                 scaler.update()
@@ -68,12 +69,13 @@ with paramserver.connect() as session:
                 ema.update_parameters(model)
                 steps += [session.step] if session.step > before else []
         if "GOES_BACK" not in os.environ:
-            assert session.epoch == epoch and (number == left or session.is_done), (epoch, number, left)
+            assert len(batches) == num and session.epoch == epoch, (epoch, num)
+            assert not batches.remaining or session.is_done, (epoch, batches.remaining)
         by_epoch.step()
         mean = float(model.epoch_loss[0] / model.epoch_loss[1])
         plateau.step(float(os.environ.get("FED", mean)))
         model.epoch_loss.zero_()
-        print(f"epoch {epoch} of {left} batches, step {session.step}", flush=True)
+        print(f"epoch {epoch} of {num} batches, step {session.step}", flush=True)
     assert "GOES_BACK" in os.environ or steps == list(range(steps[0], steps[0] + len(steps))), steps
     session.finish()
     found = {"model": model.state_dict(), "ema": ema.state_dict(), "large": large.state_dict()}

@@ -49,7 +49,7 @@ def main() -> None:
         optimizer = session.optimizer(wrapped, local_optimizer, reduction=env.get("REDUCTION", "mean"))
         if clip == "early":
             optimizer.clip_grad_norm(1.0)
-        for inputs, wanted in session.shard(data(int(env.get("NUM", NUM))), batch_size=BATCH):
+        for inputs, wanted in session.shard(data(int(env.get("NUM", NUM))), batch_size=BATCH, epochs=None):
             optimizer.zero_grad()
             F.mse_loss(wrapped(inputs), wanted, reduction=loss).backward()
             if clip:

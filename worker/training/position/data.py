@@ -1,13 +1,15 @@
-"""Counts the batches that this rank's steps have used, in all loops over `session.shard()`: its position."""
+"""This rank's position in its data: the cursors of all loops over `session.shard()`, and the length of the run.
+
+A loop takes the first free cursor, so loops one after another share one, and loops side by side have one each. Loop i
+of a cursor covers the passes after those of loop i - 1. So a process that takes over a rank reads nothing in the loops
+that lie behind the rank, and goes on in the right one.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING
-from weakref import WeakSet
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
@@ -15,161 +17,168 @@ from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.wire.records import Position
 from ...session import Length, Progress
-
-if TYPE_CHECKING:
-    from ..batches import Batches
-    from .memory import Memory
+from .cursor import Cursor
 
 log = get_logger()
 
 
-class FetchedBatches:
-    """Batches that a loop has fetched and no step has used yet. Stores each batch's number of samples."""
+class Saved(Protocol):
+    """What the rank's saved state says about its loops (`Memory`)."""
 
-    def __init__(self, is_ahead: bool | None = None) -> None:
-        self.batch_samples: deque[int] = deque()
-        self.num_computed = 0  # backward passes since the last step
-        self.is_ahead = is_ahead  # whether the loop prefetches; the first backward pass shows it. None: not known yet
+    is_used: bool
+    is_marked: bool
 
-    def __len__(self) -> int:
-        return len(self.batch_samples)
+    def use(self) -> None:
+        """Save positions from now on, and go back to the saved one."""
 
-    def note_backward(self, is_parted: bool = False) -> None:
-        """A backward pass is done. With several optimizers there are several passes for one batch."""
-        if self.is_ahead is None and self.batch_samples:
-            self.is_ahead = len(self.batch_samples) > 1
-        self.num_computed = 1 if is_parted else self.num_computed + 1
+    def beginning(self) -> Position | None:
+        """The position to go back to, or None."""
 
-    def drop(self) -> bool:
-        had_any = bool(self.batch_samples)
-        self.batch_samples.clear()
-        return had_any
-
-    @property
-    def num_used(self) -> int:
-        """Batches used since the last step: all of them, or one per backward pass if the loop fetches ahead."""
-        return min(len(self.batch_samples), self.num_computed) if self.is_ahead else len(self.batch_samples)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the used batches."""
-        return sum(islice(self.batch_samples, self.num_used))
-
-    @property
-    def num_samples_now(self) -> int:
-        """Samples of the batch that the model computes now."""
-        at = self.num_computed if self.is_ahead else len(self.batch_samples) - 1
-        return self.batch_samples[at] if 0 <= at < len(self.batch_samples) else 0
-
-    def take(self) -> None:
-        """Remove the used batches, after a step."""
-        for _ in range(self.num_used):
-            self.batch_samples.popleft()
-        self.num_computed = 0
+    def positions(self, of_epoch: bool = False) -> list[int]:
+        """Of several loops, where each is, or where its epoch began."""
 
 
 class DataPosition:
-    """Batches that steps have used, in all loops over `session.shard()`: this rank's position in its data."""
+    """All cursors of this process. The position, the samples of a step and its batches are sums over them."""
 
     def __init__(
         self, progress: Callable[[], Progress], optimizers: Sequence[torch.optim.Optimizer], length: Length
     ) -> None:
         self._progress, self._optimizers, self.length = progress, optimizers, length
-        self.batches_per_epoch = 0  # batches of this rank in an epoch
-        self.run_steps = 0  # training steps of the run, if this worker has computed them
-        self._has_set_run_length = False
-        self._loops: WeakSet[Batches] = WeakSet()
-        self._ended_loops: list[
-            FetchedBatches
-        ] = []  # batches that loops over an epoch had fetched and not used at its end
-        self._in_pass: set[int] = set()  # numbers of the parameters that the newest backward pass has reached
-        self.memory: Memory | None = None
-        self._first: object = None  # the optimizer that has stepped first, of several
+        self.cursors = [Cursor()]
+        self._owners: list[tuple[ReferenceType[object] | None, int | None]] = [(None, None)]  # newest loop, its epoch
+        self._waiting: WeakSet[object] = WeakSet()  # loops that have not begun
+        self.memory: Saved | None = None
         self.uses_shard = False  # this rank's batches come from `session.shard()`
         self.num_samples = 0  # samples of the data set
+        self.accepts_other_data = False  # the run's data set may have another length
+        self.batches_per_epoch = 0  # batches of this rank in a pass; 0: not known
+        self.run_steps = 0  # training steps of the run, if this worker has computed them
+        self.has_read_all = False  # a loop has read all its passes
+        self._has_run_length = False
+        self._first: object = None  # the optimizer that has stepped first, of several
         self._num_starts = -1
-        self._num_jumps = 0
-        self._start_position = 0
-        self._num_used_since_start = 0  # batches taken since `_start_position`
+        self._num_reported = 0  # the position behind the newest contribution
         self._replay_end = 0  # position where the replay ends
-        self.batches_per_step = 0  # batches in the newest step; 0 before the first
         self.epoch: int | None = None  # of the script's loop over epochs
-        self.current_epoch_batches = 0  # batches in the epoch; 0: not known
-        self._epoch_at = 0  # position where the epoch began
+        self._epoch_at = [0]  # by cursor, where the epoch began
         self._first_epoch = (0, 0)  # the epoch in which this process began, and the position where that epoch began
 
     @property
     def position(self) -> int:
         """Batches of this rank that steps have used."""
-        self._apply_new_start()
-        return self._start_position + self._num_used_since_start
+        self.apply_start()
+        return sum(cursor.position for cursor in self.cursors)
 
-    def _apply_new_start(self) -> None:
-        """Go to the run's start position after a START, and forget batches taken before it."""
+    # ---- where the run is ---------------------------------------------------------------------
+
+    def apply_start(self) -> None:
+        """Go to the run's start position after a START. Batches that were yielded before it are void."""
         progress = self._progress()
-        if self._num_starts != progress.num_starts:
-            self._num_starts = progress.num_starts
-            self._jump_to(progress.batches)
+        if self._num_starts == progress.num_starts:
+            return
+        self._num_starts = progress.num_starts
+        memory, begun = self.memory, None
+        if memory is not None and memory.is_used and (self.uses_shard or self.is_parted or memory.is_marked):
+            begun = memory.beginning()
+        self._replay_end = self._num_reported = progress.batches
+        self._move(progress.batches if begun is None else begun.batches)
 
-    def _jump_to(self, position: int) -> None:
-        self._start_position, self._num_used_since_start = position, 0
-        self._num_jumps += 1
-        self._ended_loops.clear()
+    def _move(self, position: int) -> None:
+        """Move to a position. Of several cursors, the script's saved state has the positions of the others."""
+        others = self.memory.positions() if self.memory is not None else []
+        for index, cursor in enumerate(self.cursors[1:], 1):
+            cursor.move(others[index] if index < len(others) else 0)
+        self.cursors[0].move(max(0, position - sum(cursor.position for cursor in self.cursors[1:])))
+        num_steps = max(cursor.num_void_steps for cursor in self.cursors)
+        for cursor in self.cursors:
+            cursor.fill(num_steps)
 
     @property
-    def num_jumps(self) -> int:
-        """How often the position has jumped."""
-        self._apply_new_start()
-        return self._num_jumps
+    def is_void(self) -> bool:
+        """Whether batches in hand were yielded before the run moved."""
+        return any(cursor.num_void or cursor.num_fill for cursor in self.cursors)
 
     @property
-    def num_drawn(self) -> int:
-        """Batches of the epoch that steps have used, or that ended loops have fetched."""
-        return self.position - self._epoch_at + self.num_ended
+    def has_in_hand(self) -> bool:
+        """Whether a loop has yielded batches that no step has used."""
+        return any(cursor.in_hand for cursor in self.cursors)
 
-    @property
-    def num_ended(self) -> int:
-        """Batches that ended loops have fetched and no step has used."""
-        return sum(map(len, self._ended_loops))
+    def forget(self) -> None:
+        """Discard void batches whose steps the script does not take, at the end of its epoch."""
+        for cursor in self.cursors:
+            cursor.use(cursor.num_void)
+            cursor.num_fill = 0
 
-    def position_record(self, step: int, local_steps: int, num_passed: int = 0) -> Position:
-        """The position at the beginning of a contribution, or `num_passed` batches after it."""
-        position = self.position + num_passed
+    def position_record(self, step: int, local_steps: int) -> Position:
+        """The position at the beginning of a contribution."""
+        position = self.position
         if self.epoch is None:
             return Position(step, local_steps, position)
-        return Position(step, local_steps, position, self.epoch, max(0, position - self._epoch_at))
+        return Position(step, local_steps, position, self.epoch, max(0, position - sum(self._epoch_at)))
+
+    # ---- loops --------------------------------------------------------------------------------
+
+    def add(self, loop: object) -> None:
+        """`session.shard()` was called. Positions of several loops are kept with the script's state."""
+        self.uses_shard = True
+        if self._waiting and self.memory is not None:
+            self.memory.use()
+        self._waiting.add(loop)
+
+    def open(self, loop: object, num_passes: int | None) -> tuple[Cursor, int]:
+        """A loop begins. Returns its cursor and its first pass."""
+        self.apply_start()
+        self._waiting.discard(loop)
+        index = self._free(loop)
+        cursor = self.cursors[index]
+        self._owners[index] = ref(loop), self.epoch
+        if self.epoch is not None:
+            first = self.epoch * (num_passes or 1)
+            cursor.begins.setdefault(first, self._epoch_at[index])
+        else:
+            if not cursor.has_ended and cursor.end is not None:  # the script has left the loop before
+                cursor.go_to(cursor.end)
+            first = cursor.pass_of(cursor.next) if cursor.end_pass is None else cursor.end_pass
+            cursor.begins.setdefault(first, cursor.next if cursor.end is None else cursor.end)
+        cursor.has_ended = False
+        return cursor, first
+
+    def _free(self, loop: object) -> int:
+        """The cursor that the loop had, or the first free one."""
+        found = [index for index, (owner, _) in enumerate(self._owners) if owner is not None and owner() is loop]
+        for index, (owner, epoch) in enumerate(self._owners):
+            is_over = self.cursors[index].has_ended if self.epoch is None else epoch != self.epoch
+            if owner is None or owner() is None or is_over:
+                found.append(index)
+        if not found:
+            self.cursors.append(Cursor())
+            self._owners.append((None, None))
+            self._epoch_at.append(0)
+            others = self.memory.positions() if self.memory is not None else []
+            found = [len(self.cursors) - 1]
+            self.cursors[-1].move(others[found[0]] if found[0] < len(others) else 0)
+        return found[0]
 
     # ---- the script's own loop over epochs ----------------------------------------------------
 
     def next_epoch(self) -> None:
-        """Begin the next epoch. Batches that loops have fetched still belong to the next step."""
+        """Begin the next epoch, also if a loop was left before its end."""
         assert self.epoch is not None
-        for loop in self._loops:
-            loop.end_epoch()
-        length = (
-            self.current_epoch_batches or self.num_drawn
-        )  # an epoch that lies wholly before the start position has none
-        self._epoch_at += min(self.num_drawn, length)
-        self.epoch, self.current_epoch_batches = self.epoch + 1, 0
-
-    def end_loop(self, loop: Batches) -> None:
-        """The loop has ended. The next loop begins after its batches, which belong to the next step."""
-        if not any(other.fetched for other in self._loops if other is not loop):  # parallel loops share positions
-            loop.end_epoch()
-
-    def keep_unused(self, fetched: FetchedBatches) -> None:
-        if fetched:
-            self._ended_loops.append(fetched)
-
-    # ---- going back, and on -------------------------------------------------------------------
+        for index, cursor in enumerate(self.cursors):
+            if self._owners[index][1] == self.epoch and cursor.end is not None:
+                cursor.go_to(cursor.end)
+                self._epoch_at[index] = cursor.end
+            cursor.has_ended = True
+        self.epoch += 1
 
     def start_replay(self, position: Position) -> None:
-        """Go back to the beginning of a contribution, to replay it."""
-        self._replay_end = self.position
-        self._jump_to(position.batches)
-        self._set_first_epoch(
-            position.epoch or 0, position.batches - position.epoch_batches if position.epoch is not None else 0
-        )
+        """Begin to compute a contribution again. The cursors are, or go, where it began."""
+        self.apply_start()
+        if not self.has_in_hand:
+            self._move(position.batches)
+        begins_at = position.batches - position.epoch_batches if position.epoch is not None else 0
+        self._set_first_epoch(position.epoch or 0, begins_at)
 
     def restart_epochs(self) -> None:
         """Start at the first epoch, because the script's position is unknown."""
@@ -182,7 +191,14 @@ class DataPosition:
 
     def start_epochs(self) -> None:
         """Start the script's loop over epochs, or move it back, at the epoch where this process began."""
-        (self.epoch, self._epoch_at), self.current_epoch_batches = self._first_epoch, 0
+        self.epoch, begins_at = self._first_epoch
+        others = self.memory.positions(of_epoch=True) if self.memory is not None else []
+        self._epoch_at[1:] = [*others[1:], *[0] * len(self.cursors)][: len(self.cursors) - 1]
+        self._epoch_at[0] = begins_at - sum(self._epoch_at[1:])
+        self._owners = [(owner, None) for owner, _ in self._owners]
+        for cursor in self.cursors:
+            cursor.has_ended = True
+            cursor.begins.clear()
 
     @property
     def epoch_now(self) -> int:
@@ -191,40 +207,29 @@ class DataPosition:
             return self.epoch
         return self.position // self.batches_per_epoch if self.batches_per_epoch else self._first_epoch[0]
 
+    def positions(self) -> list[tuple[int, int]]:
+        """By cursor: its position, and where the epoch began."""
+        return [(cursor.position, at) for cursor, at in zip(self.cursors, self._epoch_at, strict=True)]
+
     def end_replay(self) -> None:
         """The replay is complete: continue at the run's position."""
-        if self.position != self._replay_end:
-            self._jump_to(self._replay_end)
-
-    def has_used_replay(self, fetched: FetchedBatches) -> bool:
-        """Whether the loop used all batches of the replay without a step, because a scaler found infinities."""
-        return 0 < len(fetched) <= fetched.num_computed and self._has_fetched_replay(fetched)
-
-    def has_fetched_last_replay(self, fetched: FetchedBatches) -> bool:
-        """Whether the loop has fetched all batches of a replay that ends the run."""
-        return self._progress().is_last and self._has_fetched_replay(fetched)
-
-    def _has_fetched_replay(self, fetched: FetchedBatches) -> bool:
-        """Whether the loop has fetched all batches of the replay."""
-        if not fetched or not self._progress().is_replaying:
-            return False
-        return self.position + sum(map(len, (*self._ended_loops, fetched))) >= self._replay_end
-
-    # ---- steps --------------------------------------------------------------------------------
-
-    def add(self, loop: Batches) -> None:
-        if not self.uses_shard:
-            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-            for number, param in enumerate(param for group in groups for param in group["params"]):
-                if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(partial(self._has_gradient, number))
-        self.uses_shard = True
-        self._loops.add(loop)
+        if len(self.cursors) == 1 and self.position != self._replay_end:
+            self._move(self._replay_end)
+        self._num_reported = self.position
 
     @property
-    def _all_fetched(self) -> Iterator[FetchedBatches]:
-        yield from self._ended_loops
-        yield from (loop.fetched for loop in self._loops)
+    def has_replayed(self) -> bool:
+        """Whether steps have used all batches of the replay, or a scaler has skipped them."""
+        return self._progress().is_replaying and self.position >= self._replay_end
+
+    @property
+    def covers_last_replay(self) -> bool:
+        """Whether loops have yielded all batches of a replay that ends the run."""
+        progress = self._progress()
+        in_hand = sum(len(cursor.in_hand) - cursor.num_void for cursor in self.cursors)
+        return progress.is_replaying and progress.is_last and self.position + in_hand >= self._replay_end
+
+    # ---- steps --------------------------------------------------------------------------------
 
     @property
     def is_parted(self) -> bool:
@@ -234,82 +239,91 @@ class DataPosition:
     def begins(self, part: object) -> bool:
         """Whether this step() of one of several optimizers begins a training step.
 
-        A training step is one batch. If no loop over `session.shard()` fetches ahead, the first step() after a batch
-        was requested begins a training step. In other loops each step() of the first optimizer begins one.
+        It does if a loop over `session.shard()` has yielded a batch since the last training step began. In other loops,
+        and for batches that a loop has fetched ahead before its end, each step() of the first optimizer begins one.
         """
         if not self.is_parted:
             return True
         self._first = self._first or part
-        all_fetched = list(self._all_fetched)
-        if self.uses_shard and not any(fetched.is_ahead for fetched in all_fetched):
-            return any(map(len, all_fetched))
+        if self.uses_shard and not any(cursor.has_ended and cursor.in_hand for cursor in self.cursors):
+            return any(cursor.is_fresh for cursor in self.cursors)
         return part is self._first
 
-    @property
-    def num_used(self) -> int:
-        """Batches that were used since the last step."""
-        # Parallel loops yield the same positions, so only the longest counts.
-        in_loops = max((loop.fetched.num_used for loop in self._loops), default=0)
-        return sum(fetched.num_used for fetched in self._ended_loops) + in_loops
+    def _due(self) -> list[tuple[Cursor, int]]:
+        """The cursors whose batches a step uses now, and how many. Raises UsageError for others than were stated."""
+        found = [(cursor, cursor.due()) for cursor in self.cursors if cursor.takes_part]
+        if not found and self.uses_shard and any(cursor.accumulate for cursor in self.cursors):
+            raise UsageError(
+                "step() without a batch of session.shard() since the step before",
+                fix="request a batch before each step; batches.accumulate = 0 before a step that uses no new batch",
+            )
+        return found
 
     @property
     def next_step_samples(self) -> int:
-        """Samples of the next step."""
-        return sum(fetched.num_samples for fetched in self._all_fetched)
+        """Samples of the next step. Raises UsageError if it uses other batches than were stated."""
+        return sum(cursor.num_samples_of(num) for cursor, num in self._due())
 
     def num_samples_now(self) -> int:
         """Samples of the batch that the model computes now; 0: it does not come from `session.shard()`."""
-        return next((fetched.num_samples_now for fetched in self._all_fetched if len(fetched)), 0)
+        found = [cursor.in_hand[cursor.current].num_samples for cursor in self.cursors if cursor.in_hand]
+        return found[0] if found else 0
 
-    def _has_gradient(self, number: int, _: torch.Tensor) -> None:
-        """Count a backward pass at its first gradient. A pass need not reach every parameter."""
-        if not self._in_pass or number in self._in_pass:
-            self._in_pass.clear()
-            for fetched in self._all_fetched:
-                fetched.note_backward(self.is_parted)
-        self._in_pass.add(number)
+    def step(self) -> int:
+        """Count a training step. Returns its samples; 0 if no batch came from `session.shard()`."""
+        self.apply_start()
+        if self.uses_shard:
+            return sum([cursor.use(num) for cursor, num in self._due()])
+        self.set_run_length(1)
+        self.cursors[0].position = self.cursors[0].next = self.cursors[0].position + 1
+        return 0
 
-    def step(self) -> tuple[int, int]:
-        """Count a training step. Returns its (batches, samples); zeros if no batch came from `session.shard()`."""
-        self._apply_new_start()
-        self._in_pass.clear()
-        num_batches, num_samples = self.num_used, self.next_step_samples
-        for fetched in self._all_fetched:
-            fetched.take()
-        self._ended_loops = [fetched for fetched in self._ended_loops if fetched]
-        self._num_used_since_start += num_batches if self.uses_shard else 1
-        self.batches_per_step = max(1, num_batches)
-        self._set_run_length(self._progress())
-        return num_batches, num_samples
+    def skip_step(self) -> None:
+        """A step is not taken: its batches are used up, and count for nothing."""
+        if self.uses_shard:
+            for cursor, num in self._due():
+                cursor.use(num)
 
-    def steps_of_run(self, per_step: int) -> int | None:
-        """Training steps of the run, for `per_step` batches per step; None: the run has no number of steps."""
-        return self._progress().total_steps or self.length.of_run(self.batches_per_epoch, per_step)
+    def skip(self) -> None:
+        """No step will use the batch that the script computes now."""
+        for cursor in self.cursors:
+            if cursor.takes_part:
+                cursor.skip()
 
-    def _set_run_length(self, progress: Progress) -> None:
-        """Compute the run's length at the first step, before that step counts.
+    def drop(self) -> bool:
+        """The run is over: the step uses batches that were fetched before this was known. False: there are none."""
+        if not self.has_in_hand:
+            return False
+        self.skip_step()
+        return True
+
+    def take_reported(self) -> int:
+        """Batches since the last contribution."""
+        before, self._num_reported = self._num_reported, self.position
+        return max(0, self._num_reported - before)
+
+    # ---- the length of the run ----------------------------------------------------------------
+
+    def set_run_length(self, accumulate: int, num_passes: int | None = 1) -> None:
+        """Compute the run's length before the first step, for loops of so many passes.
 
         Raises UsageError if `run.epochs` is set and the length of an epoch is not known.
         """
-        length = self.length
-        if self._has_set_run_length:
+        if self._has_run_length:
             return
-        self._has_set_run_length = True
+        self._has_run_length = True
+        length, progress = self.length, self._progress()
         if length.epochs is not None and not self.batches_per_epoch:
             raise UsageError(
                 f"run.epochs is {length.epochs}, and the length of an epoch of this script's own loader is not known",
                 fix="--steps N instead, or loop over session.shard(dataset)",
             )
-        if found := length.of_run(self.batches_per_epoch, self.batches_per_step):
+        if found := length.of_run(self.batches_per_epoch, accumulate, num_passes):
             self.run_steps = found
             if progress.total_steps is None:
                 progress.limit(found)
-        of_loop, total = length.of_loop(self.batches_per_epoch, self.batches_per_step), progress.total_steps
+        of_loop, total = length.of_loop(self.batches_per_epoch, accumulate), progress.total_steps
         if of_loop is not None and total is not None and of_loop > total:
             setting = "run.steps" if length.epochs is None else f"run.epochs: {length.epochs}"
             message = f"the run ends after {total} training steps ({setting}); this script's loop has {of_loop}"
             log.warning("cut_short", reason=message, fix=f"--steps {of_loop}; without --steps the loop sets the length")
-
-    def drop(self) -> bool:
-        """Discard batches that were fetched before the end of the run was known. Returns False if there were none."""
-        return sum(fetched.drop() for fetched in self._all_fetched) > 0  # a sum, so that each drops its batches

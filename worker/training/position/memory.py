@@ -27,6 +27,7 @@ log = get_logger()
 
 _GROUPS = "optimizer groups"
 _GENERATORS = "generators"
+_LOOPS = "loops"
 _SHOWN = 200  # longest part of a script's own error that a message shows, in characters
 
 
@@ -41,7 +42,7 @@ class Memory:
         self._num_starts = self._progress.num_starts
         self.is_used = False
         self.has_begun = self.is_marked = False  # a batch was requested or a step taken; mark() was called
-        self.is_tried = False  # a scaler has looked for infinities, and no step() has followed yet
+        self._passed_over = False  # a loop lay behind the rank, and the script has done its work after it
         data.memory = self
 
     @property
@@ -53,10 +54,19 @@ class Memory:
         if self.is_used or self.has_begun:
             return
         self.is_used = True
-        if (position := self._beginning()) is not None:
+        if (position := self.beginning()) is not None:
             self._go_back(position)
 
-    def _beginning(self) -> Position | None:
+    def positions(self, of_epoch: bool = False) -> list[int]:
+        """Of several loops, where each is, or where its epoch began, as the rank's saved state has it."""
+        begun = self._strategy.begun() if self.is_used else None
+        return [] if begun is None else [int(item[of_epoch]) for item in unpack(begun.payload).get(_LOOPS, [])]
+
+    def passed_over(self) -> None:
+        """A loop yields nothing, because it lies behind the rank. Before the next batch the state is restored again."""
+        self._passed_over = self._progress.is_replaying
+
+    def beginning(self) -> Position | None:
         """The position to go back to, or None.
 
         A new rank may begin in the middle of a training step of several optimizers.
@@ -90,10 +100,12 @@ class Memory:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _pack(self) -> bytes:
+        positions = self._data.positions()
+        loops = {_LOOPS: positions} if len(positions) > 1 else {}
         if not self._objects:
-            return pack({})
+            return pack(loops)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
-        return pack({name: item.state_dict() for name, item in self._objects.items()} | {_GROUPS: groups})
+        return pack({name: item.state_dict() for name, item in self._objects.items()} | {_GROUPS: groups} | loops)
 
     def _load(self, payload: bytes, names: list[str]) -> None:
         found = unpack(payload)
@@ -118,21 +130,34 @@ class Memory:
 
     # ---- while the loop runs ------------------------------------------------------------------
 
-    def note(self) -> None:
-        """Called before a batch is requested or a step taken. Saves state and position if a contribution begins here.
+    def note(self) -> bool:
+        """Called before a batch is requested or a step taken. Saves state and position where a contribution begins.
 
-        After batches without a step, in which a scaler found infinities, the contribution begins again here. A replay
-        with other weights would not find the infinities, and the script may do work between these batches, such as
-        averaging.
+        Returns whether one begins here.
         """
         self.has_begun = True
         progress = self._progress
-        is_anew = self.is_tried and progress.steps_left == progress.local_steps and not self._data.is_parted
-        self.is_tried = False
-        if self.is_used and (self._noted is None or is_anew) and not progress.is_replaying:
-            num_passed = self._data.num_used if is_anew else 0
-            position = self._data.position_record(progress.position, progress.local_steps, num_passed)
+        if self._passed_over and (begun := self._strategy.begun()) is not None:
+            self._passed_over = False
+            self._load(begun.payload, [*self._objects, _GROUPS] if self._objects else [])
+        if self.is_used and self._noted is None and not progress.is_replaying and not self.has_moved:
+            position = self._data.position_record(progress.position, progress.local_steps)
             self._noted = Begun(position, self._pack())
+            return True
+        return False
+
+    def no_batch(self) -> None:
+        """There was no batch where `note` said that a contribution begins: the script may do work before the next."""
+        self._noted = None
+
+    def skipped(self) -> None:
+        """A step was not taken. If it would have been the first of a contribution, that begins after it.
+
+        A replay with other weights might take it, and the script may do work between these steps, such as averaging.
+        """
+        progress = self._progress
+        if progress.steps_left == progress.local_steps and not self._data.is_parted:
+            self._noted = None
 
     def mark(self) -> None:
         """Note the beginning of a batch, for a loop that does not use `shard()`."""
@@ -160,12 +185,14 @@ class Memory:
         """Load the rank's state and position as they were at the new start."""
         self._num_starts, self._noted = self._progress.num_starts, None
         begun = self._strategy.begun()
+        self._data.apply_start()
+        self._data.forget()
         names = [*self._objects, _GROUPS] if self._objects else []
         if begun is not None:
             self._load(begun.payload, names)
         elif self._first:
             self._load(self._first, names)
-        position = self._beginning()
+        position = self.beginning()
         if position is not None and may_replay:
             self._go_back(position)
         elif begun is None:

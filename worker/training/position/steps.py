@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
+
+import torch
 
 from ....common.errors import UsageError
 from ....common.tensors.optimizers import Hyperparameters
@@ -16,13 +18,27 @@ from ..batches import digest_of
 from ..evaluation import Evaluation
 from ..readings import Readings
 from ..rows import Rows
+from ..scaler import Scaling
 from ..slowdown import Slowdown
 from .data import DataPosition
 from .memory import Memory
 from .restarted import Restarted, rates_of
 
-if TYPE_CHECKING:
-    from ..optimizer import ExchangeOptimizer
+
+class Part(Protocol):
+    """One of the optimizers that the script steps (`ExchangeOptimizer`)."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of all its groups."""
+
+    def hyperparameters(self) -> list[Hyperparameters]:
+        """The hyperparameters of every group."""
+
+    def take_clip_norm(self) -> float:
+        """The norm to which the script clips this step; 0: none."""
 
 
 def after_the_end(progress: Progress) -> UsageError:
@@ -45,23 +61,26 @@ class Steps:
         tables: Sequence[Rows] = (),
         evaluation: Evaluation | None = None,
         restarted: Restarted | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
         self.strategy, self.data, self.memory, self._slowdown = strategy, data, memory, slowdown
         self.tables, self._evaluation = tables, evaluation or Evaluation()
-        self._restarted = restarted or Restarted()
+        self._restarted, self.scaling = restarted or Restarted(), scaling or Scaling()
+        self.scaling.skipped = self.skip_step
         self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
-        self.parts: list[ExchangeOptimizer] = []
+        self.parts: list[Part] = []
         self.readings: Readings | None = None  # what the process measures
         self.work: Callable[[], str] = str  # what the process runs, as JSON
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
         self.num_steps = strategy.progress.training_steps
         self._begins = True  # whether the current step() begins a training step
-        self._newest: ExchangeOptimizer | None = None  # the optimizer that began the newest training step
+        self._newest: Part | None = None  # the optimizer that began the newest training step
+        self._unsent: Part | None = None  # an optimizer that has stepped since the newest contribution
         self._began: Begun | None = None  # where the newest training step's contribution began
         self._num_starts = -1
         self._replays_left = 0  # contributions that count already, of the training step that is replayed
         self._skips_step = False  # the current step() belongs to a training step from before the run moved
-        self._num_batches = self._num_samples = 0
+        self._num_samples = 0
         self._step_samples = 0  # of the newest training step
         self._losses: list[float] = []
         self._fresh_samples, self._fresh_losses = 0, list[float]()  # since the last step
@@ -83,14 +102,13 @@ class Steps:
         return self._newest is not None
 
     def record(self, num_samples: int = 0, loss: float | None = None) -> None:
-        """Count samples, and a loss to show, towards the next contribution."""
-        self._num_samples += num_samples
+        """Count samples, instead of those of its batches, and a loss to show, towards the next step."""
         self._fresh_samples += num_samples
         if loss is not None:
             self._losses.append(loss)
             self._fresh_losses.append(loss)
 
-    def prepare_step(self, part: ExchangeOptimizer) -> bool:
+    def prepare_step(self, part: Part) -> bool:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         progress = self.progress
         self._begins = self.data.begins(part)
@@ -102,22 +120,48 @@ class Steps:
             return False
         num_samples = self._fresh_samples
         if self._begins:
-            if progress.is_done:
-                if self.data.drop():  # batches that were fetched before the end was known
-                    return False
-                raise after_the_end(progress)
+            if self._is_void():
+                self._skips_step = self.data.is_parted
+                return False
             self._restarted.look(progress)
             if self._first_rates is None:
                 self._first_rates = rates_of(self._restarted.optimizers)
-            self.memory.is_tried = False
             self.memory.note()
             self._evaluation.begin(progress, self.data)
-            num_samples += self.data.next_step_samples
+            drawn = self.data.next_step_samples
+            num_samples = num_samples or drawn
         self.strategy.before_step(num_samples, _mean(self._fresh_losses), part.parameters)
-        self._fresh_samples, self._fresh_losses = 0, []
+        self._fresh_losses = []
         return True
 
-    def stepped(self, part: ExchangeOptimizer) -> None:
+    def _is_void(self) -> bool:
+        """Whether the step uses batches from before the run moved, or from after its end. Then it is not taken."""
+        data = self.data
+        data.apply_start()
+        if data.is_void:
+            data.skip_step()
+        elif not self.progress.is_done:
+            return False
+        elif not data.drop():
+            raise after_the_end(self.progress)
+        del self._losses[len(self._losses) - len(self._fresh_losses) :]
+        self._fresh_samples, self._fresh_losses = 0, []
+        for table in self.tables:
+            table.drop()
+        if not data.is_void:
+            self.strategy.restore()
+        return True
+
+    def skip_step(self, part: object) -> None:
+        """A step is not taken, because a scaler found infinities. Other optimizers may step on the same batches."""
+        if self.data.is_parted and (part is not self.parts[-1] or not self.data.begins(part)):
+            return
+        self.data.apply_start()
+        self.data.skip_step()
+        self._fresh_samples = 0
+        self.memory.skipped()
+
+    def stepped(self, part: Part) -> None:
         """Called after this worker's part of a step(). Contributes if a contribution is complete."""
         if self._begins:
             self._newest = part
@@ -125,8 +169,11 @@ class Steps:
             if self.readings is not None:
                 self.readings.note_step(part.param_groups)
             self.num_steps += 1
-            num_batches, num_samples = self.data.step()
-            self._num_batches, self._num_samples = self._num_batches + num_batches, self._num_samples + num_samples
+            num_samples = self.data.step()
+            self._num_samples += self._fresh_samples or num_samples
+        else:
+            self._num_samples += self._fresh_samples
+        self._fresh_samples = 0
         if self.notice is not None and self.notice():
             self.notice = None
         self._slow_down()
@@ -142,6 +189,8 @@ class Steps:
                 self._begin_anew()
         elif self._begins:
             self.strategy.went_on()
+        else:
+            self._unsent = part
         self._resumed_at = time.perf_counter()
 
     def _is_due(self) -> bool:
@@ -151,13 +200,14 @@ class Steps:
         # there is none, so they are sent now.
         return not self.strategy.kind.worker_steps or self.progress.is_last
 
-    def _contribute(self, part: ExchangeOptimizer) -> None:
+    def _contribute(self, part: Part) -> None:
+        self._unsent = None
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
         if self.data.uses_shard:
             # A batch with a discarded gradient has weight 0, which would mean "unknown" in a message.
             num_samples = max(1, num_samples)
         hyperparameters = self._current_hyperparameters()
-        drawn = self._num_batches if self.data.uses_shard else None
+        drawn = self.data.take_reported() if self.data.uses_shard else None
         is_due = False
         if self._begins:
             self._began = self.memory.take()
@@ -179,6 +229,9 @@ class Steps:
         self.strategy.contribute(outgoing, part.parameters if number else None)
         self._begin_anew()
         self.memory.after_step()
+        self.data.apply_start()
+        if self.data.is_void or (self.progress.is_done and self.data.has_in_hand):
+            self.strategy.pause()
         if is_due and not self.progress.is_done:  # at the end `session.finish()` evaluates the final weights
             self._evaluation.run()
 
@@ -190,17 +243,21 @@ class Steps:
     def _begin_anew(self) -> None:
         if self._begins:
             self._step_samples = self._num_samples
-        self._num_batches, self._num_samples, self._losses, self._compute_s = 0, 0, [], 0.0
+        self._num_samples, self._losses, self._compute_s = 0, [], 0.0
         for table in self.tables:
             table.drop()
 
     def finish(self) -> None:
-        """No training step follows: contribute local steps that were not sent yet."""
+        """No training step follows: contribute local steps that were not sent yet, of all optimizers."""
+        self.strategy.restore()
         if self.progress.is_replaying:
             self.memory.replayed()
         if self._newest is not None and self.strategy.kind.worker_steps and self.progress.cut_short():
             self._begins = True
             self._contribute(self._newest)
+        elif self._unsent is not None and not self.progress.is_done:
+            self._begins = False
+            self._contribute(self._unsent)
 
     def _current_hyperparameters(self) -> tuple[Hyperparameters, ...]:
         """Hyperparameters of all groups, then of all tables. Returns the same tuple until a value changes."""
@@ -216,9 +273,10 @@ class Steps:
             return None
         self._sent_first_for = self.progress.num_starts
         data = self.data
-        return FirstInfo(data.num_samples, self._digest, data.run_steps, self._first_rates or (), self.work())
+        num_samples = 0 if data.accepts_other_data else data.num_samples
+        return FirstInfo(num_samples, self._digest, data.run_steps, self._first_rates or (), self.work())
 
-    def _note_gradients(self, part: ExchangeOptimizer) -> None:
+    def _note_gradients(self, part: Part) -> None:
         """Compute the digest of the first gradients after a start. Batches of `session.shard()` need none."""
         if self._digest_for == self.progress.num_starts or self.progress.is_replaying:
             return

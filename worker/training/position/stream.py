@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from ....common.errors import UsageError
-
-if TYPE_CHECKING:
-    from ..data import Shares
 
 
 def is_stream(dataset: Any) -> bool:
@@ -35,7 +31,7 @@ def share_of_few(index: int, num_workers: int, num_left: int) -> tuple[int, int]
 
 
 @dataclass(frozen=True)
-class _Pass(IterableDataset[Any]):
+class StreamPass(IterableDataset[Any]):
     """One pass through a stream. Yields one rank's batches and weights, without the first `first` batches.
 
     The last item is (None, minus the number of batches). The stream's draws from torch's generator are the same on all
@@ -81,46 +77,35 @@ class _Pass(IterableDataset[Any]):
                 return
 
 
-def streamed_batches(
-    shares: Shares, division: Callable[[], tuple[int, int]], first: int, options: dict[str, Any]
-) -> Iterator[tuple[Any, int]]:
-    """Yield batches as `sharded_batches` does. The first `first` batches are read and discarded."""
-    stream: Any = shares.dataset
-    collate = options.pop("collate_fn", None) or default_collate
-    for epoch in itertools.count():
-        if hasattr(stream, "set_epoch"):
-            stream.set_epoch(epoch)
-        seed = shares.seed + epoch
-        once = _Pass(stream, seed, shares.batch_size, *division(), first, shares.drop_last, collate)
-        num_batches = 0
-        generator = torch.Generator().manual_seed(seed)
-        for batch, num_samples in DataLoader(
-            once, **{"generator": generator, **options, "batch_size": None, "collate_fn": _as_it_is}
-        ):
-            if num_samples > 0:
-                yield batch, num_samples
-            else:
-                num_batches = -num_samples
-        if not num_batches:
-            amount = "less than a batch for all workers" if shares.drop_last else "no sample"
+def streamed(once: StreamPass, number: int, options: dict[str, Any]) -> Iterator[tuple[Any, int]]:
+    """Yield the batches of pass `number`, and what follows them. Raises UsageError for a pass without batches."""
+    stream: Any = once.stream
+    if hasattr(stream, "set_epoch"):
+        stream.set_epoch(number)
+    generator = torch.Generator().manual_seed(once.seed)
+    for batch, num_samples in DataLoader(
+        once, **{"generator": generator, **options, "batch_size": None, "collate_fn": _as_it_is}
+    ):
+        if not num_samples:
+            amount = "less than a batch for all workers" if once.drop_last else "no sample"
             raise UsageError(
-                f"{type(stream).__name__} gave {amount} in epoch {epoch} (from 0)",
+                f"{type(stream).__name__} gave {amount} in epoch {number} (from 0)",
                 fix="make each iter() of it start again, with enough samples for all workers",
             )
-        first = max(0, first - num_batches)
+        yield batch, num_samples
 
 
 def _as_it_is(item: Any) -> Any:
     return item
 
 
-def check_stream(stream: Any, has_steps: bool, options: dict[str, Any]) -> None:
+def check_stream(stream: Any, counts_epochs: bool, options: dict[str, Any]) -> None:
     """Raises UsageError for options that a data set without a length does not support."""
     name = type(stream).__name__
-    if not has_steps:
+    if counts_epochs:
         raise UsageError(
-            f"{name} has no length, so the run needs a number of training steps; it has none, or counts epochs",
-            fix="--steps N, and one loop over session.shard(...)",
+            f"{name} has no length, so a run of epochs (--epochs, session.epochs) cannot count them",
+            fix="--steps N, and a loop over session.shard(..., epochs=None)",
         )
     for option in ("pads", "sampler"):
         if options.get(option):

@@ -25,7 +25,7 @@ class Stepper:
     """Takes the training steps of one task, as `session.settings.train` configures them.
 
     The gradient of a step is that of the mean over all samples of its batches. A step whose gradient overflows in fp16
-    is skipped: its batches get weight 0, and the loss scale becomes smaller.
+    is skipped: its batches count for nothing, and the loss scale becomes smaller.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class Stepper:
                 self._scaler.scale(loss if share == 1 else loss * share).backward()
         value = float(loss.detach())
         self._session.record(loss=value)
-        if len(self._num_samples) == self._train.accumulate:
+        if len(self._num_samples) == self._train.accumulate or not batches.remaining:
             self._even_out()
-            self._step(batches)
+            self._step()
             self._num_samples.clear()
         return value
 
     def _even_out(self) -> None:
-        factor = self._num_samples[0] * len(self._num_samples) / sum(self._num_samples)
+        factor = self._num_samples[0] * self._train.accumulate / sum(self._num_samples)
         gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         if factor != 1 and gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _step(self, batches: Batches) -> None:
+    def _step(self) -> None:
         self._set_rate()
         if not self._scaler.is_enabled():
             self._optimizer.step()
@@ -79,13 +79,12 @@ class Stepper:
         self._scaler.unscale_(self._optimizer)
         self._scaler.update()
         if self._scaler.get_scale() < scale and scale > _LEAST_SCALE:
-            batches.zero_sample_weights()
+            self._session.skip_step(self._optimizer)
         else:
             self._optimizer.step()
 
     def _set_rate(self) -> None:
-        _, data = self._session._joined()
-        num_steps = data.steps_of_run(self._train.accumulate) or TASK_STEPS
+        num_steps = self._session._progress.total_steps or TASK_STEPS
         for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
             rate = rate_at(self._session.step, num_steps, lr, self._train)
             if rate != group["lr"]:
