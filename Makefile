@@ -6,7 +6,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sample docker-test trainers trackers campaigns gpu-test gpu-packages docs docs-figures screenshots lint types proto bench overlap shards chaos kill-points claims clean
+.PHONY: help demo test test-slow test-sample docker-test trainers trackers campaigns gpu-test gpu-packages docs docs-figures screenshots lint types proto bench overlap shards chaos combinations kill-points claims clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -108,6 +108,9 @@ shards: .venv/installed  ## 1, 2 and 4 shards on hosts with 1 Gbit/s each
 
 chaos: .venv/installed  ## a job for a minute under random kills, pauses and broken connections, then the proof
 	$(BIN)/ps-launch chaos --seconds 60 --seed 1
+
+combinations: .venv/installed  ## a covering array of all options, each row with real processes, about half an hour: SEED=1
+	$(BIN)/python -m paramserver.tests.combinations --seed $(or $(SEED),1)
 
 kill-points: .venv/installed  ## 1,000 seeded kills of servers and workers, about an hour
 	$(BIN)/python tests/chaos/kill_points.py --points 1000 --quiet

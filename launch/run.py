@@ -17,7 +17,7 @@ from ..common.config.option import LAUNCHER
 from ..common.config.schema import Config
 from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
 from ..common.errors import EXIT_OUTPUT_LOST, OutputError, UsageError, raise_first
-from ..common.registry import BACKENDS, MODES, canonical_mode, check_mode, mode_label
+from ..common.registry import BACKENDS, MODES, canonical_mode, mode_label
 from ..common.security import WEB_LOGS_VARIABLE, WEB_TOKEN_VARIABLE
 from ..common.user_code import is_in_file
 from ..common.wire.json_text import to_json
@@ -103,11 +103,8 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     plans = plan_runs(resolved, request, machine)
     from ..common.reporting.output import check_writable
 
-    for plan in plans:
-        if plan.server is not None:
-            check_mode(plan.mode, config)
-        if backend.spans_hosts:
-            check_exposure(plan)
+    for plan in plans if backend.spans_hosts else ():
+        check_exposure(plan)
     files = [path for plan in plans for path in (plan.save, plan.history) if not backend.spans_hosts]
     for path in [*files, config.output.summary]:
         if path is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ..common import combinations
 from ..common.config.addresses import split_address
 from ..common.config.schema import Config
 from ..common.errors import UnreachableError, raise_first
-from ..common.registry import MODES
 from ..common.reporting.log import get_logger
 from ..ps.core.effects import Evaluated, Fact
 from ..ps.core.events import Stopped
@@ -79,8 +79,16 @@ async def relay_server(config: Config) -> RelayServer:
     except UnreachableError as error:
         fix = error.fix.replace("--server HOST:PORT", "--upstream HOST:PORT")
         raise UnreachableError(error.message, fix=f"{fix}; {_NO_LOOP}") from None
-    _check_modes(config, link)
     settings = link.settings
+    combinations.check(
+        combinations.choices_of(
+            config,
+            config.run.mode,
+            mode_above=settings.mode,
+            kind_above=settings.kind,
+            fragments_above=settings.fragments,
+        )
+    )
     every = "each version" if settings.kind.holds_gradients else "policy.local_steps of the run above"
     log.info("region", rank=link.progress.rank, above=link.address, mode_above=settings.mode, every=every)
     return RelayServer(with_settings(config, link), link)
@@ -102,26 +110,15 @@ def with_settings(config: Config, link: Link) -> Config:
 
 def check(config: Config) -> None:
     """Raises UsageError for settings that a region cannot have."""
-    upstream, server, mode = config.upstream, config.server, config.run.mode
+    upstream, server = config.upstream, config.server
     assert upstream.server is not None
+    combinations.check(combinations.choices_of(config, config.run.mode))
     raise_first(
-        (server.shards > 1, f"--upstream with --shards {server.shards}: a region is one server",
-         "give --shards to the server above"),
-        (config.checkpoint.dir is not None,
-         f"--upstream with --checkpoint-dir {config.checkpoint.dir}: the run above keeps the state of a region",
-         "give --checkpoint-dir to the server above"),
         (any(_is_same(server.listen, address) for address in upstream.server.split(",")),
          f"--upstream {upstream.server} is this server's own address (--listen {server.listen})",
          "give the address of the server above"),
         ((upstream.cert is None) != (upstream.key is None), "upstream.cert and upstream.key go together",
          "give both: a certificate and its private key"),
-        (config.store.polyak is not None, "--upstream with store.polyak: the server above keeps averaged weights",
-         "set store.polyak for the server above"),
-        (MODES.load(mode).kind.has_peers and config.policy.option("staleness", 0),
-         f"a region in mode {mode} with policy.staleness: new weights would come between two delayed steps",
-         "--set policy.staleness=0 for the region"),
-        (config.policy.option("fragments", 1) > 1, f"a region in mode {mode} with policy.fragments",
-         "--set policy.fragments=1 for the region"),
     )  # fmt: skip
 
 
@@ -129,23 +126,3 @@ def _is_same(listen: str, other: str) -> bool:
     (host, port), (other_host, other_port) = split_address(listen), split_address(other)
     everywhere = ("0.0.0.0", "::")
     return port == other_port and (host == other_host or (host in everywhere and other_host in ("127.0.0.1", "::1")))
-
-
-def _check_modes(config: Config, link: Link) -> None:
-    """Raises UsageError if the region's mode and that of the run above do not fit."""
-    above, mode, every = link.settings, config.run.mode, config.upstream.every
-    policy, passes_gradients = MODES.load(mode), above.kind.holds_gradients
-    raise_first(
-        (above.kind.has_peers, f"the run above is in mode {above.mode}, whose workers average among themselves",
-         "for the server above, use mode sync, localsgd, diloco or async_diloco"),
-        (above.fragments > 1 and config.upstream.merge != "shift",
-         f"upstream.merge is {config.upstream.merge}: it would change fragments that were not exchanged, because the "
-         "run above has policy.fragments",
-         "--set upstream.merge=shift, or leave out policy.fragments of the server above"),
-        (passes_gradients and not (policy.kind.holds_gradients and policy.has_rounds),
-         f"a region in mode {mode}: the run above, in mode {above.mode}, takes the mean gradient of each round",
-         "--mode sync for the region, or localsgd, diloco or async_diloco for the server above"),
-        (passes_gradients and bool(every),
-         f"--upstream-every {every}: the run above, in mode {above.mode}, takes a gradient of every version",
-         "leave it out, or use localsgd, diloco or async_diloco for the server above"),
-    )  # fmt: skip

@@ -11,23 +11,22 @@ attempt. A payload that is sent again has the same bytes and is not encoded agai
     begin(payload, bytes)
     rollback()                      (never arrived)      the next begin sees the memory from before this one
 
-Each file of this folder is a codec, and `ENTRY` names its class. The class attributes state what the codec can do.
-There is no other list of codecs.
+Each file of this folder is a codec, and `ENTRY` names its class. The class attributes state what the codec can do,
+and common/combinations.py with what it goes together.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
 import torch
 
-from ...common.kinds import ContributionKind
-from ..errors import Reason, UsageError, refusal
+from ..errors import Reason, refusal
 from ..tensors.layout import Layout, new_payload
 
 
@@ -67,15 +66,8 @@ class Codec(ABC):
     decay: float = 1.0
     # Replies may be weights in this codec, and not only differences to a reference.
     takes_weights: bool = True
-    # Whether the server's optimizer may be adaptive or have momentum (law 1 in docs/codecs.md). A residual comes later
-    # in large values, which both kinds of optimizer amplify.
-    suits_adaptive: bool = True
-    suits_momentum: bool = True
     # Whether the server's outer optimizer may have momentum. A sparse codec sends most values of a difference late.
     suits_outer_momentum: bool = True
-    # Only this optimizer of the server, and only these modes, can use the payload. None: all can.
-    optimizer: str | None = None
-    modes: tuple[str, ...] | None = None
 
     @abstractmethod
     def encoded_bytes(self, layout: Layout) -> int:
@@ -143,93 +135,6 @@ class FreeBuffers:
         """Return a buffer to the pool."""
         if len(self._idle) < self._limit:
             self._idle.append(payload)
-
-
-def _check_weights(mode: str, setting: str, codec: Codec) -> None:
-    """Raise UsageError if workers send weights, of which a codec in either direction would lose the small steps."""
-    if not codec.is_identity:
-        raise UsageError(
-            f"worker.{setting} is {codec.name}, and workers of this run in mode {mode} send weights, of which the "
-            "codec would lose every small step",
-            fix=f"--set worker.{setting}={codec.name} for ps-server too: localsgd then averages weight changes; or "
-            "--mode diloco, which always does",
-        )
-
-
-def _check_reference(down: Codec) -> None:
-    """Raise UsageError if replies cannot be differences in this codec."""
-    if not down.goes_in_parts or down.optimizer is not None:
-        raise UsageError(
-            f"worker.reply_codec is {down.name}, with which workers approach the server's weights too slowly or never",
-            fix="--set worker.reply_codec=q4 (or int8, bf16)",
-        )
-
-
-def _check_fragments(up: Codec, down: Codec, fragments: int) -> None:
-    """Raise UsageError if the codecs cannot send a single fragment."""
-    if up.has_feedback and not up.goes_in_parts:
-        setting, codec, why, other = "codec", up, "needs the whole model at once for its residual", "q4"
-    elif not down.is_identity and down.takes_weights:
-        setting, codec, why, other = "reply_codec", down, "encodes only whole replies", "q4 (or int8, raw)"
-    else:
-        return
-    raise UsageError(
-        f"worker.{setting} is {codec.name}, which {why}; policy.fragments is {fragments}, so one fragment is sent",
-        fix=f"--set worker.{setting}={other}, or --fragments 1",
-    )
-
-
-def _check_own(mode: str, up: Codec, optimizers: Iterable[tuple[str, object]]) -> None:
-    """Raise UsageError if the codec needs another mode or another optimizer."""
-    if up.modes is not None and mode not in up.modes:
-        raise UsageError(
-            f"worker.codec is {up.name}, which is for --mode {' or '.join(up.modes)}, and the mode is {mode}",
-            fix=f"--mode {up.modes[0]}; or --set worker.codec=q4",
-        )
-    for name, _ in optimizers:
-        if up.optimizer not in (None, name):
-            raise UsageError(
-                f"worker.codec is {up.name}, which needs the optimizer {up.optimizer}, and the optimizer is {name}",
-                fix=f"--optimizer {up.optimizer.lower()}, in a script paramserver.{up.optimizer}(model.parameters(), "
-                "warmup_steps=...); or --set worker.codec=q4",
-            )
-
-
-# Classes in torch.optim that step along the gradient itself. All others divide it by its usual size.
-_LINEAR = ("SGD", "ASGD")
-
-
-def check_codecs(
-    mode: str,
-    kind: ContributionKind,
-    up: Codec,
-    down: Codec,
-    optimizers: Iterable[tuple[str, Mapping[str, object]]] = (),
-    fragments: int = 1,
-) -> None:
-    """Raise UsageError if a run cannot use `up` for contributions or `down` for replies.
-
-    `kind`: the kind of contribution in this mode. `optimizers`: class name and arguments of each parameter group of the
-    server's optimizer, or empty if they are not known yet. `fragments`: the number of fragments of the model.
-    """
-    if fragments > 1:
-        _check_fragments(up, down, fragments)
-    for setting, codec in (("codec", up), ("reply_codec", down)) if not kind.may_lose else ():
-        _check_weights(mode, setting, codec)
-    if not down.takes_weights:
-        _check_reference(down)
-    _check_own(mode, up, optimizers)
-    for name, arguments in optimizers if kind.steps_along_mean_gradient and up.optimizer is None else ():
-        if not up.suits_adaptive and name not in _LINEAR:
-            why = f"{name} divides every gradient by its usual size, and the codec makes most of them 0 or equal"
-        elif not up.suits_momentum and arguments.get("momentum"):
-            why = f"{name} has momentum {arguments['momentum']}, which amplifies the values that the codec sends late"
-        else:
-            continue
-        raise UsageError(
-            f"worker.codec is {up.name}: {why}; this trains worse than without a residual (docs/codecs.md)",
-            fix="--mode diloco, which runs this optimizer in the workers; or --set worker.codec=q4",
-        )
 
 
 def payload_bytes(codec: Codec, layout: Layout) -> int:

@@ -31,10 +31,7 @@ _SCALE_BYTES = 4
 
 class OneBitAdamCodec(ByTensor):
     name = "onebit_adam"
-    suits_adaptive = suits_momentum = False
     piece = 1 << 62  # one scale for a tensor
-    optimizer = "OneBitAdam"
-    modes = ("sync",)
 
     def size(self, num_elements: int) -> int:
         return _SCALE_BYTES + -(-num_elements // 8)

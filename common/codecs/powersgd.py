@@ -23,7 +23,6 @@ _LEAST_RATIO = 2
 
 class PowerSgdCodec(ByTensor):
     name = "powersgd"
-    suits_adaptive = False
     piece = 1 << 62
 
     def encodes(self, spec: TensorSpec) -> bool:

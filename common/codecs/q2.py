@@ -25,7 +25,6 @@ _APART = 0.9957  # distance of levels, in standard deviations
 class Q2Codec(InBlocks):
     name = "q2"
     bits = 2
-    suits_adaptive = suits_momentum = False
 
     def encode_piece(self, values: torch.Tensor, out: torch.Tensor) -> None:
         for block, scales, packed in self.parts(values, out):

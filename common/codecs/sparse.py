@@ -28,7 +28,6 @@ _PACKED = 4  # places in three bytes, levels in one
 
 class SparseCodec(ByTensor):
     name = "sparse"
-    suits_adaptive = False
     suits_outer_momentum = False
     decay = 0.95
     least = 4096

@@ -19,7 +19,6 @@ _VALUE_BYTES, _PLACE_BYTES = 4, 2
 
 class TopkCodec(ByTensor):
     name = "topk"
-    suits_adaptive = False
     least = _CHUNK
     piece = _CHUNKS * _CHUNK
 

@@ -22,12 +22,13 @@ TRAINED = "train_loss"  # the metric of training itself, where nothing was evalu
 _MOST_TRAINED = 1_000  # points; at twice as many, every second point is dropped
 # Words of a metric's name that say which of two values is better.
 _HIGH = frozenset((
-    "accuracy", "acc", "f1", "auc", "auroc", "bleu", "rouge", "iou", "miou", "dice", "precision", "recall", "ndcg",
-    "mrr", "psnr", "ssim", "reward", "solved", "success", "r2",
+    "accuracy", "acc", "f1", "auc", "bleu", "rouge", "iou", "miou", "dice", "precision", "recall", "ndcg",
+    "mrr", "psnr", "ssim", "reward", "solved", "success", "r2", "power", "map", "ap", "auprc", "auroc", "meteor",
+    "rouge1", "rouge2", "rougel", "chrf", "kappa", "mcc", "score", "return", "returns", "elo", "top1", "top5", "em",
 ))  # fmt: skip
 _LOW = frozenset((
     "loss", "error", "err", "perplexity", "ppl", "nll", "wer", "cer", "fid", "mse", "mae", "rmse", "mape", "bpc", "bpb",
-    "kl", "regret",
+    "kl", "regret", "ece", "eer", "brier", "logloss", "lpips", "mase", "smape", "ter", "bpp",
 ))  # fmt: skip
 
 

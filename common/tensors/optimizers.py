@@ -97,6 +97,11 @@ class OptimizerSpec:
         names = self.name.split("+")
         return tuple(names) if len(names) == len(self.groups) else (self.name,) * len(self.groups)
 
+    @property
+    def each(self) -> tuple[tuple[str, Hyperparameters], ...]:
+        """The class and the hyperparameters of each group."""
+        return tuple(zip(self.classes, (group.hyperparameters for group in self.groups), strict=True))
+
     def _structure(self) -> dict[str, Any]:
         """Return the properties that a run never changes, by the name that error messages use."""
         sizes = {f"tensors of group {index}": group.tensors for index, group in enumerate(self.groups)}

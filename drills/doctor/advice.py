@@ -155,10 +155,10 @@ def foresee(
     for mode in MODES:
         for codec in CODECS:
             for ways in (("worker.codec", "worker.reply_codec"), ("worker.codec",)):
-                own = tuple(f"{way}={codec}" for way in ways)
+                settings = tuple(f"{way}={codec}" for way in ways)
                 with suppress(UsageError):  # not every mode takes every codec both ways
-                    simulated = _foreseen(config, mode, codec, num_workers, machines, [*sets, *own])
-                    found.append(replace(simulated, sets=own))
+                    simulated = _foreseen(config, mode, codec, num_workers, machines, [*sets, *settings])
+                    found.append(replace(simulated, sets=settings))
                     break
     return found
 

@@ -65,10 +65,6 @@ def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str
     every = config.upstream.every
     also, steps = f"together with {len(regions)} regions", origins.get("policy.local_steps", "")
     raise_first(
-        (regions and (config.server.shards > 1 or config.launch.colocate),
-         f"shards {also}: the server above is one process", "leave out --shards and --colocate"),
-        (regions and config.policy.option("fragments", 1) > 1,
-         f"policy.fragments {also}: a relay overlaps its exchanges by itself", "leave out policy.fragments"),
         (resolved.was_set("upstream.mode") and not every,
          f"{origins.get('upstream.mode')}: without --upstream-every K the run above has the mode of the regions",
          "--upstream-every K"),
@@ -76,19 +72,6 @@ def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str
             "local_steps" in MODES.load(mode).Options.model_fields for mode in modes
         ), f"{steps} has no effect {also}: the run above exchanges every {every} steps", "leave it out"),
     )  # fmt: skip
-    for mode in modes if regions else ():
-        kind, above = MODES.load(mode).kind, MODES.load(mode_above(config, mode))
-        raise_first(
-            (kind.has_peers and not every, f"mode {mode} {also}: the run above would be in this mode too, but its "
-             "workers average among themselves", "--upstream-every 8, or --mode sync"),
-            (kind.has_peers and config.policy.option("staleness", 0), f"mode {mode} with policy.staleness {also}: "
-             "new weights would come between two delayed steps", "leave out policy.staleness"),
-            (every and (above.kind.has_peers or above.kind.holds_gradients),
-             f"upstream.mode is {config.upstream.mode}, but the run above must exchange weights every {every} steps",
-             "localsgd, diloco or async_diloco"),
-            (above.kind.holds_gradients and not above.has_rounds, f"mode {mode} {also}: the run above would take the "
-             "mean gradient of each round, but this mode has no rounds", "--upstream-every 8, or --mode sync"),
-        )  # fmt: skip
 
 
 def settings_above(config: Config, mode: str, settings: Mapping[str, Any], num_regions: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...common.combinations import check, check_values
 from ...common.config.documents import scalar_text
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
@@ -31,6 +32,7 @@ from .settings import (
     SINGLE,
     arguments,
     check_together,
+    chosen,
     code_file,
     file_of,
     for_workers,
@@ -313,6 +315,10 @@ def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Pl
     """Returns a plan for each mode and seed. The configuration must name `run.workers`. Raises UsageError."""
     check_together(resolved, request.modes, request.script_args)
     check_regions(resolved, [mode for mode in request.modes if mode != SINGLE], machine.regions)
+    for mode in request.modes if len(request.modes) == 1 else [mode for mode in request.modes if mode != SINGLE]:
+        check(chosen(resolved, mode, len(machine.regions)))
+        if mode != SINGLE:
+            check_values(resolved.config, mode)
     run, num_seeds = resolved.config.run, resolved.config.launch.seeds
     seeds = [run.seed + index for index in range(num_seeds)] if num_seeds > 1 else [None]
     return [_plan(resolved, request, machine, mode, seed) for mode in request.modes for seed in seeds]

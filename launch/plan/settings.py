@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from ...common.combinations import Choices, choices_of
 from ...common.config.documents import scalar_text
 from ...common.config.schema import DEFAULT_ADDRESS, Config, SecurityConfig
 from ...common.config.sources import Resolved
 from ...common.errors import UsageError, raise_first
-from ...common.registry import mode_label
+from ...common.kinds import ContributionKind
+from ...common.registry import MODES, mode_label
 from ...common.user_code import is_in_file
 from .placement import Place
 from .process import Child
@@ -54,32 +56,15 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
             (script is not None and is_flag(origin) and key.startswith(("task.", "train.", "loader.")),
              f"{origin} together with the script {script}: the script has its own model, data and loop",
              "leave one of them out"),
-            (is_alone and is_flag(origin) and key.startswith("checkpoint."),
-             f"{origin} together with --mode {SINGLE}: a worker alone has no server that takes snapshots",
-             "train with a server, e.g. -n 1 --mode sync"),
         )  # fmt: skip
-    raise_first(
-        (config.launch.serve is not None and is_alone,
-         f"{origins.get('launch.serve')} together with --mode {SINGLE}: a worker alone has no server to follow",
-         "leave one of them out; ps-serve FILE.safetensors --task NAME serves what --save has written"),
-        (config.launch.serve is not None and script is not None,
-         f"{origins.get('launch.serve')} together with the script {script}: ps-serve needs the model as a task",
-         "start it beside the run: ps-serve --server HOST:PORT --task FILE.py:NAME"),
-    )  # fmt: skip
     several = f"mode, and {len(modes)}" if len(modes) > 1 else f"seed, and {num_seeds}"
     raise_first(
-        (config.launch.web and is_alone,
-         f"{origins.get('launch.web')} together with --mode {SINGLE}: a worker alone has no server and no dashboard",
-         "leave one of them out; a run with a server is e.g. -n 1 --mode sync"),
         (script is not None and SINGLE in modes,
          f"--mode {SINGLE} is a task alone on the union batch, and the script {script} has batches of its own",
          f"run it alone, without ps-launch: python {' '.join((script or '', *script_args))}"),
         (script_args and script is None,
          f"arguments after -- ({' '.join(script_args)}) belong to a script, and there is none",
          "give the script: ps-launch FILE.py ARGS"),
-        (worker.pipeline and group == 1 and not is_alone,
-         "worker.pipeline, and launch.group is 1: the stages of a pipeline are the processes of a worker",
-         "--group G, with at most one process for each layer"),
         ((config.launch.group_min or 1) > group,
          f"launch.group_min is {config.launch.group_min}, and launch.group {group}", "at most --group"),
         (config.launch.group_min is not None and not worker.pipeline,
@@ -90,6 +75,25 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
         (resume not in (None, "latest", "never") and len(modes) * num_seeds > 1,
          f"{origins.get('checkpoint.resume')}: {resume} is a snapshot of one {several} are to run",
          "run one, or let each continue from its own newest: --resume latest"),
+    )  # fmt: skip
+
+
+def chosen(resolved: Resolved, mode: str, num_regions: int) -> Choices:
+    """Returns what the settings choose for the runs of a mode."""
+    config, origins, launch = resolved.config, resolved.origins, resolved.config.launch
+    if mode == SINGLE:
+        return Choices(
+            mode=SINGLE, kind=ContributionKind.WEIGHTS, is_alone=True, serve=launch.serve,
+            web=bool(launch.web),
+            snapshots=next((o for key, o in origins.items() if key.startswith("checkpoint.") and is_flag(o)), None),
+        )  # fmt: skip
+    has_above = num_regions and config.upstream.every  # else the run above has the mode of the regions
+    return choices_of(
+        config, mode, regions=num_regions, is_grouped=launch.group > 1, colocate=launch.colocate,
+        mode_above=config.upstream.mode if has_above else "",
+        kind_above=MODES.load(config.upstream.mode).kind if has_above else None,
+        script=launch.script, serve=launch.serve,
+        optimizers=() if launch.script is not None else ((config.optimizer.name, config.optimizer.arguments()),),
     )  # fmt: skip
 
 

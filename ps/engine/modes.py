@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from ...common.combinations import check, check_values, choices_of
 from ...common.config.schema import Config
-from ...common.errors import UsageError
-from ...common.registry import CODECS, MODES, check_codec_of_peers, check_mode, check_zero
+from ...common.registry import CODECS, MODES
 from ..core.state import Options
 from ..policies.base import Common, Policy
 
@@ -18,42 +18,15 @@ def make_policy(config: Config) -> Policy:
     """The mode's state machine with the options of the configuration."""
     policy, run = config.policy, config.run
     options = policy.options(run.mode)
-    check_mode(run.mode, config)
-    has_peers = MODES.load(run.mode).kind.has_peers
-    check_zero(config.worker.zero, run.mode, has_peers, getattr(options, "staleness", 0))
-    if has_peers:
-        _check_peers(config)
+    check(choices_of(config, run.mode))
+    check_values(config, run.mode)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
     codecs = _codecs(config)
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
     settings["rounds"] = bool(codecs)
     settings["keeps_most"] = bool(codecs) and not codecs[0].suits_outer_momentum
     settings["max_staged"] = config.server.max_staged if config.server.shards == 1 else None  # `make_room`
-    made = policy_of(run.mode, {**settings, **options.model_dump()})
-    if codecs:
-        from ...common.codecs.base import check_codecs
-
-        up, down = codecs
-        check_codecs(run.mode, made.kind, up, down, fragments=made.fragments)
-    return made
-
-
-def _check_peers(config: Config) -> None:
-    """Raises UsageError for settings of the path to the server in a mode whose gradients do not take it."""
-    worker, mode = config.worker, config.run.mode
-    for name, value, none in (
-        ("store.polyak", config.store.polyak, None),
-        ("worker.reply_codec", worker.reply_codec, "raw"),
-    ):
-        if value != none:
-            message = f"{name} is {value}, and workers of mode {mode} average among themselves"
-            raise UsageError(message, fix="leave it out, or --mode sync, where all gradients pass the server")
-    outstanding = getattr(config.policy.options(mode), "staleness", 0)
-    if worker.codec != "raw":
-        check_codec_of_peers(worker.codec, worker.zero, outstanding)
-    if config.run.steps is not None and outstanding >= config.run.steps:
-        message = f"policy.staleness is {outstanding}, and the run has {config.run.steps} training steps"
-        raise UsageError(f"{message}: no step would change the weights", fix="--staleness 1, or more steps")
+    return policy_of(run.mode, {**settings, **options.model_dump()})
 
 
 def _codecs(config: Config) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ class AsyncOptions(LateOptions):
 class AsyncPolicy(SinglePolicy):
     Options = AsyncOptions
     options: AsyncOptions
+    may_step_by_turns = True
 
     def __init__(self, common: Common, options: AsyncOptions) -> None:
         super().__init__(common, options)

@@ -146,8 +146,8 @@ class Policy(Gates, ABC):
         if (refusal := self._refusal(rank, seq)) is not None:
             return [Discard(rank), refusal]
         assert member is not None
-        if counts.part and self.replies_before_commit:
-            message = "session.optimizers(): this mode replies before a contribution is in a version; use --mode async"
+        if counts.part and not self.may_step_by_turns:
+            message = "session.optimizers(): several optimizers step by turns only in --mode sync, async and localsgd"
             return [Discard(rank), Refuse(rank, "OPTIMIZER_UNSUPPORTED", message)]
         num_steps = counts.num_training_steps
         if num_steps is not None and num_steps < self.local_steps and not counts.continues_step:

@@ -13,6 +13,7 @@ from .shared.rounds import RoundPolicy
 class SyncPolicy(RoundPolicy):
     kind = ContributionKind.GRADIENT
     may_aggregate = True
+    may_step_by_turns = True
 
 
 ENTRY = SyncPolicy

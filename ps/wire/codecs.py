@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from ...common.codecs.base import Codec, check_codecs
+from ...common.codecs.base import Codec
+from ...common.combinations import Choices
+from ...common.combinations import refusal as refused
 from ...common.errors import ParamServerError, Reason, UsageError, refusal
 from ...common.registry import CODECS
 from ..core.run import Run
@@ -25,10 +27,14 @@ def unusable(run: Run, peer: Peer, codec: Codec) -> UsageError | None:
     """Return the error if the mode or the optimizer excludes a codec for this worker's contributions, else None."""
     assert peer.offer is not None
     policy, optimizer = run.policy, peer.offer[1]
-    groups = zip(optimizer.classes, (group.hyperparameters for group in optimizer.groups), strict=True)
-    reply_codec = peer.reply_codec or codec_named("")
-    try:
-        check_codecs(run.mode, policy.kind, codec, reply_codec, list(groups), fragments=policy.fragments)
-    except UsageError as error:
-        return error
-    return None
+    return refused(
+        Choices(
+            mode=run.mode,
+            kind=policy.kind,
+            has_rounds=policy.has_rounds,
+            codec=codec.name,
+            reply_codec=peer.reply_codec.name if peer.reply_codec is not None else "raw",
+            fragments=policy.fragments,
+            optimizers=optimizer.each,
+        )
+    )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from ...common.codecs.base import Codec, begin_payload, check_codecs, take_payload
+from ...common import combinations
+from ...common.codecs.base import Codec, begin_payload, take_payload
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
 from ...common.kinds import ContributionKind
-from ...common.registry import CODECS
+from ...common.registry import CODECS, MODES
 from ...common.tensors.layout import Layout, new_payload
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.wire.records import COUNTED, Outcome
@@ -27,9 +28,16 @@ from ...worker.transports.encoding import Encoding
 def check(config: Config, kind: ContributionKind, described: OptimizerSpec) -> None:
     """Raise UsageError for codecs that do not suit the optimizer, as a joining worker does."""
     worker = config.worker
-    groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
-    up, down = CODECS.load(worker.codec)(), CODECS.load(worker.reply_codec)()
-    check_codecs(config.run.mode, kind, up, down, groups)
+    combinations.check(
+        combinations.Choices(
+            mode=config.run.mode,
+            kind=kind,
+            has_rounds=MODES.load(config.run.mode).has_rounds,
+            codec=worker.codec,
+            reply_codec=worker.reply_codec,
+            optimizers=described.each,
+        )
+    )
 
 
 class Up:

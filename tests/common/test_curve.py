@@ -80,7 +80,7 @@ def test_files() -> None:
     [
         (True, "accuracy answer_accuracy val/acc top-1.acc lower_f1 maestro_f1 semseg_iou reward AUC acc@5"),
         (False, "loss eval_loss val/loss error perplexity nll ppl fid cer kl wer rmse bits_per_byte bpc train_loss"),
-        (None, "power answer total lossless flower maestro semseg mastery newer accuracy_loss val_accuracy_error x"),
+        (None, "torque answer total lossless flower maestro semseg mastery newer accuracy_loss val_accuracy_error x"),
     ],
 )
 def test_whole_words_of_a_name_say_what_is_better_and_two_that_differ_say_nothing(up: bool | None, names: str) -> None:
@@ -101,13 +101,13 @@ def test_a_task_or_the_setting_states_what_is_better() -> None:
 
 
 def test_without_a_direction_nothing_is_the_best_and_nothing_ends_the_run() -> None:
-    found = curve(1.0, 2.0, 0.5, metric="power", patience=1)
+    found = curve(1.0, 2.0, 0.5, metric="torque", patience=1)
     assert (found.best, found.why_enough) == (None, "")
     why, fix = found.unclear()
-    assert "is more or less power better?" in why and "power:max" in fix
+    assert "is more or less torque better?" in why and "torque:max" in fix
     assert Curve().unclear() == ("", "")
     both = Curve()
-    both.add(Point(step=1, version=1, metrics={"power": 3.0, "ppl": 5.0}))
+    both.add(Point(step=1, version=1, metrics={"torque": 3.0, "ppl": 5.0}))
     assert both.metric == "ppl", "the first whose direction is known decides"
 
 

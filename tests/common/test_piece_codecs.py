@@ -15,9 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.codecs.base import check_codecs
-from paramserver.common.errors import UsageError
-from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payload
 
@@ -251,54 +248,3 @@ def test_what_is_small_is_bf16() -> None:
     shapes = [(5000,), (10, 20), (64, 64)]
     layout = Layout([TensorSpec(str(n), Kind.PARAMETER, "float32", shape) for n, shape in enumerate(shapes)])
     assert CODECS.load("int8")().encoded_bytes(layout) == 2 * 5200 + 4096 + 16 * 4
-
-
-# ---- what goes with what ---------------------------------------------------------------------------------
-
-SGD, MOMENTUM, ADAM = ("SGD", {"lr": 0.1, "momentum": 0}), ("SGD", {"momentum": 0.9}), ("AdamW", {"lr": 1e-3})
-
-
-def check(kind: ContributionKind, codec: str, *optimizers: tuple[str, dict[str, float]], down: str = "raw") -> None:
-    check_codecs("sync", kind, CODECS.load(codec)(), CODECS.load(down)(), optimizers)
-
-
-@pytest.mark.parametrize("codec", ["raw", "bf16", "fp16", "int8", "q4"])
-def test_what_leaves_out_little_goes_with_every_optimizer(codec: str) -> None:
-    check(ContributionKind.GRADIENT, codec, SGD, MOMENTUM, ADAM)
-    check(ContributionKind.DELTA, codec)
-
-
-@pytest.mark.parametrize("codec", ["bf16", "q4"])
-def test_weights_themselves_are_sent_as_they_are(codec: str) -> None:
-    check(ContributionKind.WEIGHTS, "raw")
-    with pytest.raises(UsageError, match="in mode sync send weights") as error:
-        check(ContributionKind.WEIGHTS, codec)
-    assert f"--set worker.codec={codec} for ps-server too" in error.value.fix
-    with pytest.raises(UsageError, match=rf"worker.reply_codec is {codec}, and .* in mode sync send weights"):
-        check(ContributionKind.WEIGHTS, "raw", down=codec)
-    with pytest.raises(UsageError, match=r"worker.reply_codec is int8, and .* in mode sync send weights") as error:
-        check(ContributionKind.WEIGHTS, "raw", down="int8")
-    assert "--set worker.reply_codec=int8 for ps-server too" in error.value.fix and "diloco" in error.value.fix
-
-
-@pytest.mark.parametrize("codec", ["int8", "q4", "q2", "topk", "sparse"])
-def test_replies_may_be_differences_in_what_leaves_out_less_than_there_was(codec: str) -> None:
-    check(ContributionKind.GRADIENT, "raw", ADAM, down=codec)
-    check(ContributionKind.DELTA, codec, down=codec)
-
-
-def test_replies_in_what_may_make_more_than_there_was_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"worker.reply_codec is onebit_adam") as error:
-        check(ContributionKind.GRADIENT, "raw", down="onebit_adam")
-    assert "q4" in error.value.fix
-
-
-def test_what_leaves_out_much_is_refused_before_an_optimizer_that_remembers() -> None:
-    check(ContributionKind.GRADIENT, "topk", SGD, MOMENTUM)
-    for codec in ("topk", "sparse", "q2"):
-        check(ContributionKind.DELTA, codec, ADAM, MOMENTUM)
-        with pytest.raises(UsageError, match="AdamW divides") as error:
-            check(ContributionKind.GRADIENT, codec, SGD, ADAM)
-        assert "diloco" in error.value.fix
-    with pytest.raises(UsageError, match=r"momentum 0\.9"):
-        check(ContributionKind.GRADIENT, "q2", MOMENTUM)

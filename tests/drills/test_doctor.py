@@ -127,13 +127,13 @@ def contradiction(foreseen: list[advice.Foreseen], link: Link, machines: dict, *
     flags = dict(item.split("=") for item in first.replace(":", " ").split() if "=" in item)
     fixes = " ".join(finding.fix for finding in advice.checks(Measured(1.0, machines)))
     good = [item for item in foreseen if round(item.of_ideal, 2) >= 0.77]
-    one = {item.codec for item in good if item.local_steps == 1}
+    single = {item.codec for item in good if item.local_steps == 1}
     return next((why for is_wrong, why in (
-        ("raw" in one and not reason.startswith("Raw gradients of every step fit"), "raw fits, and is not advised"),
+        ("raw" in single and not reason.startswith("Raw gradients of every step fit"), "raw fits, and is not advised"),
         (reason.startswith("Raw gradients") and (flags or "--local-steps" in first), "raw fits, yet more is advised"),
         ("makes it fit" in reason and f"worker.codec={best.codec}" not in first, "another codec is advised"),
         ("makes it fit" in reason and "--local-steps" in first, "a codec is enough, yet local steps are advised"),
-        ("No codec makes" in reason and (one or "--local-steps" not in first), "local steps, or none?"),
+        ("No codec makes" in reason and (single or "--local-steps" not in first), "local steps, or none?"),
         ("No codec makes" in reason and f"{best.local_steps} with {best.codec}" not in reason, "other local steps"),
         (bool(good) == ("less than" in reason), "whether anything fits"),
         (flags and not {f"{key}={value}" for key, value in flags.items()} <= {*best.sets}, "a refused setting"),

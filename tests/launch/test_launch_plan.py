@@ -190,7 +190,7 @@ def test_one_snapshot_is_not_for_several_modes() -> None:
 
 
 def test_a_worker_alone_takes_no_snapshots(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="together with --mode single: a worker alone has no server"):
+    with pytest.raises(UsageError, match="--mode single, one worker without a server, and --checkpoint-dir"):
         plan_of(resolve(checkpoint__dir="kept"), "single")
     path = tmp_path / "run.yaml"
     path.write_text("checkpoint:\n  dir: kept\n")  # of a configuration for other modes as well

@@ -165,20 +165,20 @@ def test_options_of_one_mode_stay_out_of_the_other() -> None:
 @pytest.mark.parametrize(
     ("flags", "sets", "words"),
     [
-        ({"server__shards": 2}, (), "shards together with 2 regions"),
-        ({"launch__colocate": True}, (), "shards together with 2 regions"),
+        ({"server__shards": 2}, (), "2 regions, and --shards 2: the server above is one process"),
+        ({"launch__colocate": True}, (), "2 regions, and --colocate"),
         ({"run__workers": 5}, (), "5 workers cannot be divided equally among 2 regions"),
-        ({"run__mode": "allreduce"}, (), "mode allreduce together with 2 regions: the run above would be in this mode"),
+        ({"run__mode": "allreduce"}, (), "and mode allreduce, .*: the run above would be in this mode"),
         (
             {"run__mode": "allreduce", "upstream__every": 8, "policy__staleness": 1}, (),
-            "mode allreduce with policy.staleness together with 2 regions",
+            "2 regions, and policy.staleness is 1",
         ),
-        ({"run__mode": "async"}, (), "mode async together with 2 regions: the run above would take"),
-        ({"upstream__every": 8}, ("upstream.mode=sync",), "is sync, but the run above must exchange weights"),
+        ({"run__mode": "async"}, (), "and mode async, which has no rounds: the run above would take"),
+        ({"upstream__every": 8}, ("upstream.mode=sync",), "mode sync: it would have to exchange weights"),
         ({}, ("upstream.mode=localsgd",), "without --upstream-every K the run above has the mode of the regions"),
         ({"upstream__every": 8, "policy__local_steps": 4}, (), "flag --local-steps has no effect together with 2"),
         ({"upstream__every": 8, "launch__regions": None}, (), "flag --upstream-every: there are no regions"),
-        ({"run__mode": "diloco"}, ("policy.fragments=2",), "policy.fragments together with 2 regions"),
+        ({"run__mode": "diloco"}, ("policy.fragments=2",), "policy.fragments is 2, and 2 regions"),
         ({}, ("upstream.rank=1",), "upstream.rank belongs to one server"),
     ],
 )  # fmt: skip

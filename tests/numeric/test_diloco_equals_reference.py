@@ -15,7 +15,6 @@ from torch import nn
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.registry import check_fragments
 from paramserver.common.tensors.layout import new_payload
 from paramserver.common.wire.frames import without_zeros
 from paramserver.ps.engine.modes import make_policy, policy_of
@@ -420,30 +419,6 @@ def test_a_merge_keeps_the_steps_of_the_other_fragments() -> None:
         overlap.merge([torch.full((1, 1), 10.0), torch.full((1, 1), 20.0)])
     assert model[0].weight.item() == 0.5 * 5.0 + 0.5 * 10.0
     assert model[1].weight.item() == 20.0 + 4.0
-
-
-@pytest.mark.parametrize(
-    ("options", "delayed_update", "message", "fix"),
-    [
-        ({"fragments": 4}, True, r"policy\.fragments is 4, and policy\.local_steps is 30", "--local-steps 32"),
-        ({"overlap_steps": 31}, True, r"overlap_steps is 31.*30 local steps.*local_steps is 30", "--overlap-steps 30"),
-        ({"fragments": 5, "overlap_steps": 7}, True, r"overlap_steps is 7.*6 local steps.*fragments 5", "-steps 6"),
-        (
-            {"overlap_steps": 2},
-            False,
-            r"policy\.overlap_steps is 2, and workers of mode diloco wait",
-            "--delayed-update",
-        ),
-        ({"merge": "blend"}, False, r"policy\.merge is blend, and workers of mode diloco wait", "--delayed-update"),
-        ({"merge_alpha": 0.3}, True, r"policy\.merge_alpha is 0\.3, but policy\.merge shift does", "--merge blend"),
-    ],
-)
-def test_what_cannot_be_names_the_limit_and_the_value(
-    options: dict[str, Any], delayed_update: bool, message: str, fix: str
-) -> None:
-    with pytest.raises(UsageError, match=message) as refused:
-        check_fragments("diloco", DilocoOptions(local_steps=30, **options), delayed_update)
-    assert fix in str(refused.value.fix)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.0, 1.5])

@@ -12,12 +12,12 @@ ABOVE = "127.0.0.1:9"  # nobody listens at the port of `discard`
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--shards", "2"), "--upstream with --shards 2: a region is one server"),
+        (("--shards", "2"), "a region (--upstream), and --shards 2: the server above is one process"),
         (("--checkpoint-dir", "snapshots"), "the run above keeps the state of a region"),
         (("--listen", ABOVE), "is this server's own address"),
-        (("--set", "store.polyak=0.9"), "--upstream with store.polyak"),
-        (("--mode", "allreduce", "--staleness", "1"), "a region in mode allreduce with policy.staleness"),
-        (("--mode", "diloco", "--set", "policy.fragments=5"), "a region in mode diloco with policy.fragments"),
+        (("--set", "store.polyak=0.9"), "--upstream, and store.polyak is 0.9"),
+        (("--mode", "allreduce", "--staleness", "1"), "a region (--upstream), and policy.staleness is 1"),
+        (("--mode", "diloco", "--set", "policy.fragments=5"), "policy.fragments is 5, and a region (--upstream)"),
     ],
 )
 def test_settings_that_a_region_cannot_have(cluster: Cluster, flags: tuple[str, ...], words: str) -> None:
@@ -38,16 +38,16 @@ def test_a_server_above_that_is_not_there(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("above", "below", "words"),
     [
-        (("allreduce",), ("sync",), "the run above is in mode allreduce, whose workers average among themselves"),
+        (("allreduce",), ("sync",), "the run above is in mode allreduce: its workers average among themselves"),
         (
             ("diloco", "--set", "policy.fragments=5"),
             ("sync", "--set", "upstream.merge=blend"),
-            "upstream.merge is blend: it would change fragments that were not exchanged",
+            "the merge would change fragments that were not exchanged",
         ),
-        (("sync",), ("localsgd",), "a region in mode localsgd: the run above, in mode sync, takes the mean gradient"),
-        (("sync",), ("allreduce",), "a region in mode allreduce: the run above, in mode sync, takes the mean gradient"),
-        (("sync",), ("async",), "a region in mode async: the run above, in mode sync, takes the mean gradient"),
-        (("sync",), ("sync", "--upstream-every", "8"), "in mode sync, takes a gradient of every version"),
+        (("sync",), ("localsgd",), "mode localsgd, and the run above is in mode sync: it takes"),
+        (("sync",), ("allreduce",), "mode allreduce, and the run above is in mode sync: it takes"),
+        (("sync",), ("async",), "mode async, and the run above is in mode sync: it takes"),
+        (("sync",), ("sync", "--upstream-every", "8"), "mode sync: it would have to exchange weights every 8 steps"),
     ],
 )
 def test_modes_that_do_not_fit(cluster: Cluster, above: tuple[str, ...], below: tuple[str, ...], words: str) -> None:

@@ -83,8 +83,8 @@ def test_the_doctor_measures_stages(run: EngineRun) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--pipeline",), "launch.group is 1: the stages of a pipeline are the processes of a worker"),
-        (("--pipeline", "--group=2", "--set=worker.zero=3"), "pipeline and zero 3 both divide the model"),
+        (("--pipeline",), "each worker is one process (no --group): the stages of a pipeline are"),
+        (("--pipeline", "--group=2", "--set=worker.zero=3"), "worker.zero is 3: both divide the model"),
         (("--group=2", "--set=launch.group_min=1"), "launch.group_min without worker.pipeline"),
         (("--pipeline", "--group=2", "--set=launch.group_min=3"), "launch.group_min is 3, and launch.group 2"),
     ],

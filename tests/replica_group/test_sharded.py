@@ -67,7 +67,7 @@ def test_the_worker_divides_the_model_of_a_task_and_evaluates_it(run: Run) -> No
     ("mode", "words", "env", "message"),
     [
         ("sync", (), {"PS_WORKER__ZERO": "3"}, "worker.zero is 3, but this script's model is whole"),
-        ("allreduce", ("fsdp",), {}, "(fully_shard), but workers of mode allreduce step whole models"),
+        ("allreduce", ("fsdp",), {}, "(fully_shard), and mode allreduce, whose workers average among"),
         ("localsgd", ("fsdp", "adafactor"), {}, "Adafactor is not elementwise"),
     ],
 )

@@ -29,7 +29,7 @@ OPTIONS = {
     "group": ["--group", "2"],
     "accumulate": ["--accumulate", "3", "--precision", "bf16"],
     "snapshots of shards": ["--shards", "2", "--checkpoint-dir", "snapshots", "--checkpoint-every", "4"],
-    "median": ["--set", "store.aggregation=median"],
+    "median": ["--set", "policy.aggregation=median"],
     "fragments": ["--fragments", "2", "--local-steps", "6"],
     "grpc": ["--set", "server.shared_memory=false", "--set", "server.direct_port=null"],
     "backup workers": ["--backup-workers", "1"],

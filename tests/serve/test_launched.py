@@ -66,7 +66,7 @@ def test_ps_serve_dies_and_is_back_and_the_run_goes_on(cluster: Cluster) -> None
 
 def test_what_cannot_be_served_is_said_before_the_run(cluster: Cluster) -> None:
     for flags, message in (
-        (("--mode", "single", "--serve"), "a worker alone has no server to follow"),
+        (("--mode", "single", "--serve"), "there is no server to follow"),
         (("--script", __file__, "--serve"), "ps-serve needs the model as a task"),
         (("--backend", "slurm", "--serve"), "no host is known for ps-serve"),
     ):

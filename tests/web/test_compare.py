@@ -143,9 +143,9 @@ def test_selected_runs_are_drawn_over_each_other(dashboard: Any, tab: Callable[.
     legend(shown, "async", "sync (2 seeds)")
     chart = shown.page.locator("[data-chart='eval.accuracy']")
     chart.locator("canvas").wait_for()
-    said = chart.get_attribute("aria-label")
-    assert said.startswith("async over steps: 2 points from 50 to 100, first 0.250, newest 0.500")
-    assert "; sync (2 seeds) over steps: 2 points" in said
+    label = chart.get_attribute("aria-label")
+    assert label.startswith("async over steps: 2 points from 50 to 100, first 0.250, newest 0.500")
+    assert "; sync (2 seeds) over steps: 2 points" in label
     rows = shown.page.locator("#results tbody tr")
     rows.nth(1).wait_for()  # the results with the last selected run
     assert rows.locator(".best").all_text_contents() == ["0.900 best"], "the ranges of time and traffic are equal"
@@ -276,8 +276,8 @@ def test_bands_smoothing_and_runs_that_went_back(dashboard: Any, tab: Callable[.
     points = [[0, 4.0], [1, 0.0], [2, 0.0]]
     soft = shown.page.evaluate(f"{module} m.smoothed(given, 0.5); }}", points)
     assert [y for _, y in soft] == pytest.approx([4, 4 / 3, 4 / 7])
-    told = {"series": {"step": [0, 5, 9, 6, 10, None], "loss": [5.0, 4.0, 3.0, 2.0, None, 1.0]}, "evaluations": []}
-    assert shown.page.evaluate(f"{module} m.pointsOf(given, 'loss', 'step'); }}", told) == [[0, 5], [5, 4], [6, 2]]
+    data = {"series": {"step": [0, 5, 9, 6, 10, None], "loss": [5.0, 4.0, 3.0, 2.0, None, 1.0]}, "evaluations": []}
+    assert shown.page.evaluate(f"{module} m.pointsOf(given, 'loss', 'step'); }}", data) == [[0, 5], [5, 4], [6, 2]]
 
 
 @pytest.mark.parametrize("width", [320, 390, 2560])

@@ -109,7 +109,7 @@ def test_runs_one_after_another_have_their_page_at_one_address(cluster: Cluster)
 def test_a_worker_alone_has_no_page(cluster: Cluster) -> None:
     result = cluster.command("launch", "--mode", "single", "--web", "--task", "xor", "--steps", "5")
     assert result.returncode == 2
-    assert "a worker alone has no server and no dashboard" in result.stderr
+    assert "--web: there is no server and no dashboard" in result.stderr
 
 
 @pytest.mark.slow

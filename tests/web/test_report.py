@@ -278,14 +278,14 @@ def test_nothing_is_said_where_values_are_written_alike() -> None:
 
 
 def test_a_metric_of_unknown_direction_has_no_best_value() -> None:
-    runs = [(name, Summary(mode=name, final={"power": value})) for name, value in (("a", 1.0), ("b", 2.0))]
-    assert [results(runs)[name]["power"] for name in "ab"] == ["1.000", "2.000"] and findings(runs) == []
-    told = [
-        (name, Summary(mode=name, final={f"power:{way}": of}))
+    runs = [(name, Summary(mode=name, final={"torque": value})) for name, value in (("a", 1.0), ("b", 2.0))]
+    assert [results(runs)[name]["torque"] for name in "ab"] == ["1.000", "2.000"] and findings(runs) == []
+    stated = [
+        (name, Summary(mode=name, final={f"torque:{way}": of}))
         for name, way, of in (("a", "max", 1.0), ("b", "max", 2.0))
     ]
-    assert results(told)["b"]["power"] == "2.000*" and findings(told) == [
-        "Power at the end: b is best with 2.000; a 1.000."
+    assert results(stated)["b"]["torque"] == "2.000*" and findings(stated) == [
+        "Torque at the end: b is best with 2.000; a 1.000."
     ]
 
 

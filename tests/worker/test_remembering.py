@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paramserver.common.codecs.base import check_codecs, take_payload
-from paramserver.common.errors import UsageError
-from paramserver.common.kinds import ContributionKind
+from paramserver.common.codecs.base import take_payload
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.tensors.onebit import OneBitAdam
@@ -76,14 +74,6 @@ def test_what_would_hardly_shrink_is_bf16() -> None:
     assert CODECS.load("powersgd")().encoded_bytes(Way("powersgd", 1000, 4).layout) == 2 * 4 * 1004 - 4 * 1004
 
 
-def test_powersgd_is_refused_before_an_optimizer_that_divides() -> None:
-    powersgd, raw = CODECS.load("powersgd")(), CODECS.load("raw")()
-    check_codecs("sync", ContributionKind.GRADIENT, raw, powersgd)
-    check_codecs("sync", ContributionKind.GRADIENT, powersgd, raw, [("SGD", {"momentum": 0.9})])
-    with pytest.raises(UsageError, match="divides every gradient"):
-        check_codecs("sync", ContributionKind.GRADIENT, powersgd, raw, [("Adam", {})])
-
-
 def test_one_bit_adam_is_adam_with_a_second_moment_that_stands_still() -> None:
     """Against the paper's lines, and no element further than the rate; of one worker, without a codec."""
     rng, weight = np.random.default_rng(0), torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
@@ -134,13 +124,3 @@ def test_one_bit_adam_sends_gradients_then_signs_of_momentum() -> None:
         if version == 6:
             encoding.start()
             m = e = np.zeros(2048)
-
-
-def test_one_bit_adam_is_for_sync_and_its_own_optimizer() -> None:
-    up, raw = CODECS.load("onebit_adam")(), CODECS.load("raw")()
-    check_codecs("sync", ContributionKind.GRADIENT, up, raw, [("OneBitAdam", {})])
-    with pytest.raises(UsageError, match="the optimizer is Adam") as error:
-        check_codecs("sync", ContributionKind.GRADIENT, up, raw, [("Adam", {})])
-    assert "warmup_steps" in error.value.fix
-    with pytest.raises(UsageError, match="for --mode sync, and the mode is async"):
-        check_codecs("async", ContributionKind.GRADIENT, up, raw)

@@ -23,15 +23,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ...common.combinations import WITHIN_WORKER
 from ...common.config.schema import Config
 from ...common.errors import MismatchError, ParamServerError, UsageError
-from ...common.registry import WITHIN_WORKER
 from ...common.security import read_token
 from ...common.tensors.layout import Kind
 from ...common.tensors.optimizers import OptimizerSpec, is_elementwise
 from ...common.wire.records import Position
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings, settings_from
+from ..conversation.messages import Begun, Final, Goodbye, Outgoing, settings_from
 from ..session import Progress
 from ..strategies.all_reduce import AllReduceStrategy
 from ..strategies.base import Strategy, check_takes_dense, divided_tensor, is_divided
@@ -61,12 +61,6 @@ def join(config: Config) -> Group:
 
     Raises ParamServerError, which names missing processes and different settings.
     """
-    if config.worker.evaluate:
-        message = "worker.evaluate together with worker.group: an evaluator is one process"
-        raise UsageError(message, fix="leave one out")
-    if config.train.precision == "fp16":
-        message = "train.precision is fp16 in a replica group (worker.group): each process would skip other steps"
-        raise UsageError(message, fix="use bf16, which needs no loss scaler")
     sections = config.model_dump(mode="json")
     settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     shared = {key: value for key, value in settings.items() if not key.startswith(_OWN)}
@@ -84,26 +78,6 @@ def chosen_device(worker: WorkerConfig) -> str:
     if device == "cuda":
         device = f"cuda:{(worker.local_rank or 0) % torch.cuda.device_count()}"
     return device
-
-
-def check_sharded(settings: Settings, name: str | None, worker: WorkerConfig) -> None:
-    """Raises UsageError for a run that cannot train a sharded model.
-
-    `name` is that of a sharded tensor, None for a pipeline.
-    """
-    message = f"'{name}' is sharded over the processes of this worker (fully_shard), but "
-    if name is None:
-        message = "the model is cut into stages in the processes of this worker (session.pipeline), but "
-    if settings.kind.has_peers and name is not None:
-        fix = "--mode sync, in which the server steps; or DistributedDataParallel or the unwrapped model in the group"
-        raise UsageError(f"{message}workers of mode {settings.mode} step whole models", fix=fix)
-    if settings.kind.has_peers and (settings.outstanding or worker.zero or worker.codec != "raw"):
-        given = f"policy.staleness is {settings.outstanding}, worker.zero {worker.zero}, worker.codec {worker.codec}"
-        fix = "leave them out: --staleness 0 --set worker.zero=0 --set worker.codec=raw"
-        raise UsageError(f"{message}{given}, and in mode {settings.mode} these are of whole models", fix=fix)
-    if settings.fragments > 1:
-        fix = "--fragments 1; or DistributedDataParallel or the unwrapped model in the group"
-        raise UsageError(f"{message}policy.fragments is {settings.fragments}", fix=fix)
 
 
 class Grouped(Strategy):
@@ -220,9 +194,7 @@ class Grouped(Strategy):
         # it.
         if self._is_averaged or (is_synchronized and divided is None):
             self._weigh_outputs(model)
-        if divided is not None or is_pipeline:
-            check_sharded(self.settings, divided, self._config.worker)
-        elif self._divides:
+        if self._divides and divided is None and not is_pipeline:
             raise UsageError(
                 "worker.zero is 3, but this script's model is whole in each process",
                 fix="call fully_shard(model) before the optimizer is made; or --set worker.zero=0",

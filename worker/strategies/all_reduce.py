@@ -19,7 +19,6 @@ from dataclasses import replace
 
 import torch
 
-from ...common.codecs.base import check_codecs
 from ...common.errors import DivergedError, UsageError
 from ...common.kinds import ContributionKind
 from ...common.registry import CODECS
@@ -79,10 +78,7 @@ class AllReduceStrategy(Strategy):
             self._ready_gradients = ReadyGradients(model, self._leave_early)
 
     def _encoded_mean(self, optimizer: OptimizerSpec) -> EncodedMean:
-        codec, raw = CODECS.load(self._codec)(), CODECS.load("raw")()
-        arguments = [group.hyperparameters for group in optimizer.groups]
-        groups = list(zip(optimizer.classes, arguments, strict=True))
-        check_codecs(self.settings.mode, self.settings.kind, codec, raw, groups)
+        codec = CODECS.load(self._codec)()
         found = EncodedMean(codec, self._model, self._of_sum)
         self._exchange.residuals.encoding = found.encoding
         return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ...common.errors import UsageError
-from ...common.registry import WITHIN_WORKER, check_codec_of_peers, check_zero
 from ..conversation.exchange import Exchange
 from .base import Exchanger, Strategy
 from .blocking import BlockingStrategy
@@ -11,22 +9,11 @@ from .delayed_update import DelayedUpdate, Overlapped
 
 
 def make_strategy(exchange: Exchange, may_send_early: bool) -> Strategy:
-    """Return the strategy. `may_send_early`: gradients may be sent during backward. Raises UsageError."""
+    """Return the strategy. `may_send_early`: gradients may be sent during backward."""
     settings, zero = exchange.settings, exchange.config.zero
     has_peers = settings.kind.has_peers
-    if zero == WITHIN_WORKER:
-        raise UsageError(
-            "worker.zero is 3, but this worker is one process: stage 3 shards parameters and gradients over the "
-            "processes of one worker, whose number is fixed; workers come and go, which fully_shard does not allow",
-            fix="ps-launch --group G, or torchrun --nproc-per-node G -m paramserver.worker --group; "
-            "--set worker.zero=1 --mode allreduce shards the optimizer state over workers",
-        )
-    if zero:
-        check_zero(zero, settings.mode, has_peers, settings.outstanding)
     if not has_peers:
         return make_server_strategy(exchange, exchange if may_send_early else None)
-    if exchange.config.codec != "raw":
-        check_codec_of_peers(exchange.config.codec, zero, settings.outstanding)
     # These load torch.distributed.
     if settings.outstanding:
         from .collectives.delayed import Delayed

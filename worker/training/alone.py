@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common.combinations import Choices
 from ...common.config.schema import Config
 from ...common.errors import OutputError, ParamServerError, UsageError
 from ...common.kinds import ContributionKind
@@ -66,6 +67,7 @@ class AloneSession(Session):
             ends_by_metrics=config.run.ends_by_metrics,
         )
         self._begins = True  # whether the current step() begins a training step
+        self._choices = Choices(mode="sync", kind=ContributionKind.GRADIENT, has_rounds=True)  # the same promises
         self._made: list[Table] = []  # the tables that a server would otherwise keep
         self.num_samples = 0
         self._fresh_samples = 0  # recorded since the last step

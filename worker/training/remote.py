@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...common.codecs.base import check_codecs
+from ...common.combinations import WITHIN_WORKER, Choices, check
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
-from ...common.registry import CODECS, WITHIN_WORKER
+from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import OptimizerSpec, TableSpec, check_class, describe_optimizers
+from ...common.tensors.optimizers import TableSpec, check_class, describe_optimizers
 from ...common.tensors.statistics import batch_norms
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Final, Goodbye
+from ..conversation.messages import Final, Goodbye, Settings
 from ..conversation.security import worker_credentials
 from ..session import Length, Progress
-from ..strategies.base import Strategy
+from ..strategies.base import Strategy, divided_tensor
 from ..strategies.choice import make_strategy
 from ..tensors.transfer import ModelTensors, together
 from .ending import Ending, ending_of, ending_of_process, one_line
@@ -57,16 +57,15 @@ class RemoteSession(Session):
         self._exchange: Exchange | None = None  # in a replica group only group rank 0 has it
         self._steps: Steps | None = None
         self._restarted = Restarted(accepts=config.worker.accept_restarted_schedule)
+        check(choices_of(config))
         if config.worker.group:
             self._strategy = self._join_group()
-        elif config.worker.pipeline:
-            message = "worker.pipeline, and this worker is one process: the stages are its processes"
-            raise UsageError(message, fix="ps-launch --group G --pipeline, or torchrun --nproc-per-node G and --group")
         else:
             _, self._strategy = self._open(may_overlap)
         self._final: Final | None = None
         self._is_closed = self._was_before = False
         self.settings = self._strategy.settings
+        self._choices = choices_of(config, self.settings)
         self.length = Length(self.settings.epochs)
         self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_metrics)
         atexit.register(lambda: self._close(ending_of_process()))  # for scripts that end without `close`
@@ -78,6 +77,7 @@ class RemoteSession(Session):
             changes = {"device": f"{worker.device} x {size}"} if size > 1 else {}
             worker = worker.model_copy(update={**changes, "zero": worker.zero % WITHIN_WORKER})
         self._exchange = exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
+        check(choices_of(config, exchange.settings))
         exchange.trace(config.output.traces)
         exchange.measures(self.readings.taken)
         may_send_early = may_overlap and CODECS.load(config.worker.codec).goes_in_parts
@@ -136,14 +136,14 @@ class RemoteSession(Session):
 
         if not isinstance(self._strategy, Grouped):
             return super()._make_pipeline(layers, loss, example, init)
+        self._chooses(pipeline=True)
         self._data_share = (0, 1)
         return self._strategy.pipeline(*layers_of(layers), loss, example, init)
 
     def _begin(self, offer: Offer) -> tuple[ExchangeOptimizer, ...]:
         model, optimizers, averaged_buffers, reduction = offer
         self._check_first(reduction)
-        if self._strategy.kind.has_peers:
-            check_alone(self.settings.mode, len(optimizers), self._config)
+        self._chooses(sharded=divided_tensor(model) or "")
         if self._worker.pipeline and not isinstance(model, Pipeline):
             message = "worker.pipeline is set, and the model of this script is whole in each process"
             raise UsageError(message, fix="model = session.pipeline(layers, loss_fn) before the optimizer is made")
@@ -157,7 +157,7 @@ class RemoteSession(Session):
             tables=tuple(table.spec for table in self._tables),
             reduction=reduction,
         )
-        self._check_codecs(described)
+        self._chooses(optimizers=described.each)
         if not self._strategy.kind.worker_steps:
             for part in optimizers:
                 check_class(part)
@@ -207,25 +207,7 @@ class RemoteSession(Session):
             log.warning("batch_norm", layers=", ".join(names[:_NUM_NAMED]) + rest, meaning=_BATCH_NORM)
         return True
 
-    def _check_codecs(self, described: OptimizerSpec) -> None:
-        """Raises UsageError for codecs that do not suit the mode or optimizer."""
-        config, settings = self._config.worker, self.settings
-        groups = list(zip(described.classes, (group.hyperparameters for group in described.groups), strict=True))
-        up, down = CODECS.load(config.codec)(), CODECS.load(config.reply_codec)()
-        check_codecs(settings.mode, settings.kind, up, down, groups, settings.fragments)
-
     def _make_rows(self, spec: TableSpec) -> Pull:
-        if self._config.worker.group:
-            message = "session.rows() in a replica group (--group): each process would need rows of its own"
-            raise UsageError(message, fix="start each process as a separate worker, without --group")
-        if self.settings.kind.worker_steps:
-            raise UsageError(
-                f"session.rows() in mode {self.settings.mode}: its workers run the optimizer, and rows need gradients",
-                fix="use --mode sync, async or ssp, or an nn.Embedding in the model",
-            )
-        if self.settings.polyak:
-            message = f"session.rows() with store.polyak {self.settings.polyak:g}, whose average does not cover rows"
-            raise UsageError(message, fix="leave store.polyak out, or use an nn.Embedding in the model")
         if self._steps is not None:
             raise UsageError("session.rows() after session.optimizer()", fix="call session.rows() first")
         return lambda ids, number=len(self._tables): self._pull_rows(number, ids)  # type: ignore[misc]
@@ -329,13 +311,33 @@ class RemoteSession(Session):
         self._close(ending_of(error))
 
 
-def check_alone(mode: str, num_optimizers: int, config: Config) -> None:
-    """Raises UsageError for settings that workers of an all-reduce mode cannot have."""
-    fix = "use --mode sync"
-    if num_optimizers > 1:
-        raise UsageError(f"session.optimizers() in mode {mode}: a round is one step of one optimizer", fix=fix)
-    if (codec := config.worker.reply_codec) != "raw":
-        raise UsageError(f"worker.reply_codec is {codec}, but workers of mode {mode} receive no weights", fix=fix)
+def choices_of(config: Config, settings: Settings | None = None) -> Choices:
+    """Return what a worker's configuration chooses, and its run's settings once they are known."""
+    worker = config.worker
+    mine = Choices(
+        mode="",
+        kind=None,
+        codec=worker.codec,
+        reply_codec=worker.reply_codec,
+        zero=worker.zero,
+        is_grouped=worker.group,
+        pipeline=worker.pipeline,
+        evaluates=worker.evaluate,
+        precision=config.train.precision,
+    )
+    if settings is None:
+        return mine
+    return replace(
+        mine,
+        mode=settings.mode,
+        kind=settings.kind,
+        has_rounds=settings.union_batch,
+        polyak=settings.polyak,
+        delayed_update=settings.delayed_update,
+        fragments=settings.fragments,
+        staleness=settings.outstanding,
+        precision=settings.train.precision,
+    )
 
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self, get_args
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ...common.combinations import Choices, check
 from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
@@ -61,6 +63,7 @@ class Session:
         self.work = Work(config)  # the record of what this process runs
         self.metrics: dict[str, float] = {}
         self.length = Length()
+        self._choices = Choices(mode="", kind=None)  # what the run and this script chose so far
         self._tables: list[Rows] = []
         self._is_told = False  # whether the warning about no batches was logged
         self.evaluation = Evaluation()
@@ -221,7 +224,10 @@ class Session:
 
         Raises UsageError for parts that the run cannot step.
         """
-        optimizers = check_parts(parts, self.settings, bool(self._tables))
+        if not all(isinstance(part, tuple) and len(part) == 2 for part in parts.values()) or not parts:
+            raise UsageError("session.optimizers() takes NAME=(model, optimizer) for each part")
+        optimizers = [optimizer for _, optimizer in parts.values()]
+        self._chooses(num_optimizers=len(optimizers))
         self._names = tuple(parts)
         whole = together({name: model for name, (model, _) in parts.items()})
         return self._begin(Offer(whole, optimizers, averaged_buffers, reduction))
@@ -272,9 +278,15 @@ class Session:
         """
         if any(table.spec.name == name for table in self._tables):
             raise UsageError(f"a second table '{name}'", fix="give every table a name of its own")
+        self._chooses(has_rows=True)
         spec = make_spec(name, num_rows, dim, str(dtype).removeprefix("torch."), init_std, optimizer, hyperparameters)
         self._tables.append(Rows(spec, self._make_rows(spec)))
         return self._tables[-1]
+
+    def _chooses(self, **more: Any) -> None:
+        """Note what the script chooses. Raises UsageError for capabilities that exclude each other."""
+        self._choices = replace(self._choices, **more)
+        check(self._choices)
 
     def _make_rows(self, spec: TableSpec) -> Pull:
         raise NotImplementedError
@@ -535,19 +547,3 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
         self.close()
-
-
-def check_parts(parts: dict[str, Part], settings: Settings, has_tables: bool) -> list[torch.optim.Optimizer]:
-    """Return the optimizers. Raises UsageError for parts that a run with these settings cannot step by turns."""
-    if not all(isinstance(part, tuple) and len(part) == 2 for part in parts.values()) or not parts:
-        raise UsageError("session.optimizers() takes NAME=(model, optimizer) for each part")
-    found = [optimizer for _, optimizer in parts.values()]
-    if has_tables and len(found) > 1:
-        raise UsageError("session.rows() with several optimizers: a table cannot tell which of them steps its rows")
-    if settings.delayed_update and len(found) > 1:
-        raise UsageError(
-            "policy.delayed_update with several optimizers: each would step along gradients from before the other's "
-            "step",
-            fix="leave --delayed-update out",
-        )
-    return found

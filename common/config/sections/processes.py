@@ -131,12 +131,6 @@ class WorkerConfig(Section):
             )
         return zero
 
-    @model_validator(mode="after")
-    def _is_divided_once(self) -> Self:
-        if self.pipeline and self.zero:
-            raise ValueError(f"pipeline and zero {self.zero} both divide the model: leave one of them out")
-        return self
-
     @field_validator("transports", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:

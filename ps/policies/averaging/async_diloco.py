@@ -250,11 +250,6 @@ class AsyncDilocoPolicy(Policy):
             self._closes_at = now + min(max(self.options.grace * (took_s - waited_s), 0.0), self.options.grace_cap_s)
         return [Fold(rank, weight)]
 
-    def _count_part(self, key: int, continues: bool) -> None:
-        super()._count_part(key, continues)
-        if continues:
-            self._offsets[key] += self.local_steps  # `_take` has subtracted them already
-
     def _advance(self, now: float) -> list[Decision]:
         num = len(self._round)
         if not num:

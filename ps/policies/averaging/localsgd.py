@@ -33,6 +33,7 @@ class LocalSgdPolicy(RoundPolicy):
     Options = LocalSgdOptions
     options: LocalSgdOptions
     kind = ContributionKind.WEIGHTS
+    may_step_by_turns = True
     may_delay_update = True
 
     def __init__(self, common: Common, options: LocalSgdOptions) -> None:

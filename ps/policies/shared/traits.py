@@ -40,6 +40,8 @@ class Traits:
     skipped_is_zeros: ClassVar[bool] = False
     # A version may be made of the sum of gradients instead of their mean: a contribution's weight is its samples.
     may_sum: ClassVar[bool] = True
+    # Several optimizers of a model may step by turns (session.optimizers).
+    may_step_by_turns: ClassVar[bool] = False
     changeable: ClassVar[tuple[str, ...]] = ()  # options that may change while the run goes on (`Policy.change`)
     over_generation: int = 0  # the newest generation of peers of which a member has left
     local_steps: int = 1  # training steps in one contribution

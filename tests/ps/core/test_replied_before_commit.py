@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.errors import CheckpointError
+from paramserver.common.registry import MODES
 from paramserver.drills.check import check as check_histories
 from paramserver.ps.core import effects
 from paramserver.ps.core.run import Run
@@ -188,7 +189,8 @@ def test_its_history_is_sound_for_the_checker_that_knows_the_mode() -> None:
 
 
 def problems_of(run: Told, mode: str) -> list[str]:
-    start = effects.RunStarted("run", 1, mode, 0, {}, 2, None, None, (), {})
+    options = MODES.load(mode).Options(**({"size": 3} if mode == BUFFERED else {})).model_dump(mode="json")
+    start = effects.RunStarted("run", 1, mode, 0, {}, 2, None, None, (), options)
     lines = [line_of(fact) for fact in (start, *run.facts)]
     history = [json.dumps({"op": op, "role": "server", "t": 0.0, **fields}).encode() + b"\n" for op, fields in lines]
     return [problem.message for problem in check_histories({"h": history}, [BUFFERED]).problems]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
+from paramserver.common.combinations import check
 from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
-from paramserver.common.kinds import ContributionKind
 from paramserver.ps.engine.modes import make_policy
-from paramserver.worker.strategies.choice import make_strategy
+from paramserver.worker.training.remote import choices_of
 
 
 @pytest.mark.parametrize(
@@ -19,20 +17,20 @@ from paramserver.worker.strategies.choice import make_strategy
     [
         (
             {"worker": {"reply_codec": "q4"}},
-            "worker.reply_codec is q4, and workers of mode allreduce average among themselves",
+            "worker.reply_codec is q4, and mode allreduce, whose workers average among themselves",
         ),
-        ({"worker": {"zero": 3}}, "worker.zero is 3 in mode allreduce: fully_shard's collectives are of processes"),
+        ({"worker": {"zero": 3}}, "fully_shard's collectives are of processes that stay the same"),
         ({"worker": {"reply_codec": "int8"}}, "worker.reply_codec is int8"),
         ({"store": {"polyak": 0.9}}, "store.polyak is 0.9"),
-        ({"store": {"clip_norm": 1.0}}, "store.clip_norm is 1, and mode allreduce does not take one step"),
+        ({"store": {"clip_norm": 1.0}}, "store.clip_norm is 1, and mode allreduce, which does not take one step"),
         ({"store": {"max_norm": 1.0}}, "store.max_norm is 1"),
         ({"policy": {"aggregation": "median"}}, "policy.aggregation is median, and mode allreduce"),
         ({"run": {"steps": 3}, "policy": {"staleness": 3}}, "policy.staleness is 3, and the run has 3 training steps"),
-        ({"worker": {"zero": 1}, "policy": {"staleness": 1}}, "worker.zero is 1, and policy.staleness 1"),
-        ({"worker": {"zero": 1}, "run": {"mode": "sync"}}, "worker.zero is 1, and workers of mode sync do not average"),
+        ({"worker": {"zero": 1}, "policy": {"staleness": 1}}, "worker.zero is 1, and policy.staleness is 1"),
+        ({"worker": {"zero": 1}, "run": {"mode": "sync"}}, "worker.zero is 1, and mode sync, whose workers do not"),
         (
             {"policy": {"delayed_update": True}},
-            "with mode allreduce: its workers compute on nothing but the newest weights",
+            "mode allreduce, whose workers compute on nothing but the newest weights",
         ),
     ],
 )
@@ -49,12 +47,9 @@ def test_a_stage_that_is_not_there_is_refused():
 
 
 def test_parameters_are_not_divided_among_workers_that_come_and_go():
-    message = "worker.zero is 3, but this worker is one process: .* which fully_shard does not allow"
+    message = "worker.zero is 3, and each worker is one process"
     with pytest.raises(UsageError, match=message) as found:
-        make_strategy(
-            SimpleNamespace(config=SimpleNamespace(zero=3), settings=SimpleNamespace(kind=ContributionKind.GRADIENT)),
-            may_send_early=False,
-        )
+        check(choices_of(Config.model_validate({"worker": {"zero": 3}})))
     assert "--group" in found.value.fix
 
 

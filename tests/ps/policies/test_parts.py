@@ -22,7 +22,7 @@ def send(policy: Policy, rank: int, part: int, continues: bool = False) -> list[
     return policy.contributed(rank, contribution_of(number, policy.version, 10, 0 if continues else None, part), 0.0)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "ssp"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_training_step_is_a_batch_whatever_steps_on_it(mode: str) -> None:
     policy = policy_of(mode)
     for step in range(1, 4):
@@ -44,14 +44,6 @@ def test_a_rank_that_comes_to_a_running_job_begins_at_the_slowest_ones_training_
     assert (policy.steps_done(5), policy.in_step_of(5)) == (1, 0)
     send(policy, 5, 1)
     assert (policy.steps_done(5), policy.min_steps_done) == (2, 1)
-
-
-def test_such_a_rank_where_a_contribution_has_several_training_steps() -> None:
-    policy = policy_of("async_diloco", num_workers=1, steps=1000)
-    for part, continues in ((1, False), (2, True)) * 2:
-        send(policy, 0, part, continues)
-    policy.joined(5, 0.0)
-    assert policy.local_steps > 1 and policy.steps_done(5) == policy.steps_done(0) > 0
 
 
 def test_a_round_is_of_one_part() -> None:

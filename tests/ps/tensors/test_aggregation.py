@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.config.schema import Config
-from paramserver.common.errors import UsageError
-from paramserver.common.registry import AGGREGATIONS, MODES, check_contributions
+from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import DTYPES, FlatRun, Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.tensors.aggregation import order
@@ -254,24 +253,6 @@ def test_all_payloads_are_kept_to_the_commit_and_come_back_once(name: str, may_k
 # ---- where it is refused --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES.names())
-@pytest.mark.parametrize("aggregation", AGGREGATIONS.names())
-def test_only_a_round_of_gradients_is_aggregated_in_another_way(mode: str, aggregation: str) -> None:
-    if mode in ("sync", "diloco") or aggregation == "mean":
-        check_contributions(mode, aggregation, None)
-        return
-    with pytest.raises(UsageError, match=f"policy.aggregation is {aggregation}") as caught:
-        check_contributions(mode, aggregation, None)
-    assert "take a mode that does: diloco, sync" in caught.value.fix
-
-
-def test_a_cap_on_the_norm_of_weights_is_refused() -> None:
-    for mode in ("sync", "async", "ssp", "diloco"):
-        check_contributions(mode, "mean", 1.0)
-    with pytest.raises(UsageError, match=r"store.max_norm is 1, but workers of mode localsgd send weights"):
-        check_contributions("localsgd", "mean", 1.0)
-
-
 @pytest.mark.parametrize(
     ("workers", "backup", "trim", "is_possible"),
     [(3, 0, 1, True), (2, 0, 1, False), (5, 0, 2, True), (4, 0, 2, False), (5, 1, 2, False), (None, 0, 9, True)],
@@ -286,10 +267,3 @@ def test_a_trim_that_leaves_nothing_of_any_round(workers: Any, backup: int, trim
         return
     with pytest.raises(ValueError, match=f"policy.trim is {trim}: a round needs more than {2 * trim} contributions"):
         Config.model_validate(values)
-
-
-@pytest.mark.parametrize("mode", ["async", "ssp", "localsgd"])
-def test_a_mean_that_there_is_not_cannot_be_clipped(mode):
-    with pytest.raises(UsageError, match=f"store.clip_norm is 1, and mode {mode} does not take one step along"):
-        check_contributions(mode, "mean", None, 1.0)
-    check_contributions("sync", "median", None, 1.0)

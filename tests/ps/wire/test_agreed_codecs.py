@@ -24,9 +24,9 @@ async def refused(worker: Worker) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("mode", "optimizer", "codecs", "text", "fix"),
     [
-        ("sync", "Adam", ["q2"], "rank 0: worker.codec is q2: Adam divides", "--mode diloco"),
+        ("sync", "Adam", ["q2"], "rank 0: worker.codec is q2, and the optimizer is Adam: it divides", "--mode diloco"),
         ("sync", "Adam", ["int8", "topk"], "rank 0: worker.codec is topk", "--mode diloco"),
-        ("async", "SGD", ["onebit_adam"], "rank 0: worker.codec is onebit_adam, which is for --mode sync", "sync"),
+        ("async", "SGD", ["onebit_adam"], "rank 0: worker.codec is onebit_adam, and mode async: it is for", "sync"),
         ("localsgd", "SGD", ["q4"], "the codec would lose every small step", "worker.codec=q4 for ps-server"),
         ("sync", "SGD", ["zip"], "unknown codec 'zip'", ""),
         ("sync", "SGD", ["raw"] * 33, "Model.codecs has 33 names; at most 32", ""),
@@ -71,7 +71,7 @@ def test_a_contribution_in_a_codec_that_the_optimizer_cannot_have_is_rejected_an
                 await server.settle()
             assert worker.outcomes == ["START", "REJECTED", "APPLIED", "APPLIED"]
             reasons = [message.header.result.reason for message in worker.stream.received if message.kind == "reply"]
-            assert "was not agreed on (worker.codec is q2: SGD has momentum 0.9" in reasons[1]
+            assert "was not agreed on (worker.codec is q2, and the optimizer is SGD: it amplifies" in reasons[1]
             assert weight_of(server) == before  # zeros
             server.check_no_memory_is_kept()
         await turns()

@@ -1,0 +1,40 @@
+"""The array covers what it says. Twelve rows of it run in make test-sample, drawn by the hash of the commit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .options import OPTIONS, Row, array, is_promised
+from .run import run
+
+NUM_SAMPLED = 12
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_promised_pair_is_in_the_array(seed: int) -> None:
+    rows = array(seed)
+    assert len(rows) >= 130 and all(is_promised(row) for row in rows)
+    for first, second in itertools.combinations(OPTIONS, 2):
+        for pair in itertools.product(OPTIONS[first], OPTIONS[second]):
+            values = {first: pair[0], second: pair[1]}
+            if is_promised(values):
+                assert any(row.items() >= values.items() for row in rows), values
+
+
+def sampled() -> list[Row]:
+    folder = Path(__file__).parent
+    hash_ = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False).stdout
+    rows = array(1)
+    return random.Random(hash_).sample(rows, NUM_SAMPLED)
+
+
+@pytest.mark.slow
+def test_rows_of_the_array(tmp_path: Any) -> None:
+    failed = [judgement for row in sampled() if not (judgement := run(row, tmp_path / "row")).is_well]
+    assert not failed, [(judgement.row, judgement.problems) for judgement in failed]
