@@ -46,7 +46,7 @@ class Choices:
     max_norm: float | None = None
     polyak: float = 0.0
     delayed_update: bool = False
-    overlap_options: tuple[str, ...] = ()  # options of an overlap that were set, as `policy.merge is blend`
+    overlap_steps: int | None = None
     staleness: int | None = None
     late_cut: int | None = None
     fragments: int = 1
@@ -58,10 +58,8 @@ class Choices:
     regions: int = 0
     is_region: bool = False  # this server is a region of a run above
     upstream_every: int | None = None
-    upstream_merge: str = "shift"
     mode_above: str = ""  # of the run above, once it is known
     kind_above: ContributionKind | None = None
-    fragments_above: int = 1
     snapshots: str | None = None  # checkpoint.dir
     is_grouped: bool | None = None  # each worker is several processes (--group); None: not known
     pipeline: bool = False
@@ -162,7 +160,7 @@ CAPABILITIES: dict[str, Words] = {
     "store.max_norm": lambda c: c.max_norm is not None and f"store.max_norm is {c.max_norm:g}",
     "store.polyak": lambda c: c.polyak and f"store.polyak is {c.polyak:g}",
     "--delayed-update": lambda c: c.delayed_update and "--delayed-update (policy.delayed_update)",
-    "options of an overlap": lambda c: c.overlap_options and c.overlap_options[0],
+    "--overlap-steps": lambda c: c.overlap_steps and f"policy.overlap_steps is {c.overlap_steps}",
     "no --delayed-update": lambda c: not c.delayed_update and f"workers of mode {c.mode} wait for every exchange",
     "staleness below that of a delayed update":
         lambda c: c.policy is not None and c.staleness is not None
@@ -176,8 +174,6 @@ CAPABILITIES: dict[str, Words] = {
         lambda c: c.regions and not c.upstream_every and f"{c.regions} regions without --upstream-every",
     "--upstream-every":
         lambda c: (c.regions or c.is_region) and c.upstream_every and f"--upstream-every {c.upstream_every}",
-    "a merge that is not shift": lambda c: c.upstream_merge != "shift" and f"upstream.merge is {c.upstream_merge}",
-    "a run above with fragments": lambda c: c.fragments_above > 1 and f"{_above(c)}, with policy.fragments",
     "a run above of peers": lambda c: c.kind_above is not None and c.kind_above.has_peers and _above(c),
     "a run above of gradients": lambda c: c.kind_above is not None and c.kind_above.holds_gradients and _above(c),
     "a region's server": lambda c: c.is_region and "--upstream",
@@ -242,7 +238,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "--staleness {c.policy.least_delayed_staleness} or more"),
     Refusal("--delayed-update", "several optimizers", "each would step along gradients from before the other's step",
             "leave --delayed-update out"),
-    Refusal("options of an overlap", "no --delayed-update", "nothing overlaps an exchange",
+    Refusal("--overlap-steps", "no --delayed-update", "nothing overlaps an exchange",
             "--delayed-update, or leave it out"),
     # ---- workers that average among themselves
     Refusal("--reply-codec", "workers average among themselves", "they receive no weights",
@@ -311,9 +307,6 @@ REFUSALS: tuple[Refusal, ...] = (
             "leave --upstream-every out, or use localsgd, diloco or async_diloco for the server above"),
     Refusal("no rounds of gradients", "a run above of gradients", "it takes the mean gradient of each round",
             "--mode sync for the region, or localsgd, diloco or async_diloco for the server above"),
-    Refusal("a merge that is not shift", "a run above with fragments",
-            "the merge would change fragments that were not exchanged",
-            "--set upstream.merge=shift, or leave out policy.fragments of the server above"),
     Refusal("a region's server", "--checkpoint-dir", "the run above keeps the state of a region",
             "give --checkpoint-dir to the server above"),
     Refusal("a region's server", "store.polyak", "the server above keeps averaged weights",
@@ -366,7 +359,6 @@ def choices_of(config: Any, mode: str, **known: Any) -> Choices:
     rounds = (worker.codec, worker.reply_codec) != ("raw", "raw")
     if not kind.may_lose and rounds:  # localsgd then averages weight changes
         kind = ContributionKind.DELTA
-    overlap = sorted({"overlap_steps", "merge", "merge_alpha"} & options.model_fields_set)
     return Choices(
         mode=mode,
         kind=kind,
@@ -377,7 +369,7 @@ def choices_of(config: Any, mode: str, **known: Any) -> Choices:
         max_norm=config.store.max_norm,
         polyak=config.store.polyak or 0.0,
         delayed_update=policy.delayed_update,
-        overlap_options=tuple(f"policy.{name} is {getattr(options, name)}" for name in overlap),
+        overlap_steps=getattr(options, "overlap_steps", None),
         staleness=getattr(options, "staleness", None),
         late_cut=getattr(options, "late_cut", None),
         fragments=getattr(options, "fragments", 1),
@@ -387,7 +379,6 @@ def choices_of(config: Any, mode: str, **known: Any) -> Choices:
         shards=config.server.shards,
         is_region=config.upstream.server is not None,
         upstream_every=config.upstream.every,
-        upstream_merge=config.upstream.merge,
         snapshots=config.checkpoint.dir,
         pipeline=worker.pipeline,
         evaluates=worker.evaluate,
@@ -403,9 +394,6 @@ def check_values(config: Any, mode: str) -> None:
     if num > 1 and local_steps % num:
         message = f"policy.fragments is {num}, and policy.local_steps is {local_steps}, no multiple of it"
         raise UsageError(message, fix=f"--local-steps {-(-local_steps // num) * num}, or other --fragments")
-    if "merge_alpha" in options.model_fields_set and options.merge != "blend":
-        message = f"policy.merge_alpha is {options.merge_alpha:g}, but policy.merge {options.merge} does not use it"
-        raise UsageError(message, fix="use --merge blend, or leave policy.merge_alpha out")
     overlap, most = getattr(options, "overlap_steps", None) or 0, local_steps // num
     if overlap > most:
         message = f"policy.overlap_steps is {overlap}, and the next exchange begins {most} local steps later"

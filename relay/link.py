@@ -23,7 +23,7 @@ from ..worker.conversation.threads import Helper
 from ..worker.strategies.base import Strategy
 from ..worker.strategies.blocking import BlockingStrategy
 from ..worker.strategies.delayed_update import Overlapped
-from ..worker.tensors.local_steps import RULES
+from ..worker.tensors.local_steps import shift
 from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.readings import Readings
 
@@ -80,17 +80,15 @@ class RegionTensors(ModelTensors):
                 tensor.copy_(views[index])
 
 
-def merge(
-    layout: Layout, now: torch.Tensor, before: torch.Tensor, new: torch.Tensor, rule: str = "shift", alpha: float = 0.0
-) -> None:
+def merge(layout: Layout, now: torch.Tensor, before: torch.Tensor, new: torch.Tensor) -> None:
     """Merge `new` into a region's weights `now`, in place. All weights are uint8 [total_bytes].
 
-    `before`: the region's weights when they were contributed. `rule`: a key of RULES, which keeps the steps since then.
-    Buffers that are not averaged do not change.
+    `before`: the region's weights when they were contributed; the steps since then are kept. Buffers that are not
+    averaged do not change.
     """
     for flat in (*layout.runs_of(Kind.PARAMETER), *layout.runs_of(Kind.BUFFER)):
         if flat.kind is Kind.PARAMETER or (flat.is_float and flat.is_averaged):
-            RULES[rule](flat.view(now), flat.view(before), flat.view(new), alpha)
+            shift(flat.view(now), flat.view(before), flat.view(new))
 
 
 def log_not_counted(samples: int, steps: int, meaning: str, is_sent_again: bool = False) -> None:

@@ -25,7 +25,6 @@ import torch
 from ..common.config.schema import Config
 from ..common.errors import ParamServerError, Reason, UsageError
 from ..common.reporting.log import get_logger
-from ..common.tensors.layout import Layout
 from ..common.wire.records import COUNTED, Outcome, TrainingInfo
 from ..ps.core import effects, events
 from ..ps.core.counting.sources import work_of
@@ -178,12 +177,8 @@ class Region(Keeper):
     def _merge(self, store: Store) -> None:
         """On the tensor thread: merge replies into the region's weights."""
         for sent, new in self._replies:
-            store.change(self._merge_into, sent, new)
+            store.change(merge, sent, new)
         self._replies.clear()
-
-    def _merge_into(self, layout: Layout, now: torch.Tensor, sent: torch.Tensor, new: torch.Tensor) -> None:
-        """Merge `new` weights of the run above into weights of the region, uint8 [layout.total_bytes], in place."""
-        merge(layout, now, sent, new, self._config.merge, self._config.merge_alpha)
 
     def _receive(self, publication: Publication) -> list[torch.Tensor]:
         """On the tensor thread: make this version from the weights of the run above."""
@@ -272,7 +267,7 @@ class Region(Keeper):
         assert self._link.model is not None
         new = self._link.model.payload.clone()
         for payload in self._payloads:
-            self._merge_into(self._model.store.layout, payload, sent, new)
+            merge(self._model.store.layout, payload, sent, new)
         self._replies.append((sent, new))
         if publication is not None:
             self._merge(self._model.store)

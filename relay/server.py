@@ -81,13 +81,7 @@ async def relay_server(config: Config) -> RelayServer:
         raise UnreachableError(error.message, fix=f"{fix}; {_NO_LOOP}") from None
     settings = link.settings
     combinations.check(
-        combinations.choices_of(
-            config,
-            config.run.mode,
-            mode_above=settings.mode,
-            kind_above=settings.kind,
-            fragments_above=settings.fragments,
-        )
+        combinations.choices_of(config, config.run.mode, mode_above=settings.mode, kind_above=settings.kind)
     )
     every = "each version" if settings.kind.holds_gradients else "policy.local_steps of the run above"
     log.info("region", rank=link.progress.rank, above=link.address, mode_above=settings.mode, every=every)

@@ -53,7 +53,7 @@ CLAIMS: dict[str, Claim] = {
     "N10": Claim(
         "fragments cost nothing, nor does going on during their exchange", "outer", _LONG, (),
         ("H 25", "H 25, 5 fragments", *(
-            f"H 25, 5 fragments, tau 2, {rule}{codecs}" for codecs in ("", ", q4 both") for rule in ("(a)", "(b)")
+            f"H 25, 5 fragments, tau 2{codecs}" for codecs in ("", ", q4 both")
         )),
     ),
     "N11": Claim("lost deltas cost little", "outer", _LONG, (), ("H 25", "H 25, 30 % dropped")),

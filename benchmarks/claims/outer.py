@@ -4,10 +4,9 @@
 
 Time is counted, not waited for: a worker takes its local steps in so many seconds each, an exchange takes none. The
 mode's own policy decides and the server's own store steps; deltas go through what a worker and a server do with them
-(`codecs.py`). tau: a reply, which is here at once, is merged after so many local steps, (a) by the rule blend with
-alpha 0.5, (b) by shift. `sync` is plain torch on the mean gradient. `gpt` is a byte-level transformer of 0.13 million
-parameters, `digits` an MLP of 85,002; AdamW with a cosine schedule in the workers. Held-out loss after so many steps of
-each.
+(`codecs.py`). tau: a reply, which is here at once, is merged after so many local steps. `sync` is plain torch on the
+mean gradient. `gpt` is a byte-level transformer of 0.13 million parameters, `digits` an MLP of 85,002; AdamW with a
+cosine schedule in the workers. Held-out loss after so many steps of each.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ...ps.tensors.store import Step, Store
 from ...worker.tasks.base import Task
 from ...worker.tasks.digits import Digits
 from ...worker.tasks.gpt import Gpt
-from ...worker.tensors.local_steps import Anchor, Merge, Overlap
+from ...worker.tensors.local_steps import Anchor, Overlap
 from ...worker.tensors.transfer import DirectTransfer, ModelTensors
 from .codecs import Way, codec_of, num_framed
 
@@ -69,10 +68,9 @@ WAYS: dict[str, Asked] = {
     "H 25, 0.7/0.9": Asked(options={"outer_momentum": 0.9}),
     "H 25, 5 fragments": Asked(options={"fragments": 5}),
     **{
-        f"H 25, 5 fragments, tau 2, {letter}{codecs}": Asked(
-            options={"fragments": 5, "delayed_update": True, "overlap_steps": 2, "merge": rule}, up=codec, down=codec
+        f"H 25, 5 fragments, tau 2{codecs}": Asked(
+            options={"fragments": 5, "delayed_update": True, "overlap_steps": 2}, up=codec, down=codec
         )
-        for letter, rule in (("(a)", "blend"), ("(b)", "shift"))
         for codecs, codec in (("", "raw"), (", q4 both", "q4"))
     },
     "H 10": Asked(options={"local_steps": 10}),
@@ -103,12 +101,10 @@ class Worker:
         self._task, self._num_steps = task, num_steps
         self.tensors = ModelTensors(self.net)
         self._num_fragments = num = asked.options.get("fragments", 1)
-        self._overlap, self._merge = None, Merge()
+        self._overlap, self._overlap_steps = None, asked.options.get("overlap_steps", 0)
         self._is_delayed = bool(asked.options.get("delayed_update"))
-        if self._is_delayed:
-            self._merge = Merge(asked.options["merge"], 0.5, asked.options["overlap_steps"])
         if self._is_delayed or num > 1:
-            self._overlap = Overlap(self.tensors, num, self._merge)
+            self._overlap = Overlap(self.tensors, num)
         self._anchor = self._overlap or Anchor(self.tensors)
         self.transfer = DirectTransfer(self.tensors)
         self._received: list[torch.Tensor] = []  # and not merged
@@ -135,7 +131,7 @@ class Worker:
         self._optimizer.step()
         self.taken += 1
         self._since += 1
-        if self._overlap is not None and self._since == self._merge.after_steps:
+        if self._overlap is not None and self._since == self._overlap_steps:
             self._merge_received()
 
     def gradient(self) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .. import synonyms
+from .. import dropped, synonyms
 from ..errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, ParamServerError, UsageError
 from . import quiet
 
@@ -257,7 +257,7 @@ def valued_options(command: TyperCommand, ctx: Any) -> set[str]:
 def _fix_of(program: str, error: Any, message: str) -> str:
     """Returns what to write instead of a wrong flag, command or argument."""
     wrong = getattr(error, "option_name", None)
-    found = synonyms.of_flag(program, wrong) if wrong else ""
+    found = dropped.FLAGS.get(wrong) or synonyms.of_flag(program, wrong) if wrong else ""
     for flag, word in pairwise(["", *sys.argv[1:]]):
         if f"unexpected extra argument ({word}" in message.replace("(s)", "") or f"No such command '{word}'" in message:
             takes_none = f"{flag} takes no value; " if flag.startswith("--") else ""

@@ -243,8 +243,6 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "eval_every": check_text,
         "fragments": _range(0, MAX_RANK),
         "outstanding": _range(0, MAX_RANK),
-        "merge": check_text,
-        "merge_alpha": _range(0, math.nextafter(1, 0)),
     },
 }
 _WHOLE: dict[type[Message], Callable[[Any], None]] = {

@@ -162,7 +162,7 @@ def ran(engine: Engine) -> Ran:
     if outer is not None and "outer_momentum" in options:
         options["outer_momentum"] = outer.arguments.get("momentum")
     if "overlap_steps" in options:
-        options["overlap_steps"] = policy.merge.after_steps
+        options["overlap_steps"] = policy.overlap_steps
     optimizer = (
         None if spec is None else optimizer_settings(spec.name, [group.hyperparameters for group in spec.groups])
     )

@@ -34,7 +34,7 @@ from typing import Any
 
 from ...common.config.option import Section
 from ...common.wire.records import Contribution, Outcome
-from .shared.decisions import Commit, Decision, Discard, Fold, Merge, Outer, Refuse, Reply
+from .shared.decisions import Commit, Decision, Discard, Fold, Outer, Refuse, Reply
 from .shared.gates import Gates
 from .shared.ledger import ROUNDS
 from .shared.members import Common, Member, canonical, names
@@ -50,7 +50,6 @@ __all__ = [
     "Discard",
     "Fold",
     "Member",
-    "Merge",
     "Outcome",
     "Outer",
     "Policy",

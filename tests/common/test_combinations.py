@@ -45,7 +45,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "store.max_norm": {"max_norm": 1.0},
     "store.polyak": {"polyak": 0.9},
     "--delayed-update": {"delayed_update": True},
-    "options of an overlap": {"overlap_options": ("policy.merge is blend",)},
+    "--overlap-steps": {"overlap_steps": 2},
     "no --delayed-update": {"delayed_update": False},
     "staleness below that of a delayed update": {"mode": "ssp", "staleness": 0},
     "policy.late_cut 1": {"mode": "async", "late_cut": 1},
@@ -56,8 +56,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "regions in the mode of the run above": {"regions": 2},
     "a region's server": {"is_region": True},
     "--upstream-every": {"regions": 2, "upstream_every": 4},
-    "a merge that is not shift": {"upstream_merge": "blend"},
-    "a run above with fragments": {"mode_above": "diloco", "kind_above": DELTA, "fragments_above": 2},
     "a run above of peers": {"mode_above": "allreduce", "kind_above": ContributionKind.COMPLETION},
     "a run above of gradients": {"mode_above": "sync", "kind_above": GRADIENT},
     "--checkpoint-dir": {"snapshots": "folder"},
@@ -211,7 +209,6 @@ def test_a_fragment_travels_in_what_encodes_it_by_itself(codec: str) -> None:
         ({"fragments": 4}, r"policy\.fragments is 4, and policy\.local_steps is 30", "--local-steps 32"),
         ({"overlap_steps": 31}, r"overlap_steps is 31.*30 local steps.*local_steps is 30", "--overlap-steps 30"),
         ({"fragments": 5, "overlap_steps": 7}, r"overlap_steps is 7.*6 local steps.*fragments 5", "-steps 6"),
-        ({"merge_alpha": 0.3}, r"policy\.merge_alpha is 0\.3, but policy\.merge shift does", "--merge blend"),
     ],
 )
 def test_values_that_limit_each_other_are_named(options: dict[str, Any], message: str, fix: str) -> None:
@@ -223,12 +220,10 @@ def test_values_that_limit_each_other_are_named(options: dict[str, Any], message
     assert fix in str(refused.value.fix)
 
 
-@pytest.mark.parametrize("options", [{"overlap_steps": 2}, {"merge": "blend"}])
-def test_an_overlap_needs_a_delayed_update(options: dict[str, Any]) -> None:
-    config = Config.model_validate({"run": {"mode": "diloco"}, "policy": options})
-    (name,) = options
+def test_an_overlap_needs_a_delayed_update() -> None:
+    config = Config.model_validate({"run": {"mode": "diloco"}, "policy": {"overlap_steps": 2}})
     text = text_of(choices_of(config, "diloco"))
-    assert f"policy.{name} is {options[name]}, and workers of mode diloco wait" in text and "--delayed-update" in text
+    assert "policy.overlap_steps is 2, and workers of mode diloco wait" in text and "--delayed-update" in text
 
 
 # ---- one table

@@ -9,6 +9,7 @@ from paramserver.common.config.flags import settings
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import CODECS
+from paramserver.ps.main import main
 
 
 @pytest.mark.parametrize("name", sorted(dropped.CODECS))
@@ -25,3 +26,14 @@ def test_a_dropped_setting_is_refused_with_its_fix(key: str) -> None:
     with pytest.raises(UsageError, match=f"--set {key}: {key} was removed") as caught:
         load_config(None, {}, [f"{key}=1"], {})
     assert caught.value.fix == dropped.SETTINGS[key]
+
+
+@pytest.mark.parametrize("flag", ["--merge", "--merge-alpha", "--late-compensation"])
+def test_a_dropped_flag_is_refused_with_its_fix(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ps-server", "--mode", "diloco", flag, "x"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == UsageError.exit_code
+    assert capsys.readouterr().err == f"ps-server: No such option: {flag}\n  fix: {dropped.FLAGS[flag]}\n"

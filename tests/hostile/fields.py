@@ -157,13 +157,13 @@ HeartbeatReply             lease_s : real unread
 HeartbeatReply             durable_version over_generation server_incarnation : whole compared
 SharedMemory      accepted : flag any
 SharedMemory      reason : text shown
-RunSettings       mode task eval_every merge : text header
+RunSettings       mode task eval_every : text header
 RunSettings       contribution : choice read_settings
 RunSettings       num_workers steps batch_size seed fragments outstanding : whole header
 RunSettings       pull_every overlap_steps epochs : whole any
 RunSettings       task_args : values check_named_by_server
 RunSettings       optimizer : part check_arguments
-RunSettings       polyak merge_alpha : real header
+RunSettings       polyak : real header
 RunSettings       delayed_update ends_by_metrics union_batch : flag any
 RunSettings       train : values TrainConfig
 Waiting           reason : text shown

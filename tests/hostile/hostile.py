@@ -20,7 +20,7 @@ REALS = [0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e9, 2e9, 1e308, -1e308, float("inf"
 TEXTS = [
     "", "w", "raw", "bf16", "int8", "q4", "topk", "powersgd", "zip", "float32", "bfloat16", "os", "float128", "SGD",
     "adam", "AdamW", "LBFGS", "Optimizer", "RowwiseAdagrad", "lr", "betas", "foreach", "params", "sync", "async",
-    "diloco", "linear", "gpt", "mnist", "digits", "ledger", "shift", "blend", "30s", "1epoch", "9" * 400, "os.system",
+    "diloco", "linear", "gpt", "mnist", "digits", "ledger", "30s", "1epoch", "9" * 400, "os.system",
     "subprocess", "subprocess:Popen", "subprocess.py:Popen", "/usr/lib/python3/subprocess.py:Popen", "evil.py:Evil",
     "os.py:system", "paramserver.worker.tasks.linear", "__import__('os').system('true')", "$(true)", "; true",
     "../../etc/passwd", "/etc/passwd", "/proc/self/mem", "file:///etc/passwd", "~/.ssh/id_rsa", "a\nb", "a\0b",

@@ -42,7 +42,6 @@ NAMES = {
     "an argument that it has not": ({"optimizer": optimizer("sgd", lr=0.1, closure=1.0)}, "no argument 'closure'"),
     "an argument out of its range": ({"optimizer": optimizer("sgd", lr=-1.0)}, "Invalid learning rate"),
     "contributions of no kind": ({"contribution": 17}, "contributions of kind 17"),
-    "a rule that there is not": ({"merge": "os.system"}, "a rule that this worker does not know"),
     "a section that there is not": ({"train": struct({"evil": 1})}, "train.evil"),
     "a seed that is none": ({"seed": 2**64 - 1}, "RunSettings.seed"),
     "batches of nothing": ({"batch_size": 0}, "RunSettings.batch_size"),

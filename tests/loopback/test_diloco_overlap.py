@@ -18,7 +18,7 @@ from paramserver.worker.tensors.local_steps import fragments_of
 from paramserver.worker.tensors.transfer import ModelTensors
 
 # With this momentum torch's fused SGD rounds the same in vectors and in what is left over; with 0.9 it does not.
-STEPS, LR, MOMENTUM, ALPHA = 28, 0.7, 0.5, 0.5
+STEPS, LR, MOMENTUM = 28, 0.7, 0.5
 Trip = Callable[[str, torch.Tensor], torch.Tensor]
 
 
@@ -48,7 +48,6 @@ def reference(
     h: int,
     num: int,
     tau: int,
-    rule: str,
     begins: dict[int, tuple[int, ...]],
     up: tuple[Trip, float] = (lambda name, item: item, 1.0),
     down: Trip = lambda name, item: item,
@@ -70,8 +69,7 @@ def reference(
     def merge(rank: int) -> None:
         for name, before in sent[rank].items():
             now, new = local[rank][name], given[name]
-            blended = new if not tau else ALPHA * now + (1 - ALPHA) * new
-            now.copy_(new + (now - before) if rule == "shift" and tau else blended)
+            now.copy_(new + (now - before) if tau else new)
             anchor[rank][name] = new.clone()
         sent[rank] = {}
 
@@ -110,8 +108,8 @@ def reference(
     return theta
 
 
-def flags(h: int, num: int, tau: int, rule: str, *more: str) -> tuple[str, ...]:
-    overlapped = ("--delayed-update", "--overlap-steps", str(tau), "--merge", rule) if tau else ()
+def flags(h: int, num: int, tau: int, *more: str) -> tuple[str, ...]:
+    overlapped = ("--delayed-update", "--overlap-steps", str(tau)) if tau else ()
     overlapped += ("--fragments", str(num)) if num > 1 else ()
     return (
         "--mode", "diloco", "--steps", str(STEPS), "--local-steps", str(h), *overlapped,
@@ -130,71 +128,65 @@ def assert_is(cluster: Cluster, wanted: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("h", "num", "tau", "rule", "shards"),
+    ("h", "num", "tau", "shards"),
     [
-        (10, 5, 1, "blend", 2),
+        (10, 5, 1, 2),
         *(
             pytest.param(*item, marks=pytest.mark.slow)
-            for item in ((5, 1, 3, "blend", 1), (6, 2, 1, "shift", 1), (6, 3, 2, "shift", 2), (10, 5, 2, "shift", 2))
+            for item in ((5, 1, 3, 1), (6, 2, 1, 1), (6, 3, 2, 2), (10, 5, 2, 2))
         ),
         *(
             pytest.param(*item, marks=pytest.mark.campaign)
-            for item in ((5, 1, 2, "shift", 2), (6, 2, 3, "blend", 2), (6, 3, 1, "blend", 1))
+            for item in ((5, 1, 2, 2), (6, 2, 3, 2), (6, 3, 1, 1))
         ),
     ],
 )  # fmt: skip
-def test_it_equals_plain_torch(cluster: Cluster, h: int, num: int, tau: int, rule: str, shards: int) -> None:
-    server = cluster.server(*flags(h, num, tau, rule, "--workers", "2", "--shards", str(shards)))
+def test_it_equals_plain_torch(cluster: Cluster, h: int, num: int, tau: int, shards: int) -> None:
+    server = cluster.server(*flags(h, num, tau, "--workers", "2", "--shards", str(shards)))
     others = [cluster.shard(number, shards) for number in range(1, shards)]
     workers = [cluster.script(rank, "outer.py", "adamw-deep") for rank in range(2)]
     assert {process.wait() for process in (*workers, server, *others)} == {0}, workers[0].output
-    assert_is(cluster, reference("adamw-deep", h, num, tau, rule, {0: (0, 1)}))
+    assert_is(cluster, reference("adamw-deep", h, num, tau, {0: (0, 1)}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num", "tau", "rule", "shards", "up", "down", "transport"),
+    ("num", "tau", "shards", "up", "down", "transport"),
     [
-        (5, 1, "blend", 1, "q4", "q4", "direct,grpc"),
+        (5, 1, 1, "q4", "q4", "direct,grpc"),
         *(
             pytest.param(*item, marks=pytest.mark.slow)
             for item in (
-                (2, 2, "shift", 2, "q4", "q4", "direct,grpc"), (3, 0, "", 1, "int8", "q4", "grpc"),
-                (3, 1, "shift", 2, "sparse", "raw", "grpc"),
+                (2, 2, 2, "q4", "q4", "direct,grpc"), (3, 0, 1, "int8", "q4", "grpc"),
+                (3, 1, 2, "sparse", "raw", "grpc"),
             )
         ),
         *(
             pytest.param(*item, marks=pytest.mark.campaign)
             for item in (
-                (5, 0, "", 2, "q4", "int8", "direct,grpc"), (2, 3, "blend", 1, "sparse", "q4", "direct,grpc"),
-                (5, 2, "blend", 1, "raw", "int8", "direct,grpc"),
+                (5, 0, 2, "q4", "int8", "direct,grpc"), (2, 3, 1, "sparse", "q4", "direct,grpc"),
+                (5, 2, 1, "raw", "int8", "direct,grpc"),
             )
         ),
     ],
 )  # fmt: skip
 def test_codecs_that_remember_have_each_fragment_s_own(
-    cluster: Cluster, num: int, tau: int, rule: str, shards: int, up: str, down: str, transport: str
+    cluster: Cluster, num: int, tau: int, shards: int, up: str, down: str, transport: str
 ) -> None:
     h, inner = {2: 6, 3: 9, 5: 10}[num], "adamw-wide"
-    server = cluster.server(*flags(h, num, tau, rule, "--workers", "2", "--shards", str(shards)))
+    server = cluster.server(*flags(h, num, tau, "--workers", "2", "--shards", str(shards)))
     others = [cluster.shard(number, shards) for number in range(1, shards)]
     environ = {"PS_WORKER__CODEC": up, "PS_WORKER__REPLY_CODEC": down, "PS_WORKER__TRANSPORTS": transport}
     workers = [cluster.script(rank, "outer.py", inner, **environ) for rank in range(2)]
     assert {process.wait() for process in (*workers, server, *others)} == {0}, workers[0].output
     ups = trip_of(inner, up, shards), CODECS.load(up)().decay
-    assert_is(cluster, reference(inner, h, num, tau, rule, {0: (0, 1)}, ups, trip_of(inner, down, shards)))
+    assert_is(cluster, reference(inner, h, num, tau, {0: (0, 1)}, ups, trip_of(inner, down, shards)))
 
 
-@pytest.mark.parametrize(
-    ("rule", "codec"),
-    [
-        pytest.param("blend", "raw", marks=pytest.mark.slow),
-        pytest.param("shift", "raw", marks=pytest.mark.campaign),
-        pytest.param("blend", "q4", marks=pytest.mark.slow),
-    ],
-)
-def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Cluster, rule: str, codec: str) -> None:
-    server = cluster.server(*flags(6, 3, 1, rule))
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["raw", "q4"])
+def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Cluster, codec: str) -> None:
+    server = cluster.server(*flags(6, 3, 1))
     gate, inner = cluster.folder / "go", "adamw-deep" if codec == "raw" else "adamw-wide"
     environ = {"PS_WORKER__CODEC": codec, "PS_WORKER__REPLY_CODEC": codec}
     first = cluster.script(0, "outer.py", inner, str(gate), "12", **environ)
@@ -204,21 +196,15 @@ def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Clus
     gate.touch()
     assert {process.wait() for process in (first, second, server)} == {0}, second.output
     trip = trip_of(inner, codec, 1)
-    assert_is(cluster, reference(inner, 6, 3, 1, rule, {0: (0,), 6: (1,)}, (trip, 1.0), trip))
+    assert_is(cluster, reference(inner, 6, 3, 1, {0: (0,), 6: (1,)}, (trip, 1.0), trip))
 
 
-@pytest.mark.parametrize(
-    ("rule", "codec"),
-    [
-        pytest.param("blend", "raw", marks=pytest.mark.slow),
-        pytest.param("shift", "raw", marks=pytest.mark.campaign),
-        pytest.param("shift", "q4", marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str, codec: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["raw", "q4"])
+def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, codec: str) -> None:
     """Steps of fragments that had not had their turn, and what was on its way or left out, are done again."""
     arguments = flags(
-        6, 3, 1, rule, "--workers", "2", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5", "--set",
+        6, 3, 1, "--workers", "2", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5", "--set",
         "policy.min_workers=2",
     )  # fmt: skip
     server = cluster.server(*arguments)
@@ -234,7 +220,7 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, rule: str, 
     version = second.event("resumed")["version"]
     assert version > 0
     trip = trip_of(inner, codec, 1)
-    assert_is(cluster, reference(inner, 6, 3, 1, rule, {0: (0, 1), version: (0, 1)}, (trip, 1.0), trip))
+    assert_is(cluster, reference(inner, 6, 3, 1, {0: (0, 1), version: (0, 1)}, (trip, 1.0), trip))
 
 
 @pytest.mark.slow
@@ -242,7 +228,7 @@ def test_async_diloco_goes_on_meanwhile_and_after_a_kill_of_the_server(cluster: 
     """One worker, whose deltas are whole rounds: what was on its way at the kill is done again, over two shards before
     and after."""
     arguments = flags(
-        5, 1, 3, "blend", "--mode", "async_diloco", "--outer-lr", str(LR), "--workers", "1", "--shards", "2",
+        5, 1, 3, "--mode", "async_diloco", "--outer-lr", str(LR), "--workers", "1", "--shards", "2",
         "--checkpoint-dir", "snapshots", "--checkpoint-every", "2",
     )  # fmt: skip
     server, gate = cluster.server(*arguments), cluster.folder / "go"
@@ -255,4 +241,4 @@ def test_async_diloco_goes_on_meanwhile_and_after_a_kill_of_the_server(cluster: 
     gate.touch()
     assert {process.wait() for process in (worker, second, other)} == {0}, worker.output
     assert second.event("resumed")["version"] == 2
-    assert_is(cluster, reference("sgd", 5, 1, 3, "blend", {0: (0,), 2: (0,)}))
+    assert_is(cluster, reference("sgd", 5, 1, 3, {0: (0,), 2: (0,)}))

@@ -18,12 +18,11 @@ from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import new_payload
 from paramserver.common.wire.frames import without_zeros
 from paramserver.ps.engine.modes import make_policy, policy_of
-from paramserver.ps.policies.averaging.diloco import DilocoOptions
 from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.worker.strategies.shadow import Shadow
-from paramserver.worker.tensors.local_steps import Anchor, Merge, Overlap, fragments_of
+from paramserver.worker.tensors.local_steps import Anchor, Overlap, fragments_of
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 from ..records import contribution_of
@@ -57,7 +56,7 @@ def names_of_fragments(num: int) -> dict[str, int]:
 
 def reference(
     sizes: tuple[int, ...], steps: int, h: int, lr: float, momentum: float, inner: str = "adamw", num: int = 1,
-    merge: Merge | None = None,
+    tau: int = 0,
 ) -> Tensors:  # fmt: skip
     """Nothing of ours: an anchor of each worker and what it sent last, for the server theta and a buffer, by name."""
     models = [make_model() for _ in sizes]
@@ -72,12 +71,11 @@ def reference(
         for rank, size in enumerate(sizes):
             local_step(models[rank], optimizers[rank], rank, size, step)
         since += 1
-        if merge is not None and (since == merge.after_steps or step + 1 == steps):
+        if tau and (since == tau or step + 1 == steps):
             for local, anchor, then in zip(weights, anchors, sent, strict=True):
                 for name, before in then.items():
                     now, new = local[name].data, theta[name]
-                    blended = merge.alpha * now + (1 - merge.alpha) * new
-                    now.copy_(new + (now - before) if merge.rule == "shift" else blended)
+                    now.copy_(new + (now - before))
                     anchor[name] = new.clone()
                 then.clear()
         if (step + 1) % (h // num) and step + 1 < steps:
@@ -93,7 +91,7 @@ def reference(
             theta[name] = theta[name] - lr * (delta + momentum * buffer[name])
             for local, anchor, then in zip(weights, anchors, sent, strict=True):
                 then[name] = local[name].data.clone()
-                if merge is None:
+                if not tau:
                     local[name].data.copy_(theta[name])
                     anchor[name] = theta[name].clone()
         since = 0
@@ -139,9 +137,9 @@ class Worker:
 class Overlapping(Worker):
     """What `Overlapped` does, with the parts that it does it with."""
 
-    def __init__(self, num: int, merge: Merge) -> None:
+    def __init__(self, num: int) -> None:
         super().__init__()
-        self.shadow, self.anchor = Shadow(self.tensors), Overlap(self.tensors, num, merge)
+        self.shadow, self.anchor = Shadow(self.tensors), Overlap(self.tensors, num)
         self.transfer = DirectTransfer(self.shadow)
 
     def depart(self) -> None:
@@ -158,9 +156,6 @@ class Overlapping(Worker):
 
 class Streaming(Overlapping):
     """What `Overlapped` does where it waits for each fragment's exchange."""
-
-    def __init__(self, num: int) -> None:
-        super().__init__(num, Merge())
 
     def receive(self, weights: torch.Tensor) -> None:
         super().receive(weights)
@@ -186,7 +181,7 @@ def ours(sizes: tuple[int, ...], steps: int, policy: Policy, workers: list[Worke
         for rank, (worker, size) in enumerate(zip(workers, sizes, strict=True)):
             for number in range(taken):
                 local_step(worker.model, worker.optimizer, rank, size, step + number)
-                if step and number + 1 == min(taken, policy.merge.after_steps):
+                if step and number + 1 == min(taken, policy.overlap_steps):
                     worker.merge()
             staged[rank] = worker.delta(None if step + taken == steps else policy.version % num)
         for rank in reversed(range(len(sizes))):
@@ -329,7 +324,7 @@ def test_layers_are_dealt_out_and_what_is_large_lies_apart():
 def test_a_round_that_went_by_keeps_the_steps_of_the_other_fragments():
     model = make_model()
     tensors = ModelTensors(model)
-    overlap = Overlap(tensors, 2, Merge())
+    overlap = Overlap(tensors, 2)
     was = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -357,7 +352,7 @@ def test_a_contribution_of_one_of_five_fragments_has_at_most_a_tenth_more_than_a
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
-    overlap, transfer = Overlap(tensors, 5, Merge()), DirectTransfer(tensors)
+    overlap, transfer = Overlap(tensors, 5), DirectTransfer(tensors)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
@@ -373,40 +368,32 @@ def test_a_contribution_of_one_of_five_fragments_has_at_most_a_tenth_more_than_a
 CASES = [(1, 7), (1, 30), (2, 15), (2, 4), (3, 10), (3, 1), (5, 6), (5, 2)]  # fragments, and steps until the merge
 
 
-@pytest.mark.parametrize(
-    ("num", "tau", "rule", "alpha"),
-    [(*case, *rule) for case in CASES for rule in (("shift", 0.0), ("blend", 0.5))]
-    + [(1, 1, "blend", 0.0), (5, 3, "blend", 0.8)],
-)
-def test_exchanges_that_take_local_steps_equal_an_independent_reference(num, tau, rule, alpha):
-    merge = Merge(rule, alpha, tau)
-    overlap = {"delayed_update": True, "fragments": num, "overlap_steps": tau, "merge": rule, "merge_alpha": alpha}
-    policy = policy_for(3, 30, 97, outer_momentum=0.9, **overlap)
-    assert policy.merge == merge
-    found = ours(THREE, 97, policy, [Overlapping(num, merge) for _ in THREE], num)
-    assert_same(found.tensors(), reference(THREE, 97, 30, 0.7, 0.9, num=num, merge=merge))
+@pytest.mark.parametrize(("num", "tau"), [*CASES, (1, 1), (5, 3)])
+def test_exchanges_that_take_local_steps_equal_an_independent_reference(num, tau):
+    policy = policy_for(3, 30, 97, outer_momentum=0.9, delayed_update=True, fragments=num, overlap_steps=tau)
+    assert policy.overlap_steps == tau
+    found = ours(THREE, 97, policy, [Overlapping(num) for _ in THREE], num)
+    assert_same(found.tensors(), reference(THREE, 97, 30, 0.7, 0.9, num=num, tau=tau))
 
 
-def test_the_rules_are_the_two_lines() -> None:
-    """And alpha 0 is the server's weights to the bit."""
-    for rule, alpha, wanted in (("shift", 0.0, 7.0 + 3.0), ("blend", 0.25, 0.25 * 5 + 0.75 * 7), ("blend", 0.0, 7.0)):
-        model = nn.Linear(1, 1, bias=False)
-        tensors = ModelTensors(model)
-        overlap = Overlap(tensors, 1, Merge(rule, alpha))
-        with torch.no_grad():
-            model.weight.fill_(2.0)
-            overlap.measure()
-            overlap.depart()
-            model.weight.fill_(5.0)
-            overlap.merge([torch.full((1, 1), 7.0)])
-            assert model.weight.item() == wanted
-            overlap.measure()
-            assert tensors.deltas[0].item() == 7.0 - wanted, "the next difference is to the new weights"
+def test_a_merge_keeps_the_steps_since_the_measurement() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    tensors = ModelTensors(model)
+    overlap = Overlap(tensors, 1)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+        overlap.measure()
+        overlap.depart()
+        model.weight.fill_(5.0)
+        overlap.merge([torch.full((1, 1), 7.0)])
+        assert model.weight.item() == 7.0 + 3.0
+        overlap.measure()
+        assert tensors.deltas[0].item() == 7.0 - 10.0, "the next difference is to the new weights"
 
 
 def test_a_merge_keeps_the_steps_of_the_other_fragments() -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    overlap = Overlap(ModelTensors(model), 2, Merge("blend", 0.5))
+    overlap = Overlap(ModelTensors(model), 2)
     with torch.no_grad():
         for layer, value in ((model[0], 1.0), (model[1], 2.0)):
             layer.weight.fill_(value)
@@ -416,12 +403,7 @@ def test_a_merge_keeps_the_steps_of_the_other_fragments() -> None:
         overlap.choose(0)
         overlap.measure()
         overlap.depart()
+        model[0].weight.add_(0.5)
         overlap.merge([torch.full((1, 1), 10.0), torch.full((1, 1), 20.0)])
-    assert model[0].weight.item() == 0.5 * 5.0 + 0.5 * 10.0
+    assert model[0].weight.item() == 10.0 + 0.5
     assert model[1].weight.item() == 20.0 + 4.0
-
-
-@pytest.mark.parametrize("alpha", [-0.1, 1.0, 1.5])
-def test_an_alpha_out_of_range_is_refused(alpha: float) -> None:
-    with pytest.raises(ValueError, match="never takes anything" if alpha == 1 else "greater than|less than"):
-        DilocoOptions(merge="blend", merge_alpha=alpha)

@@ -39,11 +39,6 @@ def test_a_server_above_that_is_not_there(cluster: Cluster) -> None:
     ("above", "below", "words"),
     [
         (("allreduce",), ("sync",), "the run above is in mode allreduce: its workers average among themselves"),
-        (
-            ("diloco", "--set", "policy.fragments=5"),
-            ("sync", "--set", "upstream.merge=blend"),
-            "the merge would change fragments that were not exchanged",
-        ),
         (("sync",), ("localsgd",), "mode localsgd, and the run above is in mode sync: it takes"),
         (("sync",), ("allreduce",), "mode allreduce, and the run above is in mode sync: it takes"),
         (("sync",), ("async",), "mode async, and the run above is in mode sync: it takes"),

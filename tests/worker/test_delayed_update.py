@@ -26,7 +26,6 @@ from paramserver.worker.session import Progress
 from paramserver.worker.strategies import delayed_update as pipeline
 from paramserver.worker.strategies.choice import make_server_strategy
 from paramserver.worker.strategies.shadow import Shadow
-from paramserver.worker.tensors.local_steps import Merge
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
@@ -50,11 +49,9 @@ class Net(nn.Module):
 class FakeExchange:
     """An exchange whose flights land when the test lets them, each with weights of a version, or an error."""
 
-    def __init__(
-        self, kind: ContributionKind, steps: int = 100, local_steps: int = 1, merge: Merge | None = None
-    ) -> None:
+    def __init__(self, kind: ContributionKind, steps: int = 100, local_steps: int = 1, overlap_steps: int = 0) -> None:
         self.settings = SimpleNamespace(
-            kind=kind, steps=steps, delayed_update=True, fragments=1, merge=merge or Merge()
+            kind=kind, steps=steps, delayed_update=True, fragments=1, overlap_steps=overlap_steps
         )
         self.zero = 0
         self.progress = Progress(total_steps=steps)
@@ -255,7 +252,7 @@ def test_deltas_are_of_the_steps_since_the_last_one_and_go_on_from_new_weights()
 
 
 def test_deltas_are_merged_after_so_many_steps_and_an_evaluation_changes_nothing() -> None:
-    bench = Bench(ContributionKind.DELTA, local_steps=3, merge=Merge("blend", 0.25, after_steps=2))
+    bench = Bench(ContributionKind.DELTA, local_steps=3, overlap_steps=2)
     bench.net.w.data += 1.0
     for _ in range(2):
         bench.delayed_update.progress.took_step()
@@ -267,19 +264,19 @@ def test_deltas_are_merged_after_so_many_steps_and_an_evaluation_changes_nothing
     assert bench.exchange.measured[0]["version"] == 1
     assert bench.net.w.item() == 101.0
     bench.net.w.data += 4.0
-    for wanted in (105.0, 0.25 * 105.0 + 0.75 * 101.0):
+    for wanted in (105.0, 101.0 + 4.0):
         bench.delayed_update.progress.took_step()
         bench.delayed_update.went_on()
         assert bench.net.w.item() == wanted
     bench.net.w.data += 2.0
     bench.step()
     bench.land()
-    assert bench.exchange.sent == [(-1.0, 301.0, 0), (101.0 - (102.0 + 2.0), 302.0, 1)]
+    assert bench.exchange.sent == [(-1.0, 301.0, 0), (101.0 - (105.0 + 2.0), 302.0, 1)]
     bench.net.w.data += 8.0
     assert bench.delayed_update.settle() == 2
     assert bench.net.w.item() == 102.0
     bench.delayed_update.measured(2, {})
-    assert bench.net.w.item() == 104.0 + 8.0
+    assert bench.net.w.item() == 107.0 + 8.0
 
 
 @pytest.mark.parametrize("kind", [ContributionKind.WEIGHTS, ContributionKind.DELTA])

@@ -24,7 +24,6 @@ from ...common.wire.records import Contribution, Position, changed
 from ...common.wire.structs import from_struct
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
-from ..tensors.local_steps import RULES, Merge
 
 # Names for messages of the server.
 Welcome = pb.Welcome
@@ -52,7 +51,7 @@ class Settings:
     fragments: int = 1  # parts of the parameters that are exchanged in turn
     outstanding: int = 0  # mean gradients that an all-reduce peer may go on without
     union_batch: bool = False  # a version is one step along the mean of all workers' gradients
-    merge: Merge = field(default_factory=Merge)  # rule for deltas with `delayed_update`
+    overlap_steps: int = 0  # local steps during an exchange of deltas; 0: all up to the next contribution
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # used instead of `steps`
     eval_every: str | None = None
@@ -188,7 +187,7 @@ def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
 
 _SAME = (
     "mode", "num_workers", "batch_size", "seed", "task", "polyak", "delayed_update", "outstanding", "union_batch",
-    "ends_by_metrics",
+    "ends_by_metrics", "overlap_steps",
 )  # fmt: skip
 _KINDS = {
     pb.RunSettings.GRADIENT: ContributionKind.GRADIENT,
@@ -221,11 +220,6 @@ def read_settings(message: pb.RunSettings) -> Settings:
             f"mode {message.mode} needs contributions of kind {message.contribution}, which this worker does not know",
             fix="install the same version of paramserver on both",
         )
-    if message.merge and message.merge not in RULES:
-        raise UsageError(
-            f"policy.merge is {message.merge}, a rule that this worker does not know",
-            fix="install the same version of paramserver on both",
-        )
     if message.eval_every:
         try:
             every(message.eval_every)
@@ -242,7 +236,6 @@ def read_settings(message: pb.RunSettings) -> Settings:
         optimizer=optimizer.name,
         optimizer_args=arguments,
         fragments=max(1, message.fragments),
-        merge=Merge(message.merge or "shift", message.merge_alpha, message.overlap_steps),
         train=_train_settings(_whole_numbers(from_struct(message.train))),
     )
 

@@ -403,7 +403,7 @@ class Grouped(Strategy):
         self._share()
 
     def went_on(self) -> None:
-        is_merging = self.settings.merge.after_steps > 0  # a pending reply may have arrived
+        is_merging = self.settings.overlap_steps > 0  # a pending reply may have arrived
         if is_merging:
             self._reshard()
         if self._inner is not None:

@@ -174,10 +174,10 @@ class Overlapped(DelayedUpdate):
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         super()._start(model, optimizer, is_parted)
-        self._overlap = Overlap(model, self.settings.fragments, self.settings.merge)
+        self._overlap = Overlap(model, self.settings.fragments)
 
     def went_on(self) -> None:
-        progress, after = self.progress, self.settings.merge.after_steps
+        progress, after = self.progress, self.settings.overlap_steps
         if after and self._flight is not None and progress.local_steps - progress.steps_left == after:
             self.check_model()
             self._merged = self._land()

@@ -1,22 +1,17 @@
-"""Measures local steps as deltas, and merges them with the server's new weights.
+"""Measures local steps as deltas, and adds them to the server's new weights.
 
 When a delta is measured, the weights S of that moment are kept. The server's new weights N arrive some steps later.
-Then the model's weights L become
-
-    shift   N + (L - S)                    keeps the steps since then (LOSCAR-SGD; CoCoD-SGD, arXiv:1906.12043)
-    blend   alpha L + (1 - alpha) N        Streaming DiLoCo, arXiv:2501.18512, section 2.3
-
-The next delta is the difference to N, so blend sends the rest of L again. With `policy.fragments` a delta has one
-fragment of the parameters (Streaming DiLoCo), and the others continue from their own steps. If a round passed without
-this worker, its steps are added to the new weights.
+Then the model's weights L become N + (L - S), which keeps the steps since then (LOSCAR-SGD; CoCoD-SGD,
+arXiv:1906.12043). The next delta is the difference to N. With `policy.fragments` a delta has one fragment of the
+parameters (Streaming DiLoCo), and the others continue from their own steps. If a round passed without this worker, its
+steps are added to the new weights.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import compress
-from typing import NamedTuple
 
 import torch
 
@@ -24,31 +19,10 @@ from ...common.errors import UsageError
 from ...common.tensors.layout import Entry
 from .transfer import ModelTensors
 
-# Changes L in place; the arguments are L, S, N and alpha.
-Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], None]
 
-
-def _shift(now: torch.Tensor, measured: torch.Tensor, new: torch.Tensor, alpha: float) -> None:
+def shift(now: torch.Tensor, measured: torch.Tensor, new: torch.Tensor) -> None:
+    """Change `now` in place to the new weights plus the steps since `measured`."""
     now.sub_(measured).add_(new)
-
-
-def _blend(now: torch.Tensor, measured: torch.Tensor, new: torch.Tensor, alpha: float) -> None:
-    now.lerp_(new, 1 - alpha)
-
-
-RULES: dict[str, Rule] = {"shift": _shift, "blend": _blend}
-
-
-class Merge(NamedTuple):
-    """How to merge new weights: `rule` is a key of RULES.
-
-    `after_steps` counts local steps between measurement and merge; 0 means that the merge waits for the next
-    contribution.
-    """
-
-    rule: str = "shift"
-    alpha: float = 0.0
-    after_steps: int = 0
 
 
 class Anchor:
@@ -88,9 +62,8 @@ class Overlap(Anchor):
     Call `measure`, copy the deltas, then call `depart`. Call `merge` when new weights arrive.
     """
 
-    def __init__(self, model: ModelTensors, num_fragments: int, merge: Merge) -> None:
+    def __init__(self, model: ModelTensors, num_fragments: int) -> None:
         super().__init__(model)
-        self._rule, self._alpha = RULES[merge.rule], merge.alpha
         entries = model.layout.entries[: model.num_trained]
         self._fragments = fragments_of(entries, num_fragments)
         positions = {spec.name: position for position, spec in enumerate(model.layout.specs)}
@@ -120,10 +93,8 @@ class Overlap(Anchor):
         """Merge the server's tensors `received`, in the order of the model's, into the model's parameters."""
         for tensor, is_chosen, (anchor, now) in zip(received, self._chosen, self._pairs(), strict=False):
             new = tensor.to(now.device)
-            if is_chosen:
-                self._rule(now, anchor, new, self._alpha)
-            elif not torch.equal(anchor, new):
-                _shift(now, anchor, new, self._alpha)
+            if is_chosen or not torch.equal(anchor, new):
+                shift(now, anchor, new)
             anchor.copy_(new)
 
     def show(self, received: Sequence[torch.Tensor]) -> None:

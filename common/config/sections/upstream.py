@@ -1,7 +1,7 @@
 """A server that is the relay of a region: a server for its workers, and one worker of the run above."""
 
 # No `from __future__ import annotations`: see __init__.py.
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -31,7 +31,3 @@ class UpstreamConfig(Section):
     reply_codec: Codec = Field("raw", description="codec of weights from the server above")
     cert: str | None = Field(None, description="certificate (PEM) for the server above; none: security.cert")
     key: str | None = Field(None, description="private key (PEM) of upstream.cert")
-    merge: Literal["shift", "blend"] = Field(
-        "shift", description="how new weights from above meet the steps taken since: shift or blend; docs/diloco.md"
-    )
-    merge_alpha: float = Field(0.5, ge=0, le=1, description="part of the region's weights that blend keeps")

@@ -130,7 +130,7 @@ class AsyncDilocoPolicy(Policy):
 
     def __init__(self, common: Common, options: AsyncDilocoOptions) -> None:
         super().__init__(common, options)
-        self.local_steps, self.merge = options.local_steps, options.merged
+        self.local_steps, self.overlap_steps = options.local_steps, options.overlap_steps or 0
         self._round: dict[int, float] = {}  # weights, by the rank that contributed, in that order
         self._open_steps: dict[int, int] = {}  # training steps of the round, by rank
         self._took_s = 0.0  # summed time of the round's deltas

@@ -15,26 +15,22 @@ With P fragments (Streaming DiLoCo, arXiv:2501.18512) a round has H / P steps an
 number version mod P; the others continue locally. Each part is still exchanged every H steps, and has its own buf. The
 last round of a run exchanges all parts.
 
-With the delayed update workers continue during the exchange, and merge its result after tau = `overlap_steps` local
+With the delayed update workers continue during the exchange, and take its result after tau = `overlap_steps` local
 steps:
 
-    shift   weights <- new + (weights now - weights at sending)
-    blend   weights <- alpha weights now + (1 - alpha) new
+    weights <- new + (weights now - weights at sending)
 
-In both rules the next delta is relative to the new weights. shift keeps the tau steps as they are, as LOSCAR-SGD does.
-blend is the paper's rule: the part of the worker's own weights that it keeps is sent again.
+The next delta is relative to the new weights. The tau steps stay as they are (LOSCAR-SGD; CoCoD-SGD, arXiv:1906.12043).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from ....common.config.option import Section
 from ....common.kinds import ContributionKind
 from ..base import Common
-from ..shared.decisions import Merge, Outer
+from ..shared.decisions import Outer
 from ..shared.rounds import RoundOptions, RoundPolicy
 
 _MANY_ROUNDS = 500
@@ -61,14 +57,8 @@ class OuterOptions(Section):
         return Outer("SGD", {"lr": self.outer_lr, "momentum": momentum, "nesterov": momentum > 0}, reason)
 
 
-def _alpha(value: float) -> float:
-    if value == 1:
-        raise ValueError("with 1 a worker never takes anything of the others' weights; 0 to less than 1")
-    return value
-
-
 class OverlapOptions(Section):
-    """Options of local steps during an exchange (policy.delayed_update)."""
+    """The option of local steps during an exchange (policy.delayed_update)."""
 
     overlap_steps: int | None = Field(
         None,
@@ -76,27 +66,11 @@ class OverlapOptions(Section):
         description="diloco, async_diloco, delayed_update: local steps during an exchange, after which its weights are "
         "taken, at most local_steps / fragments; none: as many",
     )
-    merge: Literal["shift", "blend"] = Field(
-        "shift",
-        description="diloco, async_diloco, delayed_update: weights after those steps: new + own steps meanwhile, or "
-        "merge_alpha own + the rest new",
-    )
-    merge_alpha: Annotated[float, AfterValidator(_alpha)] = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="diloco, async_diloco, merge blend: part of the weights that is own; 0 drops the steps meanwhile",
-    )
-
-    @property
-    def merged(self) -> Merge:
-        return Merge(self.merge, self.merge_alpha, self.overlap_steps or 0)
 
     @property
     def summary(self) -> str:
-        """The text about these options; empty for the defaults."""
-        taken = f", taken after {self.overlap_steps}" if self.overlap_steps else ""
-        return taken + (f", blend {self.merge_alpha:g}" if self.merge == "blend" else "")
+        """The text about this option; empty for the default."""
+        return f", taken after {self.overlap_steps}" if self.overlap_steps else ""
 
 
 class DilocoOptions(OverlapOptions, OuterOptions, RoundOptions):
@@ -114,7 +88,7 @@ class DilocoPolicy(RoundPolicy):
 
     def __init__(self, common: Common, options: DilocoOptions) -> None:
         super().__init__(common, options)
-        self.fragments, self.merge = options.fragments, options.merged
+        self.fragments, self.overlap_steps = options.fragments, options.overlap_steps or 0
         self.local_steps = options.local_steps // options.fragments
 
     @classmethod

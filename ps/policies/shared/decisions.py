@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ....common.wire.records import Outcome
 
@@ -17,14 +17,6 @@ class Outer:
     name: str  # in torch.optim
     arguments: Mapping[str, float | bool]
     reason: str  # for these numbers, as a phrase
-
-
-class Merge(NamedTuple):
-    """The rule that merges the result of an exchange of deltas with the local steps taken meanwhile."""
-
-    rule: str = "shift"
-    alpha: float = 0.0  # of the rule blend: the part of the worker's own weights
-    after_steps: int = 0  # local steps after those that were measured; 0: all up to the next contribution
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from ....common.config.option import Section
 from ....common.kinds import ContributionKind
 from ....common.wire.records import GroupInfo
 from ..rules import Rule
-from .decisions import Merge, Outer
+from .decisions import Outer
 
 
 class Traits:
@@ -48,7 +48,7 @@ class Traits:
     pull_every: int = 1  # workers fetch weights with every Nth contribution
     fragments: int = 1  # parts of the parameters, of which each contribution has one by turns
     outstanding: int = 0  # means of peers that may be outstanding while a worker continues
-    merge: Merge = Merge()  # how workers merge deltas with the local steps taken meanwhile (policy.delayed_update)
+    overlap_steps: int = 0  # local steps of a worker during an exchange of deltas; 0: all up to the next contribution
     newest_holders: Collection[int] = ()  # ranks whose workers have the newest weights, where the server has not
 
     @classmethod

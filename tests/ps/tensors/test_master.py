@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +197,7 @@ def test_a_region_merges_into_them() -> None:
             store.fold(contribution(store, moves), 1.0, rank)
         store.commit(Step(2, 0))
         above = sent.clone()  # the run above moved nothing
-        store.change(partial(merge, rule="shift"), sent, above)
+        store.change(merge, sent, above)
     assert store.tensors()["w"].tolist() == [1 - 2.0**-7] * 3  # 1.5 bits, rounded to the even one
     assert store.master is not None and store.master.weights.view(torch.float32).tolist() == [1 - 3 * 2.0**-9] * 3
 
