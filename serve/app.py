@@ -186,6 +186,8 @@ class Service:
     async def ready(self, _: Request) -> Response:
         if not self._engine.versions():
             raise Refused(503, "no weights have arrived yet", "not_ready")
+        if self._engine.is_paused:
+            raise Refused(503, f"replies pause: {self._engine.pause}", "not_ready")
         return JsonResponse({"ready": True})
 
     async def health(self, _: Request) -> Response:

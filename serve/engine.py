@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -36,7 +36,7 @@ _CHUNK = 256  # tokens of a prompt in one step; the other sequences wait for the
 
 @dataclass(frozen=True)
 class Request:
-    """A request for text. `version` is the fingerprint of the wanted weights; empty: the newest."""
+    """A request for text. `version` is the fingerprint of the wanted weights, or RUN:NUMBER; empty: the newest."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -141,12 +141,15 @@ class Engine:
                 "context_length_exceeded",
                 "max_tokens" if len(request.prompt) < self.kind.context else "prompt",
             )
+        with self._changed:
+            version = self.slots.versions[self._slot_of(request)]
+            if request.version and version is not None:  # a number may name another version later
+                request = replace(request, version=version.fingerprint)
         sequence = Job(
             request, emit, TextPieces(self.task.decode, request.stop), request.sampling.generator(),
             list(request.prompt), getattr(self.task, "end", None),
         )  # fmt: skip
         with self._changed:
-            self._slot_of(request)
             if len(self._waiting) >= self.options.queue + max(0, self.options.slots - len(self._active)):
                 message = f"{len(self._waiting)} requests wait already, which is the maximum (serve.queue)"
                 raise Refused(429, message, "queue_full")
@@ -228,15 +231,17 @@ class Engine:
         slot = self._serving()
         if not request.version:
             return slot
-        found = {
-            version.fingerprint: at
+        here = {
+            at: version
             for at, version in enumerate(self.slots.versions)
             if version is not None and self.slots.states[at] is not State.ARRIVING
         }
-        if request.version not in found:
-            known = ", ".join(found)
-            raise Refused(404, f"no version {request.version[:80]} is here; there are: {known}", "model_not_found")
-        return found[request.version]
+        found = [at for at, version in here.items() if version.is_called(request.version)]
+        if len(found) != 1:  # a number without its incarnation may name two
+            problem = f"{len(found)} versions are called" if found else "no version is called"
+            names = ", ".join(here[at].model for at in found or here)
+            raise Refused(404, f"{problem} {request.version[:80]}; there are: {names}", "model_not_found", "model")
+        return found[0]
 
     # ---- on the engine's thread ---------------------------------------------------------------
 

@@ -287,7 +287,7 @@ def described_version(version: Version) -> dict[str, Any]:
     """Return the name of a version (RUN@INCARNATION.VERSION), its parts and its age."""
     age_s = time.monotonic() - version.fetched_at
     return {
-        "model": f"{version.run}@{version.name}", "run": version.run, "incarnation": version.incarnation,
+        "model": version.model, "run": version.run, "incarnation": version.incarnation,
         "version": version.number, "age_s": round(age_s, 3),
     }  # fmt: skip
 

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 MAX_DEPTH = 200  # nested lists and objects
-_LEAST, _MOST = -(2**63), 2**64 - 1
+_LEAST, _MOST, _MOST_DIGITS = -(2**63), 2**64 - 1, 20  # with a sign; int() has a limit of its own
 
 
 def read_json(text: str | bytes | bytearray, *, nan: bool = False, big: bool = False) -> Any:
@@ -65,8 +65,7 @@ def _check_depth(value: Any) -> None:
 
 
 def _whole(text: str) -> int:
-    value = int(text)
-    if not _LEAST <= value <= _MOST:
+    if len(text) > _MOST_DIGITS or not _LEAST <= (value := int(text)) <= _MOST:
         raise ValueError(f"a whole number of {len(text)} characters; at most 64 bits are possible")
     return value
 

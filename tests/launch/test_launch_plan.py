@@ -16,6 +16,7 @@ from paramserver.launch import run
 from paramserver.launch.plan.hosts import load_hosts
 from paramserver.launch.plan.placement import place_processes
 from paramserver.launch.plan.process import SERVER
+from paramserver.launch.plan.relays import regions_of
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 from paramserver.launch.plan.settings import own_path, variable
 
@@ -391,3 +392,35 @@ def test_a_plan_costs_what_its_machines_cost_together(
     for plan, rate in zip(plans, rates, strict=True):
         assert any(f"cost.total_per_hour={rate}" in spec.argv for spec in plan.processes("h:1")), "so it says it itself"
     assert plan_of(resolve("cost.per_hour=7")).rate == 7.0 and plan_of(resolve()).rate is None
+
+
+FILES = (
+    "output.save=w.safetensors", "output.history=h.jsonl", "output.curve=c.csv", "output.summary=s.json",
+    "output.best_weights=b.safetensors", "output.save_averaged=true", "checkpoint.dir=c", "checkpoint.every_s=9",
+    "checkpoint.every_steps=5", "server.web=127.0.0.1:0", "server.metrics=127.0.0.1:9", "store.polyak=0.9",
+)  # fmt: skip
+MUTUAL = ("security.mutual=true", "security.cert=a/b.crt", "security.key=a/b.key", "security.ca=a/ca.crt")
+
+
+SETS = [
+    ("launch.serve=0",),
+    ("launch.serve=9000", "launch.web=true", *MUTUAL),
+    ("server.shards=3", "server.direct_port=7000", *FILES),
+    ("launch.regions=2", "upstream.every=8", "policy.min_workers=3", "checkpoint.resume=latest", *FILES, *MUTUAL),
+    ("launch.seeds=3", "output.report=r", "output.name=010", "run.steps=30"),
+    ("output.report=r", "run.epochs=3", "cost.per_hour=2"),
+    ("launch.group=2", "launch.group_min=1", "worker.pipeline=true", "worker.cut=[2,2]"),
+    ("launch.script=t.py", "server.shards=3", "launch.seeds=3", *FILES, *MUTUAL),
+]
+JOBS = [(sets, modes) for sets in SETS for modes in ["sync", "sync,single", "ssp,async"]
+        if not ("single" in modes and "launch.script=t.py" in sets)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sets", "modes"), JOBS)
+def test_every_process_reads_the_settings_that_it_gets(sets: tuple[str, ...], modes: str) -> None:
+    """The launcher's own settings are values of their fields' types: text would be refused where a number is wanted."""
+    resolved = resolve(*sets)
+    machine = dataclasses.replace(MACHINE, exists=lambda path: True, regions=regions_of(resolved, (), 4))
+    for plan in plan_runs(resolved, Request(modes=tuple(modes.split(","))), machine):
+        for spec in plan.processes("h:1"):
+            load_config(None, {}, sets_of(spec.argv), spec.env)  # raises UsageError

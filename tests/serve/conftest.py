@@ -72,16 +72,16 @@ class Served:
         self.publish()
         self.engine.start()
 
-    def publish(self) -> None:
-        """Let the next version arrive, whose weights are drawn by its number."""
-        number = next(self._numbers)
-        until(lambda: self._arrive(number), "an idle slot")
+    def publish(self, version: Version | None = None, seed: int = 0) -> None:
+        """Let a version arrive, the next one by default. Its weights are drawn by `seed`, or else by its number."""
+        version = version or Version("run", 1, next(self._numbers))
+        until(lambda: self._arrive(version, seed or version.number), "an idle slot")
 
-    def _arrive(self, number: int) -> bool:
+    def _arrive(self, version: Version, seed: int) -> bool:
         if (slot := self.engine.begin_arrival()) is None:
             return False
-        randomize(self.engine.models[slot], number)
-        self.engine.arrived(slot, Version("run", 1, number))
+        randomize(self.engine.models[slot], seed)
+        self.engine.arrived(slot, version)
         return True
 
     def ask(self, prompt: str, max_tokens: int = 12, pauses: bool = False, **of_request: Any) -> Reply:

@@ -9,6 +9,7 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -213,22 +214,27 @@ def test_a_port_that_is_taken_is_a_sentence(gpt: Client, cluster: Cluster) -> No
 
 
 @pytest.mark.slow
-def test_clients_that_read_nothing_keep_no_slot(gpt: Client) -> None:
-    """A hundred of them; those beyond slots and queue are refused, and others get replies meanwhile."""
-    body = json.dumps({"prompt": "a", "max_tokens": 128, "stream": True, "logprobs": 20}).encode()
+def test_clients_that_read_nothing_keep_no_slot(cluster: Cluster) -> None:
+    """Their replies end in the engine, and are longer than a connection's buffers. The queue refuses most of them."""
+    file = weights_of(cluster.folder / "w.safetensors", Gpt(**SIZES).model())
+    client = serve(cluster, file, "--task", "gpt", *FLAGS, "--slots", "2", "--set", "serve.queue=2")
+    body = json.dumps({"prompt": "a", "max_tokens": 1024, "stream": True, "logprobs": 20}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body)
-    address = gpt.url.removeprefix("http://").split(":")
-    sockets = []
-    for _ in range(100):
-        silent = socket.socket()
-        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        silent.connect((address[0], int(address[1])))
-        silent.sendall(request + body)
-        sockets.append(silent)
-    gpt.process.until(lambda: gpt.ask("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200, "reply")
-    gpt.process.until(lambda: gpt.ask("/health")[1]["active"] == 0, "idle engine")
-    for silent in sockets:
-        silent.close()
+    host, _, port = client.url.removeprefix("http://").rpartition(":")
+    with ExitStack() as stack:
+        for _ in range(40):
+            silent = stack.enter_context(socket.socket())
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            silent.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)  # the server's buffer is 111 kB, not 3 MB
+            silent.connect((host, int(port)))
+            silent.sendall(request + body)
+        client.process.until(lambda: client.ask("/health")[1]["active"] == 2, "replies")
+        client.process.until(lambda: client.ask("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200, "reply")
+        client.process.until(lambda: client.ask("/health")[1]["active"] == 0, "idle engine")
+        metrics = urllib.request.urlopen(f"{client.url}/metrics", timeout=60).read().decode()
+    (num_written,) = re.findall(r"^paramserver_serve_tokens_total (.*)$", metrics, re.MULTILINE)
+    assert 0 < float(num_written) < 4 * 1024, "the replies of two slots and a queue of two are not read"
+    assert 'paramserver_serve_replies_total{status="429"} 3' in metrics
 
 
 def test_a_token_that_the_model_does_not_have_is_the_client_s_mistake(gpt: Client) -> None:

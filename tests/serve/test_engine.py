@@ -12,6 +12,7 @@ import torch
 
 from paramserver.serve.engine import End, Refused
 from paramserver.serve.sampling import Sampling
+from paramserver.serve.slots import Version
 from paramserver.tests.serve.conftest import Served, randomize, until
 from paramserver.worker.tasks.gpt import Gpt
 
@@ -155,9 +156,27 @@ def test_a_version_is_served_by_name_while_it_is_there(serve: Serve) -> None:
     assert isinstance(served.ask("def ", version="run:1.1").end(), End)  # it stays until the next one
     served.publish()
     until(lambda: served.numbers() == [3, 2], "third version")
-    with pytest.raises(Refused, match=r"there are: run:1.\d, run:1.\d") as refused:
+    with pytest.raises(Refused, match=r"no version is called run:1.1; there are: run@1.\d, run@1.\d") as refused:
         served.ask("def ", version="run:1.1")
     assert refused.value.status == 404
+
+
+def test_a_number_names_the_one_version_that_has_it(serve: Serve, task: Gpt) -> None:
+    """After the server went back, two versions may have it. Then the reply would be of one that nobody named."""
+    served = serve(slots=1)
+    first, open_reply = served.ask("def ", version="run:1"), served.ask("def ", 30, pauses=True)
+    waits = served.ask("def ", version="run:1")
+    served.publish(Version("run", 2, 1), seed=2)
+    with pytest.raises(Refused, match=r"2 versions are called run:1; there are: run@1.1, run@2.1") as refused:
+        served.ask("def ", version="run:1")
+    assert (refused.value.status, refused.value.param) == (404, "model")
+    assert isinstance(first.end(), End) and isinstance(open_reply.end(), End) and isinstance(waits.end(), End)
+    assert waits.tokens == first.tokens
+    for incarnation in (1, 2):
+        reply = served.ask("def ", version=f"run:{incarnation}.1")
+        reply.end()
+        expected = greedy(task, incarnation, list(b"def "), len(reply.tokens))
+        assert reply.tokens[: len(expected)] == expected
 
 
 def test_a_request_that_fails_takes_no_other_with_it(serve: Serve) -> None:

@@ -248,6 +248,22 @@ def test_the_command_serves_a_file_over_stages_and_a_kill_is_a_pause_of_a_stream
 
 
 @pytest.mark.slow
+def test_health_and_readiness_name_a_frozen_stage(cluster: Cluster) -> None:
+    file = weights_of(cluster.folder / "w.safetensors", Gpt(**SIZES).model())
+    flags = ("--task", "gpt", *FLAGS, "--group", "2", "--set", "serve.stage_silence_s=5")
+    client, body = serve(cluster, file, *flags), {"prompt": "def ", "max_tokens": 20, "temperature": 0}
+    before = client.ask("/v1/completions", body)[1]["choices"]
+    (pid,) = stage_pids(client)
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: client.ask("/v2/health/ready")[0] == 503, "pause")
+    health, refused = client.ask("/health")[1], client.ask("/v2/health/ready")[1]
+    reason = "stage 1 has given no sign of life for 5 s (serve.stage_silence_s); it is started again"
+    assert (health["status"], health["reason"]) == ("paused", reason)
+    assert refused["error"]["message"] == f"replies pause: {reason}"
+    assert client.ask("/v1/completions", body)[1]["choices"] == before
+
+
+@pytest.mark.slow
 def test_each_version_of_a_live_run_is_whole_in_all_stages(cluster: Cluster) -> None:
     run = ("--mode", "sync", "--steps", "1000000", "--optimizer", "sgd", "--lr", "1")
     task = ("--task", f"{LAYERED}:Counted")

@@ -42,6 +42,12 @@ def test_the_rest_is_a_value_error(text: str | bytes) -> None:
         read_json(text)
 
 
+def test_the_reason_is_of_json_and_not_of_this_language() -> None:
+    for text in ("9" * 10_000, str(2**64)):
+        with pytest.raises(ValueError, match=f"a whole number of {len(text)} characters; at most 64 bits"):
+            read_json(text)
+
+
 def test_depth_is_of_the_nesting_and_not_of_the_number_of_lists() -> None:
     assert read_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
     assert len(read_json("[" + ",".join(["[]"] * 1000) + "]")) == 1000
