@@ -146,7 +146,7 @@ def test_other_mistakes_have_the_same_shape(gpt: Client) -> None:
     reply = connection.getresponse()  # of a body whose length nobody said
     assert reply.status == 413 and "1048576 bytes" in json.loads(reply.read())["error"]["message"]
     connection.close()
-    assert "w:0.0" in gpt.ask("/v1/completions", {"model": "w@7", "prompt": "a"})[1]["error"]["message"]
+    assert "w@0.0" in gpt.ask("/v1/completions", {"model": "w@7", "prompt": "a"})[1]["error"]["message"]
 
 
 def test_unknown_fields_are_ignored_and_a_version_is_served_by_name(gpt: Client) -> None:
