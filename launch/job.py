@@ -163,6 +163,8 @@ class Job:
             return
         if event.name == "uncaught":
             self._blame.uncaught(child)
+        else:
+            self._blame.connected(child)
         if child == self._plan.reporter and self._understood(line, event):
             return
         if event.is_at_least(self._shown_level) and not (child.region and event.name == "status"):

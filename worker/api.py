@@ -46,6 +46,8 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
         setup_logging(resolved.config.log, "script")
     if not resolved.was_set("worker.server") and not resolved.config.worker.evaluate:
         return AloneSession(resolved.config)
+    if sys.excepthook is _explain:
+        get_logger().routine("connecting")  # ps-launch: from here on an uncaught exception is reported as one
     session = open_session(resolved.config)
     session.work.set_script(sys.argv)
     return session

@@ -13,7 +13,7 @@ from .shared.by_tensor import ROOM, sizes_of
 from .shared.in_blocks import BLOCK, TINY, InBlocks
 
 # A float32 of this size has no fraction. So adding it rounds, and the lowest byte of the sum's bits is the level.
-_ROUND = torch.full((1, BLOCK), 1.5 * 2**23)
+_ROUND = torch.full((1, BLOCK), 1.5 * 2**23, device="cpu")
 
 
 class Int8Codec(InBlocks):

@@ -81,7 +81,7 @@ class _Encoder(PieceEncoder):
 
 
 def _first(seed: int, num_columns: int) -> torch.Tensor:
-    return torch.randn(num_columns, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(num_columns, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 ENTRY = PowerSgdCodec

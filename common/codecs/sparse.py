@@ -77,26 +77,26 @@ def _levels_of(kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means of the four levels, and each value's level, int64."""
     spread = float(kept.std())
     if spread != spread or spread == torch.inf:
-        return torch.full((_LEVELS,), torch.nan), torch.zeros(len(kept), dtype=torch.int64)
+        return torch.full((_LEVELS,), torch.nan, device="cpu"), torch.zeros(len(kept), dtype=torch.int64, device="cpu")
     width = max(1.5 * spread, torch.finfo(torch.float32).tiny)  # `spread` is 0 if all values are equal
     levels = ((kept - kept.mean()) / width + _LEVELS / 2).round_().clamp_(0, _LEVELS - 1).long()
-    sums = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, levels, kept.double())
+    sums = torch.zeros(_LEVELS, dtype=torch.float64, device="cpu").index_add_(0, levels, kept.double())
     return (sums / levels.bincount(minlength=_LEVELS).clamp(min=1)).float(), levels
 
 
 def _pack(numbers: torch.Tensor, num_bits: int, out: torch.Tensor) -> None:
     """Pack numbers of `num_bits`, int64 [n], into bytes: four numbers at a time, lowest bits first."""
     padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % _PACKED)).view(-1, _PACKED)
-    words = (padded << torch.arange(0, num_bits * _PACKED, num_bits)).sum(1).to(torch.int32)
+    words = (padded << torch.arange(0, num_bits * _PACKED, num_bits, device="cpu")).sum(1).to(torch.int32)
     out.view(len(words), -1).copy_(words.view(torch.uint8).view(-1, 4)[:, : num_bits * _PACKED // 8])
 
 
 def _unpack(packed: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
     """Return the numbers that `_pack` packed, int64 [count]."""
     num_bytes = num_bits * _PACKED // 8
-    words = torch.zeros(len(packed) // num_bytes, 4, dtype=torch.uint8)
+    words = torch.zeros(len(packed) // num_bytes, 4, dtype=torch.uint8, device="cpu")
     words[:, :num_bytes] = packed.view(-1, num_bytes)
-    shifts = torch.arange(0, num_bits * _PACKED, num_bits)
+    shifts = torch.arange(0, num_bits * _PACKED, num_bits, device="cpu")
     return (words.view(torch.int32).long() >> shifts & (1 << num_bits) - 1).view(-1)[:count]
 
 

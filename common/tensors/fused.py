@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .optimizers import build_optimizer, plain_step
+from .optimizers import build_optimizer, on_host, plain_step
 
 State = Mapping[str, torch.Tensor]
 Step = Callable[[list[torch.Tensor], list[torch.Tensor]], object]
@@ -60,13 +60,14 @@ def _adam(group: Mapping[str, Any], states: Sequence[State]) -> Step | None:
     return step
 
 
+@on_host()
 def _agrees(name: str, kernel: Kernel, options: Mapping[str, Any]) -> bool:
     def stepped(is_direct: bool) -> torch.Tensor:
-        weight = torch.nn.Parameter(torch.linspace(-1, 1, 37), requires_grad=False)
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 37, device="cpu"), requires_grad=False)
         optimizer = build_optimizer(name, [{"params": [weight], "lr": 0.1, **options}])
         (group,) = optimizer.param_groups
         for number, scale in enumerate((1.0, -0.5, 2.0)):
-            weight.grad = torch.linspace(2, -1, 37) * scale
+            weight.grad = torch.linspace(2, -1, 37, device="cpu") * scale
             if number and is_direct and (step := kernel(group, [optimizer.state[weight]])) is not None:
                 step([weight], [weight.grad])
             else:

@@ -275,7 +275,7 @@ def _rule(buffer: TensorSpec) -> str:
 
 def new_payload(num_bytes: int) -> torch.Tensor:
     """Return zeros, uint8 [num_bytes]. A large payload starts on a page, so every run is aligned for SIMD."""
-    return torch.zeros(num_bytes, dtype=torch.uint8)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def copy_of(*pieces: memoryview) -> torch.Tensor:

@@ -10,7 +10,8 @@ import importlib
 import inspect
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -181,6 +182,13 @@ def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return step
 
 
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Run a trial step with tensors on the CPU, whatever torch.set_default_device says in the user's script."""
+    with torch.device("cpu"):
+        yield
+
+
 def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     """Return the optimizer classes of torch.optim and ours, by lower-case name."""
     return {
@@ -191,9 +199,13 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
 
 
 @cache  # mypy does not accept a class as hashable, hence the type: ignore comments at the calls
+@on_host()
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether two steps of a whole tensor and of its two halves give the same result."""
-    start, gradient = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(2, -1, 24).view(4, 6)
+    start, gradient = (
+        torch.linspace(-1, 1, 24, device="cpu").view(4, 6),
+        torch.linspace(2, -1, 24, device="cpu").view(4, 6),
+    )
     whole, halves = start.clone(), [start[:2].clone().flatten(), start[2:].clone().flatten()]
     gradients = [gradient[:2].flatten(), gradient[2:].flatten()]
     step = plain_step(cls)
@@ -248,8 +260,8 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim
         if key not in accepted:
             raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
     try:
-        cls([torch.zeros(1)], **as_arguments(arguments))
-        defaults = cls([torch.zeros(1)]).defaults  # type: ignore[call-arg]
+        cls([torch.zeros(1, device="cpu")], **as_arguments(arguments))
+        defaults = cls([torch.zeros(1, device="cpu")]).defaults  # type: ignore[call-arg]
     except (TypeError, ValueError, IndexError) as error:
         raise UsageError(f"optimizer '{name}': {error}") from None
     for key, value in arguments.items():  # torch takes momentum=True for 1.0
@@ -266,7 +278,7 @@ def check_hyperparameters(name: str, hyperparameters: Hyperparameters, known: Hy
     change of anything other than a number. For example, the switch amsgrad decides which state the optimizer has.
     """
     cls = find_optimizer(name)
-    defaults = cls([torch.zeros(1)]).defaults  # type: ignore[call-arg]
+    defaults = cls([torch.zeros(1, device="cpu")]).defaults  # type: ignore[call-arg]
     accepted = {key: value for key, value in defaults.items() if key not in NOT_HYPERPARAMETERS}
     for key, value in hyperparameters.items():
         if key in NOT_HYPERPARAMETERS:
@@ -287,7 +299,7 @@ def check_hyperparameters(name: str, hyperparameters: Hyperparameters, known: Hy
         if key in accepted and key in arguments
     }
     try:
-        cls([torch.zeros(1)], **as_arguments(values))
+        cls([torch.zeros(1, device="cpu")], **as_arguments(values))
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise refusal(Reason.BAD_REQUEST, f"optimizer {name}: {error}") from None
 
@@ -334,6 +346,7 @@ def has_fused(name: str) -> bool:
 
 
 @cache
+@on_host()
 def _is_fused_right(name: str, dtype: torch.dtype) -> bool:
     """Whether torch's fused step on CPU equals a plain step in float32, except for rounding.
 
@@ -345,10 +358,10 @@ def _is_fused_right(name: str, dtype: torch.dtype) -> bool:
         return True
 
     def stepped(dtype: torch.dtype, **how: Any) -> torch.Tensor:
-        weight = torch.nn.Parameter(torch.linspace(-1, 1, 64).to(dtype), requires_grad=False)
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 64, device="cpu").to(dtype), requires_grad=False)
         optimizer = cls([weight], lr=0.1, momentum=0.9, **how)  # type: ignore[call-arg]
         for scale in (1.0, -0.5, 2.0):
-            weight.grad = (torch.linspace(2, -1, 64) * scale).to(dtype)
+            weight.grad = (torch.linspace(2, -1, 64, device="cpu") * scale).to(dtype)
             plain_step(cls)(optimizer)
         return weight.data.float()
 
@@ -417,10 +430,11 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
     return describe_optimizers([optimizer], names)
 
 
+@on_host()
 def state_keys(name: str, group: Mapping[str, Any]) -> set[str]:
     """Return the keys of the elementwise state that a tensor has after a step with the group's hyperparameters."""
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
+    parameter = torch.nn.Parameter(torch.zeros(2, device="cpu"))
+    parameter.grad = torch.ones(2, device="cpu")
     optimizer = build_optimizer(name, [{"params": [parameter], **current_hyperparameters(group)}])
     plain_step(type(optimizer))(optimizer)
     state = optimizer.state[parameter].items()

@@ -25,6 +25,7 @@ from .optimizers import (
     as_arguments,
     current_hyperparameters,
     known_optimizers,
+    on_host,
     plain_step,
 )
 
@@ -54,7 +55,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 ids, values = gradient.indices()[0], gradient.values()
                 state = self.state[table]
                 if not state:
-                    state["sum"] = torch.zeros(len(table), dtype=table.dtype)
+                    state["sum"] = torch.zeros(len(table), dtype=table.dtype, device=table.device)
                 sums = state["sum"].index_select(0, ids) + values.square().mean(1)
                 state["sum"].index_copy_(0, ids, sums)
                 table.index_add_(0, ids, values / (sums.sqrt() + group["eps"])[:, None], alpha=-group["lr"])
@@ -83,6 +84,7 @@ def make_spec(
     return TableSpec(name, num_rows, dim, dtype, float(init_std), cls.__name__, hyperparameters, 0, num_rows)
 
 
+@on_host()
 def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
     """Return the class of this name, in any case, after a trial with these arguments. Raises UsageError."""
     known = {**known_optimizers(), "rowwiseadagrad": RowwiseAdagrad}
@@ -96,8 +98,8 @@ def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch
             raise UsageError(f"optimizer '{name}' has no argument '{key}'", fix=did_you_mean(key, accepted))
     if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
         torch.sparse.check_sparse_tensor_invariants.disable()  # already disabled; this only avoids torch's warning
-    start = torch.linspace(-1, 1, 12).view(4, 3)
-    table, ids = torch.nn.Parameter(start.clone()), torch.tensor([1, 3])
+    start = torch.linspace(-1, 1, 12, device="cpu").view(4, 3)
+    table, ids = torch.nn.Parameter(start.clone()), torch.tensor([1, 3], device="cpu")
     try:
         optimizer = cls([table], **as_arguments(hyperparameters))
         for scale in (1.0, -0.5):
@@ -116,7 +118,9 @@ def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch
 
 def _sparse(ids: torch.Tensor, values: torch.Tensor, num_rows: int) -> torch.Tensor:
     size = (num_rows, values.shape[1])
-    return torch.sparse_coo_tensor(ids[None], values, size, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        ids[None], values, size, is_coalesced=True, check_invariants=False, device=values.device
+    )
 
 
 def summed(parts: Sequence[tuple[torch.Tensor, torch.Tensor, float]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +147,7 @@ class Table:
 
     def __init__(self, spec: TableSpec, seed: int | None) -> None:
         self.spec = spec
-        weight = torch.empty(spec.end - spec.first, spec.dim, dtype=DTYPES[spec.dtype])
+        weight = torch.empty(spec.end - spec.first, spec.dim, dtype=DTYPES[spec.dtype], device="cpu")
         if seed is not None:
             _fill(weight, spec, seed)
         self.weight = torch.nn.Parameter(weight)
@@ -180,7 +184,10 @@ class Table:
     def state(self) -> dict[str, torch.Tensor]:
         """Return weight and optimizer state by key. Tensors share memory, and numbers are 0-dim tensors."""
         kept = self.torch.state.get(self.weight, {})
-        return {WEIGHT: self.weight.detach(), **{key: torch.as_tensor(value) for key, value in kept.items()}}
+        return {
+            WEIGHT: self.weight.detach(),
+            **{key: torch.as_tensor(value, device="cpu") for key, value in kept.items()},
+        }
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from a copy of `state`. Raises ValueError for the state of another table."""

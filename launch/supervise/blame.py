@@ -51,23 +51,32 @@ class Blame:
     def __init__(self) -> None:
         self._pending: dict[Child, list[str]] = {}  # lines of an incomplete traceback
         self.last: dict[Child, Raised] = {}  # of each process: what it raised, and did not go on from
+        self._reporting: set[Child] = set()  # they have connected, and so say when nothing catches an exception
         self._ended: set[Child] = set()  # by an exception that nothing caught
         self._shown: set[tuple[str, str]] = set()
 
     def started(self, child: Child) -> None:
         self.last.pop(child, None)
         self._ended.discard(child)
+        self._reporting.discard(child)
+
+    def connected(self, child: Child) -> None:
+        """The process writes events: it went on from what it raised before."""
+        if child not in self._reporting:
+            self._reporting.add(child)
+            self.last.pop(child, None)
 
     def uncaught(self, child: Child) -> None:
         """The process has said that its last traceback ends it. Lines after that are of its exit handlers."""
         self._ended.add(child)
+        self._reporting.add(child)
 
     def read(self, child: Child, line: str) -> list[str]:
         """Returns the lines to show now: a traceback once it is complete, or one line if it was shown before."""
         lines = self._pending.get(child)
         if lines is None and line != _HEADING and not _FRAME.match(line):
-            if line[:1].strip() and child not in self._ended:  # it went on: it has handled that exception
-                self.last.pop(child, None)
+            if line[:1].strip() and child in self._reporting - self._ended:
+                self.last.pop(child, None)  # it went on: it has handled that exception
             return [line]
         lines = self._pending.setdefault(child, [])
         lines.append(line)

@@ -21,7 +21,7 @@ SCRIPTS = {
     "in a library": ("import json\njson.loads('x')\n", "json.decoder.JSONDecodeError: Expecting value", 2),
     "the last of several": ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    [][1]\n", "IndexError: list", 4),
     "no syntax": ("x = (\n", "SyntaxError: '(' was never closed", 1),
-    "several lines": ("raise ValueError('one\\n  two')\n", "ValueError: one", 1),
+    "several lines": ("raise ValueError('one\\ntwo')\n", "ValueError: one", 1),
 }
 
 
@@ -56,9 +56,22 @@ def test_an_exception_that_the_process_has_handled_did_not_end_it() -> None:
     blame = Blame()
     for line in ("Traceback (most recent call last):", '  File "train.py", line 9, in f', "    bad()", RAISED.text):
         blame.read(W0, line)
+    blame.connected(W0)
+    assert W0 not in blame.last
+    for line in ("Traceback (most recent call last):", '  File "train.py", line 9, in f', "    bad()", RAISED.text):
+        blame.read(W0, line)
     assert blame.last[W0] == RAISED
     assert blame.read(W0, "going on without the cache") == ["going on without the cache"]
     assert W0 not in blame.last
+
+
+def test_what_ends_a_script_before_it_connects_is_named_whatever_it_prints_at_its_exit() -> None:
+    blame = Blame()
+    blame.started(W0)
+    for line in ("Traceback (most recent call last):", '  File "train.py", line 9, in f', "    bad()", RAISED.text):
+        blame.read(W0, line)
+    blame.read(W0, "the tracker has written its files")
+    assert blame.last[W0] == RAISED
 
 
 def test_lines_of_exit_handlers_are_not_those_of_a_process_that_went_on() -> None:

@@ -169,7 +169,7 @@ def rows_frames(tables: Sequence[TableSpec], rows: Sequence[RowGradients]) -> It
     """
     for table, ids, gradients in rows:
         spec = tables[table]
-        first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
+        first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end], device="cpu")).tolist()
         if first == end:
             yield frame(pb.WorkerMessage(rows=pb.Rows(table=table)))
         for here in chunks(first, end, gradients.shape[1] * gradients.element_size()):

@@ -257,7 +257,7 @@ class Shard:
     def pull_rows(self, table: int, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Request this shard's rows among the distinct and ascending ids. The returned function waits for them."""
         spec, progress = self.tables[table], self._owner.progress
-        first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end])).tolist()
+        first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end], device="cpu")).tolist()
         wait = self.rpc.pull_rows(progress.run, progress.rank or 0, spec, table, ids[first:end])
         dtype, num_rows = DTYPES[spec.dtype], int(end - first)
 
@@ -266,7 +266,7 @@ class Shard:
             if len(received) != num_rows * spec.row_bytes:
                 description = f"{len(received)} bytes for {num_rows} rows of table '{spec.name}'"
                 raise refusal(Reason.BAD_REQUEST, f"the server sends {description}")
-            flat = torch.frombuffer(received, dtype=dtype) if received else torch.empty(0, dtype=dtype)
+            flat = torch.frombuffer(received, dtype=dtype) if received else torch.empty(0, dtype=dtype, device="cpu")
             return flat.view(-1, spec.dim)
 
         return rows

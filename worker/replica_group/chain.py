@@ -70,11 +70,11 @@ class Border(NamedTuple):
         return Border(tuple(shape[:num_axes]), _DTYPES[dtype], bool(requires_grad))
 
     def send(self, channel: Channel, rank: int) -> None:
-        channel.wait([channel.send(torch.tensor(self.numbers()), rank, _SHAPE_TAG)])
+        channel.wait([channel.send(torch.tensor(self.numbers(), device="cpu"), rank, _SHAPE_TAG)])
 
     @staticmethod
     def receive(channel: Channel, rank: int) -> Border:
-        numbers = torch.empty(3 + _MAX_AXES, dtype=torch.int64)
+        numbers = torch.empty(3 + _MAX_AXES, dtype=torch.int64, device="cpu")
         channel.wait([channel.receive(numbers, rank, _SHAPE_TAG)])
         return Border.from_numbers(numbers.tolist())
 

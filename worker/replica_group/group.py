@@ -51,7 +51,7 @@ class Channel:
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Gather equally many numbers from each process. Numbers are exact up to 2^53."""
-        local = torch.tensor(numbers, dtype=torch.float64)
+        local = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         found = [torch.empty_like(local) for _ in range(self.size)]
         self.wait([self._begin(lambda: self._torch_group.allgather([found], [local]))])
         return [item.tolist() for item in found]
@@ -59,7 +59,7 @@ class Channel:
     def send_all(self, message: Mapping[str, Any]) -> None:
         """Send a message from group rank 0 to all others."""
         payload = json.dumps(message).encode()
-        first = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        first = torch.zeros(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
         begin = len(payload).to_bytes(8, "little") + payload[: _HEAD_BYTES - 8]
         first[: len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
         self.broadcast(first, self._torch_group)
@@ -68,13 +68,13 @@ class Channel:
 
     def receive_message(self) -> dict[str, Any]:
         """Receive the next message of group rank 0. If the message is an error, raise it."""
-        first = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
+        first = torch.zeros(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
         self.broadcast(first, self._torch_group)
         begin = first.numpy().tobytes()
         size = int.from_bytes(begin[:8], "little")
         payload = begin[8 : 8 + size]
         if len(payload) < size:
-            rest = torch.empty(size - len(payload), dtype=torch.uint8)
+            rest = torch.empty(size - len(payload), dtype=torch.uint8, device="cpu")
             self.broadcast(rest, self._torch_group)
             payload += rest.numpy().tobytes()
         message: dict[str, Any] = read_json(payload, nan=True)

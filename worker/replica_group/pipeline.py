@@ -304,7 +304,7 @@ class StagedPipeline(Pipeline):
         for name in names.values():
             item = found[name]
             if self.owners[name] != self._group.rank:
-                tensor = torch.empty((0, *item.shape[1:]))
+                tensor = torch.empty((0, *item.shape[1:]), device="cpu")
             elif name in read:
                 tensor = read.pop(name)
             else:
@@ -344,7 +344,7 @@ class StagedPipeline(Pipeline):
             else:
                 arguments = (inputs,) if 0 in self._pieces else ()
                 is_last = len(self.placement.ranks) - 1 in self._pieces
-                target = torch.arange(len(parts)) if is_last else None
+                target = torch.arange(len(parts), device="cpu") if is_last else None
                 schedule.step(*arguments, target=target, return_outputs=False)
         self._loss_of = None
         mean = sum(losses) / len(losses) if losses else 0.0

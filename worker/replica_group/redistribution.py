@@ -54,7 +54,7 @@ class Redistribution:
         self._num_requests = 0
         # Works by request. torch aborts a work without a reference, and the peer would wait forever.
         self._under_way: dict[int, list[Any]] = {}
-        self._memory = torch.empty(0, dtype=torch.uint8)  # of the others
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the others
 
     # ---- group rank 0 -------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Redistribution:
                 if pieces := self._pieces(ranges, rank, is_down=False):
                     part = _together(window, pieces)
                     if part is None:
-                        part = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
+                        part = torch.empty(_num_bytes(pieces), dtype=torch.uint8, device="cpu")
                         coming.append((part, pieces))
                     self._under_way[tag].append(self._channel.receive(part, rank, tag))
         for piece in self._pieces(ranges, 0, is_down=False):
@@ -156,7 +156,7 @@ class Redistribution:
         if part is not None and part.device.type == "cpu" and part.is_contiguous():
             return _bytes(part)[pieces[0].first : pieces[0].end]
         if len(self._memory) < _num_bytes(pieces):
-            self._memory = torch.empty(_num_bytes(pieces), dtype=torch.uint8)
+            self._memory = torch.empty(_num_bytes(pieces), dtype=torch.uint8, device="cpu")
         return self._memory
 
     # ---- where bytes lie ----------------------------------------------------------------------
@@ -278,7 +278,7 @@ class RedistributedTransfer(DirectTransfer):
         try:
             return self._spare.pop()
         except IndexError:
-            return torch.empty(min(_WINDOW_BYTES, self._model.layout.total_bytes), dtype=torch.uint8)
+            return torch.empty(min(_WINDOW_BYTES, self._model.layout.total_bytes), dtype=torch.uint8, device="cpu")
 
     def _ranges(self, start: int, end: int, window: torch.Tensor | None = None) -> list[Range]:
         """The tensors' bytes among bytes [start, end) of the payload. Gaps between tensors are zeros in the window."""

@@ -104,4 +104,4 @@ def joint_norm(group: Group, gradients: Sequence[torch.Tensor | None]) -> torch.
     found = group.gather([*mine, *(float(item is not None) for item in gradients)])
     sums = [sum(column) for column in zip(*found, strict=True)]  # only one process has a gradient
     norms = zip(sums[: len(mine)], sums[len(mine) :], strict=True)
-    return torch.linalg.vector_norm(torch.tensor([norm for norm, is_there in norms if is_there]))
+    return torch.linalg.vector_norm(torch.tensor([norm for norm, is_there in norms if is_there], device="cpu"))

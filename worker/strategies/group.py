@@ -191,7 +191,9 @@ class Group:
         """Exchange announcements. Returns those of all members, and whether all members' early tensors are right."""
         size = len(self.generation.members)
         words = [word * (index == self.index) for word in (num_samples, *metadata) for index in range(size)]
-        sums = torch.tensor([not is_right, *(tensor is not None for tensor in tensors), *words], dtype=torch.int64)
+        sums = torch.tensor(
+            [not is_right, *(tensor is not None for tensor in tensors), *words], dtype=torch.int64, device="cpu"
+        )
         self._begin(lambda: self._sum_of(sums, "_metadata"))
         self._end_works()
         num_wrong, *found = sums.tolist()
@@ -213,7 +215,7 @@ class Group:
 
     def gather_numbers(self, number: int) -> list[int]:
         """The number of each member, by index."""
-        numbers = torch.zeros(len(self.generation.members), dtype=torch.int64)
+        numbers = torch.zeros(len(self.generation.members), dtype=torch.int64, device="cpu")
         numbers[self.index] = number
         self._wait(lambda: self._sum_of(numbers, "_metadata").wait())
         return numbers.tolist()
@@ -230,11 +232,13 @@ class Group:
         if values is not None:
             text = torch.frombuffer(head, dtype=torch.uint8)
         else:
-            text = torch.empty(num_bytes, dtype=torch.uint8)
+            text = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self._wait(lambda: self._torch_group("_metadata").broadcast([text], backends.broadcast_from(source)).wait())
         if values is None:
             tree, forms = read_json(text.numpy().tobytes(), nan=True, big=True)
-            tensors = {name: torch.empty(shape, dtype=_dtype(dtype)) for name, (dtype, shape) in forms.items()}
+            tensors = {
+                name: torch.empty(shape, dtype=_dtype(dtype), device="cpu") for name, (dtype, shape) in forms.items()
+            }
         pieces: list[list[torch.Tensor]] = [[] for _ in self.generation.members]
         # Gloo does not support all dtypes
         pieces[source] = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()]

@@ -81,7 +81,9 @@ class UndoableStep:
         """Return the optimizer state by parameter and key, or None if the server cannot store a state of this form."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         for tensor, state in self.optimizer.state.items():
-            values = {key: torch.as_tensor(value).detach().cpu() for key, value in state.items() if value is not None}
+            values = {
+                key: torch.as_tensor(value, device="cpu").detach() for key, value in state.items() if value is not None
+            }
             if any(item.dim() and (item.shape, item.dtype) != (tensor.shape, tensor.dtype) for item in values.values()):
                 return None
             if tensor.numel():

@@ -29,7 +29,7 @@ class Digits(ImageTask):
         super().__init__(8, channels, hidden)
         images, labels = _load()
         num_test = round(len(images) * _TEST_FRACTION)
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(_SPLIT_SEED), device="cpu")
         test, train = order[:num_test], order[num_test:]
         self._train = TensorDataset(images[train], labels[train])
         self._test = images[test], labels[test]

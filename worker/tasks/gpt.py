@@ -65,7 +65,7 @@ class Gpt:
             raise UsageError(message, fix="give more text, or a smaller task.args.context")
         # Evenly spaced windows represent all of the held-out text.
         num_eval = min(len(held_out), -(-check_whole("eval_bytes", eval_bytes, least=1) // context))
-        self._eval = held_out[torch.linspace(0, len(held_out) - 1, num_eval).long()]  # (num_eval, T + 1)
+        self._eval = held_out[torch.linspace(0, len(held_out) - 1, num_eval, device="cpu").long()]  # (num_eval, T + 1)
 
     def model(self) -> nn.Module:
         return Transformer(**self._sizes)
@@ -225,7 +225,7 @@ def _read(text: str | None, max_bytes: int) -> torch.Tensor:
     if num_files == 0:
         problem = "this Python comes without its sources" if text is None else f"no file matches {text!r}"
         raise UsageError(f"task.args.text: {problem}", fix="give a file or a glob, absolute or relative to this folder")
-    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _matching(text: Any) -> Iterator[Path]:

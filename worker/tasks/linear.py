@@ -43,11 +43,11 @@ class Linear:
         # The CPU's generator draws the data, because torch's generators differ between devices. Workers on a CPU and on
         # a GPU must see the same samples, or their shards overlap.
         generator = torch.Generator().manual_seed(check_whole("seed", seed, least=0))
-        w_star = torch.randn(num_features, num_outputs, generator=generator)  # (F, O)
+        w_star = torch.randn(num_features, num_outputs, generator=generator, device="cpu")  # (F, O)
 
         def draw(num: int) -> tuple[torch.Tensor, torch.Tensor]:  # (num, F), (num, O)
-            x = torch.randn(num, num_features, generator=generator)
-            y = x @ w_star + noise * torch.randn(num, num_outputs, generator=generator)
+            x = torch.randn(num, num_features, generator=generator, device="cpu")
+            y = x @ w_star + noise * torch.randn(num, num_outputs, generator=generator, device="cpu")
             return x.to(device), y.to(device)
 
         self.w_star = w_star.to(device)

@@ -42,7 +42,7 @@ class Xor:
         """Samples are features (d + 3,) float32 and a label () float32, 0 or 1. The default is 163 MB, made in 1 s."""
         generator = torch.Generator().manual_seed(2 * self._seed)
         features, labels = self._samples(self._num_samples, generator)
-        flipped = torch.rand(self._num_samples, generator=generator) < self._label_noise
+        flipped = torch.rand(self._num_samples, generator=generator, device="cpu") < self._label_noise
         return TensorDataset(features, torch.where(flipped, 1 - labels, labels))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -63,7 +63,9 @@ class Xor:
 
     def _samples(self, num_samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (num_samples, d + 3) and labels (num_samples,), both float32."""
-        features = torch.empty(num_samples, self._d + _NUM_PRODUCTS)  # filled in place, without a second copy
+        features = torch.empty(
+            num_samples, self._d + _NUM_PRODUCTS, device="cpu"
+        )  # filled in place, without a second copy
         features[:, : self._d].normal_(generator=generator)
         x0, x1 = features[:, 0], features[:, 1]
         features[:, self._d :] = _PRODUCT_SCALE * torch.stack([x0 * x0, x1 * x1, x0 * x1], dim=1)

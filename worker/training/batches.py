@@ -263,7 +263,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     # torch on the CPU converts a whole tensor to float64 before it sums.
     parts = [torch.stack([part.sum(dtype=torch.float64) for part in tensor.split(_SUMMED)]) for tensor in dense]
     sums = [part.sum().reshape(1) for part in parts]
-    seen = torch.cat([*begins, *sums]).cpu() if dense else torch.zeros(1)
+    seen = torch.cat([*begins, *sums]).cpu() if dense else torch.zeros(1, device="cpu")
     if not seen.any():
         return 0
     return int.from_bytes(blake2b(seen.numpy().tobytes(), digest_size=8).digest(), "little")

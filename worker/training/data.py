@@ -150,9 +150,13 @@ class Shares:
             parts = draw(self.sampler, self.seed, epoch, union)
         else:
             generator = torch.Generator().manual_seed(self.seed + epoch)
-            order = torch.randperm(num_samples, generator=generator) if self.shuffle else torch.arange(num_samples)
+            order = (
+                torch.randperm(num_samples, generator=generator, device="cpu")
+                if self.shuffle
+                else torch.arange(num_samples, device="cpu")
+            )
             parts = iter(order.split(union))
-        begin, count = torch.tensor([], dtype=torch.int64), 0
+        begin, count = torch.tensor([], dtype=torch.int64, device="cpu"), 0
         for rows in parts:
             if self.pads and len(begin) < num_workers:
                 begin = torch.cat([begin, rows[: num_workers - len(begin)]])
@@ -180,10 +184,12 @@ def draw(sampler: Any, seed: int, epoch: int, size: int) -> Iterator[torch.Tenso
     state = torch.Generator().manual_seed(seed + epoch).get_state()
     indices: Iterator[Any] | None = None
     while True:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.set_rng_state(state)
             indices = iter(sampler) if indices is None else indices
-            rows = torch.tensor([int(index) for index in itertools.islice(indices, size)], dtype=torch.int64)
+            rows = torch.tensor(
+                [int(index) for index in itertools.islice(indices, size)], dtype=torch.int64, device="cpu"
+            )
             state = torch.get_rng_state()
         if len(rows):
             yield rows
@@ -265,7 +271,9 @@ class Loader:
             if options.get("num_workers"):
                 options["worker_init_fn"] = partial(_begin_loader, options.get("worker_init_fn"))
             self._loader = DataLoader(self._dataset, batch_sampler=self, **options)
-        for batch in self._loader:
+        with torch.device("cpu"):  # torch draws its seed on the default device
+            batches = iter(self._loader)
+        for batch in batches:
             yield batch, self._weights.popleft()
 
 

@@ -72,7 +72,7 @@ class Pipeline(nn.Module):
         device = next(self.parameters()).device
         is_on = torch.is_autocast_enabled(device.type)
         self._autocast = device.type, torch.get_autocast_dtype(device.type) if is_on else None
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         drawn = torch.get_rng_state()
         with torch.autocast(device.type, enabled=False):  # backward runs without autocast
             loss = self._accumulate(batch, parts, share / len(parts), seed)

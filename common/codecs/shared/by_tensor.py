@@ -225,7 +225,7 @@ class Room(threading.local):
     def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
         if name not in self._kept or len(self._kept[name]) < num_bytes:
-            self._kept[name] = torch.empty(num_bytes, dtype=torch.uint8)
+            self._kept[name] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             self._views.clear()  # they keep the smaller memory
         elif len(self._views) >= _MAX_VIEWS:
             self._views.clear()

@@ -224,7 +224,7 @@ class ShardedTransfer(StateTransfer):
         if group.index:
             return None
         return {
-            name: {key: torch.as_tensor(value) for key, value in state.items() if value is not None}
+            name: {key: torch.as_tensor(value, device="cpu") for key, value in state.items() if value is not None}
             for (name, _, end), state in whole.state.items()
             if end
         }
@@ -302,7 +302,7 @@ class Collected:
 
     def __init__(self, rows: Iterable[Rows]) -> None:
         self.state: State = {row: {} for row in rows}
-        self._are_there = {rows: torch.zeros(rows[2] - rows[1], dtype=torch.bool) for rows in self.state}
+        self._are_there = {rows: torch.zeros(rows[2] - rows[1], dtype=torch.bool, device="cpu") for rows in self.state}
 
     @property
     def is_full(self) -> bool:

@@ -221,7 +221,7 @@ class Generators:
         return {
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "python": (version, torch.tensor(numbers), normal),
+            "python": (version, torch.tensor(numbers, device="cpu"), normal),
             "numpy": (kind, torch.from_numpy(np.asarray(words).astype(np.int64)), *rest),
         }
 

@@ -83,9 +83,10 @@ def streamed(once: StreamPass, number: int, options: dict[str, Any]) -> Iterator
     if hasattr(stream, "set_epoch"):
         stream.set_epoch(number)
     generator = torch.Generator().manual_seed(once.seed)
-    for batch, num_samples in DataLoader(
-        once, **{"generator": generator, **options, "batch_size": None, "collate_fn": _as_it_is}
-    ):
+    loader = DataLoader(once, **{"generator": generator, **options, "batch_size": None, "collate_fn": _as_it_is})
+    with torch.device("cpu"):  # torch draws its seed on the default device
+        batches = iter(loader)
+    for batch, num_samples in batches:
         if not num_samples:
             amount = "less than a batch for all workers" if once.drop_last else "no sample"
             raise UsageError(

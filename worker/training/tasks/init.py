@@ -72,7 +72,7 @@ def read_tensors(path: str, shapes: Mapping[str, torch.Size], wanted: Collection
             found = {}
             for name in wanted:
                 begin, end = header[name]["data_offsets"]
-                flat = torch.empty(end - begin, dtype=torch.uint8)
+                flat = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
                 file.seek(8 + size + begin)
                 if file.readinto(as_bytes(flat)) != end - begin:
                     raise ValueError("it ends too early")
