@@ -10,7 +10,12 @@ Nothing heavy is imported until it is used.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
+
+# DataLoader forks while gRPC's threads run. gRPC's fork handlers then do nothing, and sometimes abort the new process.
+# Loader processes do not need gRPC, which reads this when it is imported.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from .common.errors import ParamServerError

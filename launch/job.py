@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ..common.config.option import LAUNCHER
@@ -248,6 +250,8 @@ class Job:
         if child == self._plan.reporter:
             self._screen.is_down(child)
         raised = self._blame.last.get(child) if code == EXIT_BUG else None
+        if raised is not None and raised.is_of_imports and (script := self._plan.config.launch.script) is not None:
+            raised = raised.with_hint(_hidden_modules(script, raised.text))
         if code > _SIGNALLED and code not in (EXIT_INTERRUPTED, EXIT_DRAINED):
             self._num_killed[child] += 1
         decisions = self._supervisor.exited(child, code, self._now, raised)
@@ -339,3 +343,11 @@ async def run_all(
         if outcome.finish.exit_code:
             break
     return outcomes
+
+
+def _hidden_modules(script: str, text: str) -> str:
+    """Returns a phrase that names files beside the script which Python has imported in place of a module in `text`."""
+    known = sys.stdlib_module_names | {"grpc", "numpy", "paramserver", "torch"}
+    named = known.intersection(re.findall(r"'([\w.]+)'", text))
+    files = [str(path) for path in sorted(Path(script).absolute().parent.glob("*.py")) if path.stem in named]
+    return f"{', '.join(files)} hides the module of that name: rename the file" if files else ""

@@ -147,6 +147,14 @@ def load_config(
     return _validated([*weaker, *entries, *stronger])
 
 
+def _check_text(value: Any, origin: str) -> None:
+    """Raises UsageError for a path whose bytes are not UTF-8. Snapshots and records could not name it."""
+    text = str(value)
+    if any("\udc80" <= character <= "\udcff" for character in text):
+        shown = text.encode("utf-8", "backslashreplace").decode()
+        raise UsageError(f"{origin}: {shown} is not UTF-8", fix="rename the file or folder, or give a relative path")
+
+
 def _validated(entries: list[tuple[str, Any, str]]) -> Resolved:
     """Returns the configuration that the (key, value, origin) entries make. Later entries win."""
     mode, others = _modes_in_files(entries)
@@ -159,6 +167,7 @@ def _validated(entries: list[tuple[str, Any, str]]) -> Resolved:
             if isinstance(value, str) and str not in types_in(known[key].annotation):
                 value = Plain(value)
         _check_key(key, origin, known)
+        _check_text(value, origin)
         _put(values, key, value, origin)
         origins[key] = origin
         if (

@@ -283,6 +283,7 @@ class RunWriter:
 
     def _insert(self, db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Insert rows, which all have the same columns."""
+        rows = [{key: _stored(value) for key, value in row.items()} for row in rows]
         for row in rows[:1]:
             names, marks = (", ".join(form % name for name in row) for form in ('"%s"', ":%s"))
             db.executemany(f"INSERT OR REPLACE INTO {table} (run, {names}) VALUES ({self._key}, {marks})", rows)
@@ -290,3 +291,8 @@ class RunWriter:
     def _row(self, db: sqlite3.Connection, question: str) -> tuple[Any, ...]:
         found: tuple[Any, ...] = db.execute(question, (self._key,)).fetchone()
         return found
+
+
+def _stored(value: Any) -> Any:
+    """Return a value that SQLite takes: bytes of a path that are not UTF-8 become escapes."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

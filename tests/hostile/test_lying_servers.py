@@ -33,6 +33,7 @@ NAMES = {
     "a name with an escape": ({"task": "lin\x1b[31mear"}, "RunSettings.task"),
     "an argument that the task has not": ({"task_args": struct({"evil": 1})}, "task.args.evil"),
     "an argument of another type": ({"task_args": struct({"num_samples": "many"})}, "a whole number"),
+    "a size that takes all memory": ({"task_args": struct({"num_samples": 2**30})}, "of at most 5,000,000"),
     "an argument that is too large": ({"task_args": struct({"num_samples": 1e300})}, "a whole number of at most"),
     "an argument out of the task's range": ({"task_args": struct({"num_samples": 0})}, "task.args.num_samples is 0"),
     "a device": ({"task_args": struct({"device": "cuda:7"})}, "never taken from a server"),

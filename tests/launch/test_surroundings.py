@@ -36,3 +36,38 @@ def test_a_default_device_of_the_script_changes_nothing_of_ours(cluster: Cluster
     (cluster.folder / "train.py").write_text(ON_ANOTHER_DEVICE)
     done = cluster.command("launch", "-n", "2", "--max-restarts", "0", "--mode", *flags, "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+SCRIPT = """
+import grpc, torch, paramserver
+session = paramserver.connect()
+model = torch.nn.Linear(4, 1)
+optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05))
+for (x,) in session.shard(torch.utils.data.TensorDataset(torch.randn(64, 4)), batch_size=8, num_workers=2):
+    optimizer.zero_grad(); model(x).pow(2).mean().backward(); optimizer.step()
+session.finish()
+"""
+
+
+def test_grpc_of_the_script_lets_loader_processes_fork(cluster: Cluster) -> None:
+    (cluster.folder / "train.py").write_text(SCRIPT)
+    done = cluster.command("launch", "-n", "1", "--max-restarts", "0", "--mode", "sync", "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fork" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["paramserver", "queue"])
+def test_a_file_that_hides_a_module_is_named(cluster: Cluster, name: str) -> None:
+    (cluster.folder / "train.py").write_text(SCRIPT.replace("import grpc, torch, paramserver", "import paramserver"))
+    (cluster.folder / f"{name}.py").touch()
+    done = cluster.command("launch", "-n", "1", "--max-restarts", "0", "--mode", "sync", "train.py")
+    assert done.returncode == 1
+    assert f"{cluster.folder / name}.py hides the module of that name: rename the file" in done.stderr
+
+
+def test_a_path_that_is_not_utf8_is_refused_before_the_run(cluster: Cluster) -> None:
+    for flag in ("--checkpoint-dir", "--report", "--save"):
+        done = cluster.command("launch", "-n", "1", "--task", "xor", "--steps", "5", flag, "/tmp/caf\udce9")
+        assert done.returncode == 2
+        assert f"flag {flag}: /tmp/caf\\udce9 is not UTF-8" in done.stderr, done.stderr
+        assert "relative path" in done.stderr
