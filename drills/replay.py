@@ -266,7 +266,7 @@ class Replay(Seats):
         waiting = {rank for rank, member in self._members.items() if member.started_at is None}
         missing = sorted(members - waiting - {rank for rank, _ in folded | skipped})
         num_contributions = len(line["contributions"]) + len(skipped)
-        samples = sum(self.samples.get(item) or 1 for item in folded)
+        samples = sum(1 if (new := self.samples.get(item)) is None else new for item in folded)
         if line.fields.get("samples", samples) != samples:
             self._report(f"version {version} is made of {line['samples']} samples: its contributions have {samples}")
         if not num_contributions:

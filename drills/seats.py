@@ -181,9 +181,9 @@ class Seats(Follower):
         if outcome in _COUNTING:
             self._count(line, member, number, outcome)
         member.pending, member.is_back = _REPLY[outcome], False
-        if outcome == "accepted":
-            self.samples[rank, number] = samples or 0
-        elif outcome == "skipped":
+        if outcome == "accepted" and samples is not None:
+            self.samples[rank, number] = samples
+        if outcome == "skipped":
             self._skipped.add((rank, number))
         if self._policy is None:
             is_given_up = outcome in ("skipped", "rejected")

@@ -70,6 +70,11 @@ class Counts:
         """Whether the contribution belongs to the same training step as the rank's previous one, of another part."""
         return self.part > 0 and self.num_training_steps == 0
 
+    @property
+    def new_samples(self) -> int | None:
+        """Samples that no contribution of the same training step has counted; None: unknown."""
+        return 0 if self.continues_step else (self.num_samples or None)
+
 
 @record(frozen=True)
 class Base:

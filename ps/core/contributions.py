@@ -51,7 +51,7 @@ class Pending:
     num_steps: int  # training steps in it
     num_contributed: int  # contributions of its process, which tell how far its schedule is
     judgement: Judgement
-    counted: tuple[int, int, int]  # samples, staleness and training steps, as its rank's sums have them
+    counted: tuple[int | None, int, int]  # samples, staleness and training steps, as its rank's sums have them
     weight: float = 0.0
 
     @property
@@ -165,10 +165,10 @@ class Contributions:
         worker.num_contributed += 1
         counts, hyperparameters, staleness = contribution.counts, worker.hyperparameters, worker.staleness
         num_steps = self.policy.local_steps if counts.num_training_steps is None else counts.num_training_steps
-        counted = counts.num_samples, staleness, steps
+        counted = counts.new_samples, staleness, steps
         self._pending[rank] = Pending(contribution, hyperparameters, num_steps, worker.num_contributed, judged, counted)
         self.rates.counted(rank, hyperparameters, contribution.first.rates if contribution.first is not None else ())
-        stats.accepted(staleness, counts.num_samples, self.policy.lead(rank), event.at, steps)
+        stats.accepted(staleness, counts.new_samples, self.policy.lead(rank), event.at, steps)
         self.staleness[bin_of(staleness)] += 1
         self._ended_at = event.at
         if self._first is None and (min_steps := self.policy.min_steps_done) > self._begun_steps:
@@ -279,7 +279,7 @@ class Contributions:
             policy.version, tuple([contribution.id for contribution in taken]), policy.committed_by or (),
             hyperparameters, lr_scale, decision.reason, decision.momentum_among,
             clip_norm if policy.kind.holds_gradients else 0.0,
-            sum([contribution.counts.num_samples or 1 for contribution in taken]),
+            sum([1 if (new := contribution.counts.new_samples) is None else new for contribution in taken]),
             policy.num_active if not policy.has_rounds else len(policy.committed_by or ()),
         ))  # fmt: skip
 
@@ -380,9 +380,9 @@ class Contributions:
         num_steps = self.policy.min_steps_done - steps
         return (self._ended_at - at) / num_steps if num_steps > 0 else 0.0
 
-    def uncommitted(self) -> defaultdict[int, list[tuple[int, int, int]]]:
+    def uncommitted(self) -> defaultdict[int, list[tuple[int | None, int, int]]]:
         """Returns what counts and is in no version yet, by rank: samples, staleness, training steps."""
-        found: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        found: defaultdict[int, list[tuple[int | None, int, int]]] = defaultdict(list)
         for pending in (*self._in_mean, *self._pending.values()):
             found[pending.rank].append(pending.counted)
         return found

@@ -51,7 +51,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             counts, timing, first = contribution.counts, contribution.timing, contribution.first
             return "accept", {
                 "rank": rank, "incarnation": incarnation, "seq": seq, "base_version": contribution.base.version,
-                "version": fact.version, "outcome": fact.outcome, "samples": counts.num_samples or None,
+                "version": fact.version, "outcome": fact.outcome, "samples": counts.new_samples,
                 "compute_s": round(timing.compute_s, 6), "transfer_s": round(timing.transfer_s, 6),
                 **({} if counts.num_training_steps is None else {"num_steps": counts.num_training_steps}),
                 **({"part": counts.part} if counts.part else {}),

@@ -186,7 +186,7 @@ class Exchange:
         seq, base_version = self.progress.next_number, self.progress.version
         counts = outgoing.contribution.counts
         self._history.write(
-            "send", **self._membership.ids, seq=seq, base_version=base_version, samples=counts.num_samples or None,
+            "send", **self._membership.ids, seq=seq, base_version=base_version, samples=counts.new_samples,
             **({} if counts.num_training_steps is None else {"num_steps": counts.num_training_steps}),
             **({"part": counts.part} if counts.part else {}),
         )  # fmt: skip

@@ -111,7 +111,7 @@ class RemoteSession(Session):
     @property
     def step(self) -> int:
         self._restarted.knows_step = True
-        return self._position
+        return self._position if self._steps is None else self._steps.step
 
     @property
     def resumed(self) -> bool:

@@ -93,7 +93,10 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Training steps of this rank, over all processes that have had the rank."""
+        """Training steps of this rank, over all processes that have had the rank.
+
+        While a loop uses up batches that it had fetched before the run moved, it is the step that those were for.
+        """
         return self._position
 
     @property

@@ -21,7 +21,7 @@ class Accepted(NamedTuple):
     """A contribution that counts. The seconds are the rank's sums at that time."""
 
     at: float
-    samples: int
+    samples: int | None
     staleness: int
     steps: int
     compute_s: float
@@ -72,11 +72,11 @@ class WorkerStats:
     joined_at: float = -math.inf  # its present process; what is now counts from then
     is_lost: bool = False  # it left, and not in good order
 
-    def accepted(self, staleness: int, num_samples: int, lead: int, now: float, num_steps: int = 1) -> None:
+    def accepted(self, staleness: int, num_samples: int | None, lead: int, now: float, num_steps: int = 1) -> None:
         self.contributions += 1
         self.training_steps += num_steps
-        self.samples += num_samples
-        self.unsaid += not num_samples
+        self.samples += num_samples or 0
+        self.unsaid += num_samples is None
         self.staleness_sum += staleness
         if staleness > self.staleness_max:
             self.staleness_max = staleness
@@ -84,20 +84,20 @@ class WorkerStats:
             self.lead_max = lead
         self.rejected_in_a_row = 0
         if len(self.recent) == _RECENT:
-            self.recent_samples -= self.recent[0].samples
+            self.recent_samples -= self.recent[0].samples or 0
         self.recent.append(
             Accepted(now, num_samples, staleness, num_steps, self.compute_s, self.transfer_s, self.wait_s)
         )
-        self.recent_samples += num_samples
+        self.recent_samples += num_samples or 0
 
     def newest_dropped(self) -> None:
         """The newest contribution that counted was dropped later: the run above did not take it."""
         _, num_samples, staleness, num_steps, *_ = self.recent.pop()
-        self.recent_samples -= num_samples
+        self.recent_samples -= num_samples or 0
         self.contributions -= 1
         self.training_steps -= num_steps
-        self.samples -= num_samples
-        self.unsaid -= not num_samples
+        self.samples -= num_samples or 0
+        self.unsaid -= num_samples is None
         self.staleness_sum -= staleness
         self.dropped += 1
 
@@ -124,14 +124,14 @@ class WorkerStats:
         self.exchange_before = incarnation, total_s
         return total_s - before_s if before == incarnation else -1.0
 
-    def saved(self, unsaved: Iterable[tuple[int, int, int]]) -> dict[str, int | float]:
+    def saved(self, unsaved: Iterable[tuple[int | None, int, int]]) -> dict[str, int | float]:
         """What a snapshot keeps. `unsaved` has samples, staleness and training steps of each contribution that counts
         and that no version has yet."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_SAVED}
         for samples, staleness, steps in unsaved:
             values["contributions"] -= 1
-            values["samples"] -= samples
-            values["unsaid"] -= not samples
+            values["samples"] -= samples or 0
+            values["unsaid"] -= samples is None
             values["staleness_sum"] -= staleness
             values["training_steps"] -= steps
         return values
@@ -158,9 +158,10 @@ class WorkerStats:
         since = self._since()
         if since is None or now <= since.at or self.recent[-1] is since:
             return 0.0
-        samples = self.recent_samples - since.samples
+        samples = self.recent_samples - (since.samples or 0)
         if since is not self.recent[0]:
-            samples = sum(accepted.samples for accepted in self.recent if accepted.at >= self.joined_at) - since.samples
+            mine = [accepted.samples or 0 for accepted in self.recent if accepted.at >= self.joined_at]
+            samples = sum(mine) - (since.samples or 0)
         return samples / (now - since.at)
 
     def recent_s(self, now: float, waiting_since: float | None) -> tuple[float, float, float]:

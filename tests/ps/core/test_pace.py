@@ -111,10 +111,10 @@ def test_a_training_step_of_several_parts_is_one(mode: str) -> None:
 def test_samples_that_nobody_said_stay_unknown_over_a_snapshot_that_holds_them() -> None:
     stats = WorkerStats(0)
     stats.accepted(0, 32, 0, 1.0)
-    stats.accepted(0, 0, 0, 2.0)
+    stats.accepted(0, None, 0, 2.0)
     assert (stats.known_samples, stats.samples_per_s(9.0)) == (None, None)
     assert WorkerStats.restored(0, stats.saved([])).known_samples is None
-    assert WorkerStats.restored(0, stats.saved([(0, 0, 1)])).known_samples == 32  # no version has the second one yet
+    assert WorkerStats.restored(0, stats.saved([(None, 0, 1)])).known_samples == 32  # no version has the second one yet
 
 
 def test_a_snapshot_has_the_sums_of_its_version_however_many_contributions_are_open() -> None:

@@ -197,7 +197,7 @@ def test_a_worker_whose_samples_nobody_said_has_no_series_of_them() -> None:
     async def payload() -> None:
         stats, other = WorkerStats(0), WorkerStats(1)
         async with metrics_of(stats, other) as (_, sink):
-            stats.accepted(0, 0, 0, 1.0)
+            stats.accepted(0, None, 0, 1.0)
             other.accepted(0, 32, 0, 1.0)
             now = await read(sink)
             assert now['paramserver_worker_contributions_total{rank="0"}'] == 1

@@ -74,6 +74,7 @@ class Steps:
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
         self.num_steps = strategy.progress.training_steps
         self._begins = True  # whether the current step() begins a training step
+        self._newest_step = -1  # number of the newest training step that began, or that was skipped as void
         self._newest: Part | None = None  # the optimizer that began the newest training step
         self._unsent: Part | None = None  # an optimizer that has stepped since the newest contribution
         self._began: Begun | None = None  # where the newest training step's contribution began
@@ -101,6 +102,12 @@ class Steps:
         """Whether this process has taken a step."""
         return self._newest is not None
 
+    @property
+    def step(self) -> int:
+        """The training step in hand: that of the void batches in hand, although the run is elsewhere by now."""
+        self.data.apply_start()
+        return self._newest_step + 1 if self.data.is_void else self.progress.position
+
     def record(self, num_samples: int = 0, loss: float | None = None) -> None:
         """Count samples, instead of those of its batches, and a loss to show, towards the next step."""
         self._fresh_samples += num_samples
@@ -123,6 +130,7 @@ class Steps:
             if self._is_void():
                 self._skips_step = self.data.is_parted
                 return False
+            self._newest_step = progress.position
             self._restarted.look(progress)
             if self._first_rates is None:
                 self._first_rates = rates_of(self._restarted.optimizers)
@@ -140,6 +148,7 @@ class Steps:
         data.apply_start()
         if data.is_void:
             data.skip_step()
+            self._newest_step += 1
         elif not self.progress.is_done:
             return False
         elif not data.drop():
