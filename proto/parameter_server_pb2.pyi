@@ -54,7 +54,7 @@ REASON_SHARD_MISMATCH: Reason
 REASON_EVICTED: Reason
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "metrics", "rows", "ask_again", "optimizer", "out_of_band", "offset", "data")
+    __slots__ = ("join", "model", "initial_weights", "contribution", "finish", "leave", "begin", "taken", "stop", "state", "metrics", "rows", "ask_again", "optimizer", "out_of_band", "offset", "data", "left_out")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     INITIAL_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class WorkerMessage(_message.Message):
     OUT_OF_BAND_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     join: Join
     model: Model
     initial_weights: InitialWeights
@@ -89,7 +90,8 @@ class WorkerMessage(_message.Message):
     out_of_band: int
     offset: int
     data: bytes
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., metrics: _Optional[_Union[EvaluationMetrics, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., ask_again: _Optional[_Union[AskAgain, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., out_of_band: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    left_out: int
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., metrics: _Optional[_Union[EvaluationMetrics, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., ask_again: _Optional[_Union[AskAgain, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., out_of_band: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "replies_taken", "num_workers", "region")
@@ -294,12 +296,14 @@ class Counts(_message.Message):
     def __init__(self, num_samples: _Optional[int] = ..., num_training_steps: _Optional[int] = ..., num_batches: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class Base(_message.Message):
-    __slots__ = ("version", "reference")
+    __slots__ = ("version", "has_all", "reference")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    HAS_ALL_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     version: int
+    has_all: bool
     reference: int
-    def __init__(self, version: _Optional[int] = ..., reference: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., has_all: _Optional[bool] = ..., reference: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("compute_s", "transfer_s")
@@ -468,7 +472,7 @@ class Leave(_message.Message):
     def __init__(self, final_metrics: _Optional[_Mapping[str, float]] = ..., finished: _Optional[bool] = ..., failure: _Optional[str] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class ServerMessage(_message.Message):
-    __slots__ = ("welcome", "send_weights", "waiting", "reply", "final", "snapshot", "shared_memory", "state", "out_of_band", "offset", "data")
+    __slots__ = ("welcome", "send_weights", "waiting", "reply", "final", "snapshot", "shared_memory", "state", "out_of_band", "offset", "data", "left_out")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     SEND_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -480,6 +484,7 @@ class ServerMessage(_message.Message):
     OUT_OF_BAND_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     send_weights: SendWeights
     waiting: Waiting
@@ -491,10 +496,11 @@ class ServerMessage(_message.Message):
     out_of_band: int
     offset: int
     data: bytes
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., out_of_band: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    left_out: int
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., send_weights: _Optional[_Union[SendWeights, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., out_of_band: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run", "rank", "incarnation", "seq", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct", "partial_transfer")
+    __slots__ = ("run", "rank", "incarnation", "seq", "settings", "probe", "server_incarnation", "resumed", "lease_s", "shards", "direct", "takes_left_out", "partial_transfer")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -506,6 +512,7 @@ class Welcome(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
+    TAKES_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
@@ -518,8 +525,9 @@ class Welcome(_message.Message):
     lease_s: float
     shards: _containers.RepeatedScalarFieldContainer[str]
     direct: Direct
+    takes_left_out: bool
     partial_transfer: PartialTransfer
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., partial_transfer: _Optional[_Union[PartialTransfer, _Mapping]] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., seq: _Optional[int] = ..., settings: _Optional[_Union[RunSettings, _Mapping]] = ..., probe: _Optional[_Union[Segment, _Mapping]] = ..., server_incarnation: _Optional[int] = ..., resumed: _Optional[bool] = ..., lease_s: _Optional[float] = ..., shards: _Optional[_Iterable[str]] = ..., direct: _Optional[_Union[Direct, _Mapping]] = ..., takes_left_out: _Optional[bool] = ..., partial_transfer: _Optional[_Union[PartialTransfer, _Mapping]] = ...) -> None: ...
 
 class PartialTransfer(_message.Message):
     __slots__ = ("seq", "payload_bytes", "codec", "ranges", "crc")

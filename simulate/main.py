@@ -141,10 +141,10 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
     """Print how well the first half of a recorded run predicts its second; returns the runs with fitted worlds."""
     from ..common.reporting.report import share
     from .recorded.fit import calibrate, fitted
-    from .recorded.traces import config_of
+    from .recorded.traces import config_of, framing_of
 
     try:
-        found = calibrate(lines, config_of(lines, runs[0][0]), runs[0][1].framing)
+        found = calibrate(lines, config_of(lines, runs[0][0]), framing_of(lines, *runs[0]))
     except UsageError as error:
         print(f"calibration: none, {error.message}" + (f" ({error.fix})" if error.fix else ""))
         return runs

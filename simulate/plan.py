@@ -196,9 +196,9 @@ def _joins_at(text: str) -> tuple[float, ...]:
 
 def framing_of(config: Config, sizes: tuple[int, int, int]) -> Framing:
     """Returns the framing of workers on other machines, which share no memory with the server."""
-    worker = config.worker
+    worker, has_base = config.worker, not MODES.load(config.run.mode).kind.worker_steps
     reply_codec = "" if worker.reply_codec == "raw" else worker.reply_codec
-    return Framing(*sizes, worker.codec, reply_codec, "direct" in worker.wanted_transports)
+    return Framing(*sizes, worker.codec, reply_codec, "direct" in worker.wanted_transports, has_base)
 
 
 def _slowdown(config: SlowdownConfig, stragglers: str | None) -> SlowdownConfig:

@@ -117,6 +117,13 @@ class Worker:
         self.to_take, self.began_at = 0, 0.0
         self.payload: torch.Tensor | None = None  # its delta, decoded
 
+    @property
+    def num_left_out(self) -> int:
+        """Returns the bytes of other fragments, which are zeros or unchanged."""
+        if not self.way.codec.is_identity:
+            return 0  # they are not there
+        return sum(entry.num_bytes for entry in self.tensors.layout.entries if entry.spec.name in self.without)
+
     def step(self) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = rate(self._task, self.taken, self._num_steps)
@@ -200,7 +207,7 @@ class Run:
             for _ in range(worker.to_take):
                 worker.step()
             worker.measure()
-            self.sent += num_framed(worker.way.num_sent)
+            self.sent += num_framed(worker.way.num_sent - worker.num_left_out)
             counts = Counts(worker.to_take, worker.to_take)
             contribution = Contribution(
                 ContributionId(rank, 1, worker.number), counts=counts, base=Base(worker.version)
@@ -249,7 +256,7 @@ class Run:
         if reply.outcome is Outcome.DROPPED:
             worker.number -= 1
         # One difference for each version since; a joiner's whole reference is not counted.
-        self.received += num_framed(len(self._out)) * (self.policy.version - worker.version)
+        self.received += num_framed(len(self._out) - worker.num_left_out) * (self.policy.version - worker.version)
         worker.receive(self._reference, self.policy.version)
         worker.to_take = self.policy.next_local_steps(reply.rank)
         if worker.to_take:

@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -33,6 +34,7 @@ _DATA_TAG = bytes([pb.WorkerMessage.DATA_FIELD_NUMBER << 3 | 2])
 assert pb.ServerMessage.OUT_OF_BAND_FIELD_NUMBER == pb.WorkerMessage.OUT_OF_BAND_FIELD_NUMBER
 assert pb.ServerMessage.OFFSET_FIELD_NUMBER == pb.WorkerMessage.OFFSET_FIELD_NUMBER
 assert pb.ServerMessage.DATA_FIELD_NUMBER == pb.WorkerMessage.DATA_FIELD_NUMBER
+assert pb.ServerMessage.LEFT_OUT_FIELD_NUMBER == pb.WorkerMessage.LEFT_OUT_FIELD_NUMBER
 
 Buffer = bytes | memoryview
 Header = TypeVar("Header", bound=Message)
@@ -43,8 +45,10 @@ _MAX_RANGES = 4096
 _MAX_PIECES = 1 << 15
 # Our own messages have at most four fields. `_split` gives up after 64, because a loop in Python is slow.
 _MAX_FIELDS = 64
+_ZEROS = bytes(MAX_DATA_BYTES)
 # Below this size protobuf parses a message faster than Python finds `data` in it.
 _WHOLE_BYTES = UNCOUNTED_BYTES
+_ZERO_CHECK_BYTES = CHUNK_BYTES // 4  # unit in which `without_zeros` looks for zeros
 
 
 class Frame(NamedTuple):
@@ -55,6 +59,7 @@ class Frame(NamedTuple):
     offset: int
     data: memoryview
     out_of_band: int = 0  # bytes from `offset` in the sender's shared memory, or after the message
+    left_out: int = 0  # bytes from `offset` that are not sent
 
     def of(self, message: type[Header]) -> Header:
         """Return the header as `message`. The caller has already checked `kind`."""
@@ -70,6 +75,9 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+_LEFT_OUT_TAG = _varint(pb.WorkerMessage.LEFT_OUT_FIELD_NUMBER << 3)
 
 
 def frame(header: Message | None, offset: int = 0, pieces: Iterable[Buffer] = ()) -> bytes:
@@ -112,6 +120,28 @@ def payload_frames(pieces: Iterable[memoryview], offset: int = 0, chunk_bytes: i
 def out_of_band_frame(offset: int, num_bytes: int) -> bytes:
     """Return a message for `num_bytes` of the payload that are in shared memory or follow this message."""
     return b"".join((_OUT_OF_BAND_TAG, _varint(num_bytes), _OFFSET_TAG, _varint(offset)))
+
+
+def left_out_frame(offset: int, num_bytes: int) -> bytes:
+    """Return a message for `num_bytes` of the payload that are not sent."""
+    return b"".join((_OFFSET_TAG, _varint(offset), _LEFT_OUT_TAG, _varint(num_bytes)))
+
+
+def without_zeros(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[tuple[int, list[memoryview], int]]:
+    """Divide the pieces of a payload, in order from `offset`, into stretches of data and stretches of zeros.
+
+    Yields (offset, parts, 0) for data, and (offset, [], number of zeros) for zeros. The check takes 1 us for each
+    256 KiB of data. Zeros take longer, because the check reads all of them.
+    """
+    units = stretches(pieces, offset, _ZERO_CHECK_BYTES)
+    for is_zeros, found in groupby(units, key=lambda item: all(map(_ZEROS.startswith, item[1]))):
+        stretch = list(found)
+        start, end = stretch[0][0], stretch[-1][0] + sum(map(len, stretch[-1][1]))
+        if not is_zeros:
+            yield start, [part for _, parts in stretch for part in parts], 0
+            continue
+        for at in range(start, end, MAX_DATA_BYTES):
+            yield at, [], min(MAX_DATA_BYTES, end - at)
 
 
 def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]:
@@ -160,7 +190,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
     kind = message.WhichOneof("kind")
     topic = getattr(message, kind) if kind else None
     data = memoryview(message.data) if data is None else data
-    return Frame(kind, topic, message.offset, data, message.out_of_band)
+    return Frame(kind, topic, message.offset, data, message.out_of_band, message.left_out)
 
 
 class PayloadReader:
@@ -169,6 +199,7 @@ class PayloadReader:
     The reader calls, for each piece:
     - `write(offset, data)` if the bytes are in the message
     - `receive_out_of_band(offset, num_bytes)` if the bytes are in the sender's shared memory or follow the message
+    - `leave(offset, num_bytes)` if the bytes were left out. Without `leave`, it writes zeros.
 
     Raises a BAD_REQUEST refusal for a piece that overlaps another, goes past the end, or is out of band without
     `receive_out_of_band`.
@@ -179,12 +210,14 @@ class PayloadReader:
         num_bytes: int,
         write: Callable[[int, memoryview], None],
         receive_out_of_band: Callable[[int, int], object] | None = None,
+        leave: Callable[[int, int], object] | None = None,
     ) -> None:
         self.num_bytes = num_bytes
         self.received = 0
         self._pieces_left = _MAX_PIECES + (num_bytes >> 10)
         self._write = write
         self._receive_out_of_band = receive_out_of_band
+        self._leave = leave
         # Received bytes as disjoint ranges: the sorted starts, and the end of each range.
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -209,17 +242,18 @@ class PayloadReader:
 
     def feed(self, piece: Frame) -> None:
         """Pass the bytes of one piece to their callback. Raises a BAD_REQUEST refusal."""
-        sizes = len(piece.data), piece.out_of_band
+        sizes = len(piece.data), piece.out_of_band, piece.left_out
         num_bytes = max(sizes)
         if num_bytes == 0:
             if piece.kind is None and self.num_bytes:
                 raise refusal(Reason.BAD_REQUEST, "an empty piece of a payload")
             return
+        is_written = not piece.out_of_band and (self._leave is None or not piece.left_out)
         if sum(sizes) > num_bytes:
-            message = "a message with two pieces of a payload: only one of data and out_of_band is possible"
+            message = "a message with two pieces of a payload: only one of data, out_of_band and left_out is possible"
             raise refusal(Reason.BAD_REQUEST, message)
-        if len(piece.data) > MAX_DATA_BYTES:
-            message = f"a piece of {num_bytes:,} bytes: data of a message has at most {MAX_DATA_BYTES:,}"
+        if is_written and num_bytes > MAX_DATA_BYTES:
+            message = f"a piece of {num_bytes:,} bytes: data and left_out of a message have at most {MAX_DATA_BYTES:,}"
             raise refusal(Reason.BAD_REQUEST, message)
         if piece.out_of_band and self._receive_out_of_band is None:
             raise refusal(Reason.BAD_REQUEST, "an out-of-band piece, for a payload that travels in messages")
@@ -228,10 +262,12 @@ class PayloadReader:
             raise refusal(Reason.BAD_REQUEST, f"a payload of {self.num_bytes} bytes has too many pieces")
         self._cover(piece.offset, piece.offset + num_bytes)
         self.received += num_bytes
-        if not piece.out_of_band:
-            self._write(piece.offset, piece.data)
-        elif self._receive_out_of_band is not None:
+        if is_written:
+            self._write(piece.offset, piece.data or memoryview(_ZEROS)[:num_bytes])
+        elif piece.out_of_band and self._receive_out_of_band is not None:
             self._receive_out_of_band(piece.offset, piece.out_of_band)
+        elif self._leave is not None:
+            self._leave(piece.offset, piece.left_out)
 
     def _cover(self, start: int, end: int) -> None:
         """Add bytes [start, end) to the received ranges."""

@@ -109,12 +109,14 @@ def _read_counts(message: pb.Counts) -> Counts:
 def _write_base(base: Base, message: pb.Base) -> None:
     if base.version:
         message.version = base.version
+    if base.has_all:
+        message.has_all = True
     if base.reference:
         message.reference = base.reference
 
 
 def _read_base(message: pb.Base) -> Base:
-    return Base(message.version, message.reference)
+    return Base(message.version, message.has_all, message.reference)
 
 
 def _write_timing(timing: Timing, message: pb.Timing) -> None:

@@ -81,6 +81,7 @@ class Base:
     """The weights that a contribution was computed on. The policy and the store read it."""
 
     version: int = 0
+    has_all: bool = False  # the worker still has all weights of this version
     reference: int = 0  # number of the worker's reference; 0: none
 
 

@@ -264,7 +264,7 @@ KINDS: tuple[type[Event], ...] = (
 # Fields that may differ between shards: findings in a shard's part, and times of the worker's clock.
 _OWN = {
     "at", "judgement", "durable", "looked_s", "traffic", "timing", "payload", "position", "loss",
-    "wants_weights", "reference", "peer_bytes",
+    "wants_weights", "has_all", "reference", "peer_bytes",
 }  # fmt: skip
 
 AboutAWorker = OfAWorker | Contributed

@@ -178,6 +178,9 @@ class Folding:
         publication = self._model.publisher.next(commit.version)
         self._model.references.committed(len(commit.contributions), commit.num_active, self._without)
         without, self._without = self._without, None
+        if without is not None:
+            steps_here = store.optimizer is not None and self.above is None
+            self._model.changes.made(commit.version, without if steps_here else ())
         self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
         num_live = 1 if self._model.kind.has_peers else commit.num_active
         # With all-reduce peers the worker that uploads the weights has the lowest rank's buffers.

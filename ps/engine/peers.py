@@ -70,6 +70,7 @@ class Peer:
     is_resumed: bool = False  # continues where it was: no START is due
     number: int = 0  # contributions of the rank that count
     is_relay: bool = False  # of a region
+    base: int | None = None  # the version that it has all of the weights of, if it has said so
     traffic: Traffic = field(default_factory=Traffic)
     outbox: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)
     at_once: Callable[[Item], bool] | None = None  # says an item now, or (False) leaves it to the outbox

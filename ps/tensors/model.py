@@ -29,7 +29,7 @@ from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..policies.base import Policy
 from .master import first_narrow
-from .replies.publication import Publisher
+from .replies.publication import Changes, Publisher
 from .replies.reference import References
 from .staging import StagingPool
 from .store import Store, StoreOptions
@@ -63,6 +63,7 @@ class Model:
     store: Store
     staging: StagingPool
     publisher: Publisher
+    changes: Changes
     references: References
 
     def __init__(self, config: Config, tensors: TensorThread, policy: Policy) -> None:
@@ -346,6 +347,7 @@ class Model:
         self.staging = StagingPool(server.max_staged, num_bytes)
         notify, version = self._tensors.notify, self.store.version
         self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version)
+        self.changes = Changes(self.layout, version)
         self.references = References(self.store, self._tensors, self._has_rounds, self._has_fragments)
         self.has_weights = True
 

@@ -129,13 +129,15 @@ class Delivery:
         self, transport: Transport, header: Header, version: int, go: Go | None = None, more_bytes: int = 0
     ) -> None:
         """Send the weights of `version`, or newer weights. `more_bytes` of the same payload follow later."""
-        model = self._model
+        model, base = self._model, self._peer.base
         num_bytes = model.store.layout.exchange_bytes
         if num_bytes <= INLINE_BYTES:
             payload = (go.payload if go is not None else None) or model.small_payload()
             await self._stream.write(frame(header(version, num_bytes + more_bytes, None), 0, [payload]))
             return
         publication = await self._publication(transport.as_frames, version)
+        is_next = go is not None and not go.effect.is_start and self._peer.reply_codec is None
+        transport.left_out = model.changes.kept(base) if is_next and base is not None else ()
         await transport.send(header, publication, num_bytes + more_bytes)
 
     async def _publication(self, as_frames: bool, version: int) -> Publication:

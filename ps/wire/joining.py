@@ -118,7 +118,7 @@ class Joining:
             run=run.name, rank=peer.rank, incarnation=peer.incarnation, seq=peer.number,
             settings=settings_of(self._config, run), probe=self._probe.shown, server_incarnation=run.incarnation,
             resumed=peer.is_resumed, lease_s=self._config.server.lease_s, shards=engine.shard_addresses,
-            partial_transfer=await self.partials.offer(peer),
+            takes_left_out=True, partial_transfer=await self.partials.offer(peer),
         )  # fmt: skip
         if self._port is not None and ticket is not None:
             welcome.direct.port, welcome.direct.ticket = self._port.number, ticket.secret

@@ -189,7 +189,7 @@ class Receiver:
             case pb.Taken():
                 self._transport.taken()
             case pb.AskAgain() as question:
-                peer.state, peer.reference = "waiting", question.reference
+                peer.state, peer.base, peer.reference = "waiting", None, question.reference
                 self._offer(events.AskedAgain(*peer.seat, question.seq))
         return received.kind in _INSTEAD
 
@@ -354,12 +354,13 @@ class Receiver:
         if (position := contribution.position) is not None:
             fields = {name: value for name, value in asdict(position).items() if value is not None}
             self._states.stage(contribution.id, fields, self._script_state.take())
+        base = contribution.base
         if payload is not None:
             # The reserved memory is still unused if the payload is in the worker's shared memory.
             slot = self._memory.take_reserved()
             staged = Staged(payload, self._without, rows, optimizer, slot)
             self._folding.stage(contribution.id, staged)
-        peer.reference = contribution.base.reference
+        peer.base, peer.reference = base.version if base.has_all else None, base.reference
         peer.state = "waiting"  # before the offer, because the run may reply at once
         bytes_so_far = traffic.num_sent, traffic.num_received
         self._offer(events.Contributed(contribution, judgement, looked_s, bytes_so_far))

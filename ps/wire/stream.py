@@ -112,7 +112,7 @@ class Stream:
             self._take_header(received.header)
         if self._num_missing and received.kind != "rows":
             num_out_of_band = received.out_of_band if self._direct is None else 0
-            self._take_piece(len(received.data) + num_out_of_band)
+            self._take_piece(len(received.data) + num_out_of_band + received.left_out)
         return received
 
     def take_now(self, raw: bytes, take: Callable[[Frame], bool]) -> bool:

@@ -7,18 +7,18 @@ map. A contribution outside of messages has `in_shared_memory`, and each of its 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, Protocol
 
 from ...common.codecs.base import Codec
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.wire.direct import OutOfBand, out_of_band_messages
-from ...common.wire.frames import frame, payload_frames
+from ...common.wire.frames import frame, left_out_frame, payload_frames
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.model import Model
-from ..tensors.replies.publication import Publication
+from ..tensors.replies.publication import Publication, Range, cut
 from ..tensors.staging import Payload
 from .stream import Stream
 
@@ -43,6 +43,7 @@ class Transport:
         self.model = model
         self.stream = stream
         self.reading: Publication | None = None  # in shared memory, until the worker sends Taken
+        self.left_out: Sequence[Range] = ()  # bytes of the next weights that the worker already has
 
     def carries(self, codec: Codec) -> bool:
         """Whether a contribution with this codec may travel outside of messages."""
@@ -68,7 +69,7 @@ class Transport:
 
     async def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
         """Yield the messages of a payload as soon as its weights are finished."""
-        async for raw in publication.frames():
+        async for raw in publication.frames(self.left_out):
             yield raw
 
     def _release(self, publication: Publication) -> None:
@@ -94,9 +95,13 @@ class DirectTransport(Transport):
         return self.stream.receive_into(target)
 
     async def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
-        async for start, end in publication.progress():
-            for message in out_of_band_messages([publication.segment.bytes[start:end]], start):
-                yield message
+        async for made in publication.progress():
+            for start, end, is_left_out in cut(*made, self.left_out):
+                if is_left_out:
+                    yield left_out_frame(start, end - start)
+                else:
+                    for message in out_of_band_messages([publication.segment.bytes[start:end]], start):
+                        yield message
 
 
 class SharedTransport(Transport):
@@ -120,12 +125,15 @@ class SharedTransport(Transport):
         self.reading = publication
         stream, address = self.stream, publication.segment.address
         await stream.write(frame(header(publication.version, num_bytes, address)))
-        async for start, end in publication.progress():
-            if address is not None:
-                await stream.write_out_of_band(start, end)
-            else:  # there was no shared memory for this version
-                for raw in payload_frames([publication.segment.bytes[start:end]], offset=start):
-                    await stream.write(raw)
+        async for made in publication.progress():
+            for start, end, is_left_out in cut(*made, self.left_out):
+                if is_left_out:
+                    await stream.write(left_out_frame(start, end - start))
+                elif address is not None:
+                    await stream.write_out_of_band(start, end)
+                else:  # there was no shared memory for this version
+                    for raw in payload_frames([publication.segment.bytes[start:end]], offset=start):
+                        await stream.write(raw)
         if address is None:
             self.taken()  # without a segment, the worker sends no Taken
         else:

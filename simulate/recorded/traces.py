@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...common.config.schema import Config, PolicyConfig
 from ...common.errors import UsageError
-from ...common.registry import mode_anywhere
+from ...common.registry import MODES, mode_anywhere
 from ...drills.history_lines import Line, read_lines
+from ..machines.world import World
+from ..traffic.framing import Framing
 
 
 def read_trace(path: str) -> list[Line]:
@@ -40,3 +43,11 @@ def config_of(lines: Sequence[Line], config: Config) -> Config:
     steps = common.get("training_steps") or run_steps or max((line["seq"] for line in counted), default=1) * local_steps
     run = config.run.model_copy(update={"mode": mode, "steps": steps, "workers": start.get("workers")})
     return config.model_copy(update={"run": run, "policy": policy})
+
+
+def framing_of(lines: Sequence[Line], config: Config, world: World) -> Framing | None:
+    """That of a world, in the mode of the recorded run."""
+    if world.framing is None:
+        return None
+    mode = config_of(lines, config).run.mode
+    return replace(world.framing, has_base=not MODES.load(mode).kind.worker_steps)

@@ -48,6 +48,7 @@ class Framing:
     codec: str = "raw"
     reply_codec: str = ""
     is_direct: bool = True  # else over the stream itself
+    has_base: bool = True  # gradient modes: a contribution says whether its worker still has its weights
     extra: Extra = NOTHING
     _found: dict[tuple[Any, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -71,7 +72,7 @@ class Framing:
         sent = changed(
             contribution,
             counts=Counts(counts.num_samples, counts.num_training_steps if is_cut_short else None),
-            base=Base(contribution.base.version),
+            base=Base(contribution.base.version, self.has_base),
             payload=PayloadInfo(self.codec, num, is_direct and num > INLINE_BYTES),
             training=TrainingInfo(wants_weights=contribution.training.wants_weights),
         )

@@ -190,6 +190,23 @@ def test_what_is_contributed_arrives_and_what_is_sent_again_is_the_same(
         assert torch.equal(payload[pair.layout.parameter_bytes :], as_tensor(pair.model, pair.layout.parameter_bytes))
 
 
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("codec", ["raw", "bf16", "q4", "delta"])
+@pytest.mark.parametrize("transport", ["tcp", "direct"])
+def test_zeros_do_not_travel_to_a_server_that_knows_of_it(transport: str, codec: str, staged: bool) -> None:
+    pair = Pair(codec, transport, staged, size=80_000)
+    pair.compute(0)
+    pair.net.first.weight.grad = None
+    whole, payload = num_bytes(pair.contribute()), pair.decode(pair.sent).clone()
+    pair.transport.joined(pb.Welcome(takes_left_out=True))
+    assert num_bytes(pair.contribute()) < (whole if codec == "delta" else whole / 3)
+    assert torch.equal(pair.decode(pair.sent), payload)
+
+
+def num_bytes(frames: list[Any]) -> int:
+    return sum(sum(map(len, raw.pieces)) if isinstance(raw, OutOfBand) else len(raw) for raw in frames)
+
+
 def as_tensor(model: ModelTensors, start: int) -> torch.Tensor:
     """The payload of a gradient from byte `start`, raw."""
     pieces = make_transfer(model).gather(ContributionKind.GRADIENT)[0].pieces

@@ -40,7 +40,7 @@ KINDS = {
 _TABLE = """
 WorkerMessage     join model initial_weights contribution finish leave begin taken stop : part Stream.read
 WorkerMessage     state metrics rows optimizer ask_again : part Stream.read
-WorkerMessage     out_of_band offset : whole PayloadReader
+WorkerMessage     out_of_band offset left_out : whole PayloadReader
 WorkerMessage     data : bytes PayloadReader
 Join              run host device program_version process region : text header
 Join              rank : whole header
@@ -87,6 +87,7 @@ Contribution      residual : part note_residual
 Counts            num_samples num_batches num_workers : whole header
 Counts            num_training_steps part : whole policy
 Base              version : whole header
+Base              has_all : flag any
 Base              reference : whole compared
 Timing            compute_s transfer_s : real header
 PayloadInfo       codec : text header
@@ -130,14 +131,14 @@ Leave             exit_code : whole Conversation._leave
 FinalMetricsEntry key : text header
 FinalMetricsEntry value : real shown
 ServerMessage     welcome send_weights waiting reply final snapshot shared_memory state : part Shard._expect
-ServerMessage     out_of_band offset : whole PayloadReader
+ServerMessage     out_of_band offset left_out : whole PayloadReader
 ServerMessage     data : bytes PayloadReader
 Welcome           run : text header
 Welcome           rank seq : whole header
 Welcome           incarnation server_incarnation : whole compared
 Welcome           settings : part read_settings
 Welcome           probe : part open_segment
-Welcome           resumed : flag any
+Welcome           resumed takes_left_out : flag any
 Welcome           lease_s : real header
 Welcome           shards : address header
 Welcome           direct partial_transfer : part header

@@ -16,6 +16,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import new_payload
+from paramserver.common.wire.frames import without_zeros
 from paramserver.ps.engine.modes import make_policy, policy_of
 from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
@@ -341,6 +342,25 @@ def test_a_round_that_went_by_keeps_the_steps_of_the_other_fragments():
     assert all(torch.allclose(item, was[name] - 3.0) for name, item in model.named_parameters()), "the server's"
     overlap.hide()
     assert sum(torch.allclose(item, was[name] - 2.0) for name, item in model.named_parameters()) == len(without)
+
+
+@pytest.mark.slow
+def test_a_contribution_of_one_of_five_fragments_has_at_most_a_tenth_more_than_a_fifth_of_the_bytes():
+    layers = (nn.utils.skip_init(nn.Linear, 1024, 1024) for _ in range(10))
+    model = nn.Sequential(*layers)
+    tensors = ModelTensors(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    overlap, transfer = Overlap(tensors, 5), DirectTransfer(tensors)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    overlap.choose(0)
+    overlap.measure()
+    pieces = transfer.gather(ContributionKind.DELTA)[0].pieces
+    num_sent = sum(len(part) for _, parts, _ in without_zeros(pieces) for part in parts)
+    assert 0.2 <= num_sent / tensors.layout.exchange_bytes <= 1.1 / 5
 
 
 # ---- exchanges that take local steps -----------------------------------------------------------------

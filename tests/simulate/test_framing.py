@@ -26,15 +26,15 @@ def sent(message: pb.WorkerMessage | pb.ServerMessage, num_bytes: int) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(COUNT, COUNT, st.integers(1, 1 << 20), SIZES, st.booleans(), st.sampled_from([0.0, 0.5]))
+@given(COUNT, COUNT, st.integers(1, 1 << 20), SIZES, st.booleans(), st.sampled_from([0.0, 0.5]), st.booleans())
 def test_a_contribution(
-    number: int, version: int, samples: int, num_bytes: int, wants: bool, transfer_s: float
+    number: int, version: int, samples: int, num_bytes: int, wants: bool, transfer_s: float, has_base: bool
 ) -> None:
     contribution = contribution_of(
-        number, version, samples, loss=1.0, compute_s=0.25, transfer_s=transfer_s,
+        number, version, samples, loss=1.0, compute_s=0.25, transfer_s=transfer_s, has_all=has_base,
         wants_weights=wants, codec="raw", num_bytes=num_bytes,
     )  # fmt: skip
-    framing = Framing(up_bytes=num_bytes, is_direct=False)
+    framing = Framing(up_bytes=num_bytes, is_direct=False, has_base=has_base)
     assert framing.up(contribution) == sent(contribution_message(contribution), num_bytes)
 
 

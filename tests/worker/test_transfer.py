@@ -345,6 +345,21 @@ def test_names_are_those_of_the_optimizers_parameters() -> None:
     assert {names[id(parameter)] for parameter in module.parameters()} == {n for n, _ in module.named_parameters()}
 
 
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_tensors_that_are_left_out_are_as_they_were(transfer: Callable[[ModelTensors], DirectTransfer]) -> None:
+    """Also where the transfer is new, and has no memory of what came before."""
+    mine, other = ModelTensors(Awkward(0)), ModelTensors(Awkward(1))
+    before = [tensor.detach().clone() for tensor in mine.tensors]
+    payload = joined(transfer(other).gather_all())
+    kept = [entry for entry in mine.layout.entries if entry.num_bytes][1]
+    receiving = transfer(mine)
+    receiving.write(0, memoryview(payload)[: kept.offset])
+    receiving.write(kept.end, memoryview(payload)[kept.end :])
+    receiving.finish_write(len(payload), [(kept.offset, kept.end)])
+    for entry, found, old, new in zip(mine.layout.entries, mine.tensors, before, other.tensors, strict=True):
+        assert torch.equal(found, old if entry is kept else new), entry.spec.name
+
+
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 def test_a_shard_with_as_many_bytes_as_the_model_gets_its_own_part(num_shards: int) -> None:
     """The bytes of each part are rounded up, so they may equal the whole's."""

@@ -220,11 +220,16 @@ class Shard:
             raise refusal(Reason.BAD_REQUEST, f"the server sends {description}")
         is_in_place = memory is None and weights.codec in ("", "raw") and weights.reference is None
         targets = self.transfer.targets if is_in_place else None
+        kept: list[tuple[int, int]] = []  # bytes [start, end) that are not sent, because the model has them
+
+        def leave(offset: int, num_bytes: int) -> None:
+            start = kept.pop()[0] if kept and kept[-1][1] == offset else offset
+            kept.append((start, offset + num_bytes))
 
         def receive(write: Write) -> None:
-            self.stream.receive_payload(received, num_bytes, write, memory, targets)
+            self.stream.receive_payload(received, num_bytes, write, memory, targets, leave)
 
-        down.take(weights, receive)
+        down.take(weights, receive, kept)
         if memory is not None:
             self.stream.say(taken={})
 

@@ -121,11 +121,13 @@ class StreamClient:
         write: Callable[[int, memoryview], None],
         segment: memoryview | None = None,
         targets: Callable[[int, int], Iterator[memoryview]] | None = None,
+        leave: Callable[[int, int], object] | None = None,
     ) -> None:
         """Receive the payload that `first` announces, piece by piece.
 
         Each piece goes to `write(offset, data)`. Its bytes come from the connection, or from `segment` (shared memory).
-        With `targets(offset, num_bytes)`, bytes are received directly into that memory.
+        With `targets(offset, num_bytes)`, bytes are received directly into that memory. `leave(offset, num_bytes)` is
+        called for bytes that are not sent, because the worker has them.
         """
         receive_out_of_band = None
         if targets is not None and self._direct is not None:
@@ -143,7 +145,7 @@ class StreamClient:
             def receive_out_of_band(offset: int, num_bytes: int) -> None:
                 write(offset, segment[offset : offset + num_bytes])
 
-        collect(PayloadReader(num_bytes, write, receive_out_of_band), first, self.receive)
+        collect(PayloadReader(num_bytes, write, receive_out_of_band, leave), first, self.receive)
 
     def end_stream(self, timeout_s: float) -> None:
         """Half-close after pending messages, and wait for the server to end the stream. Ignores a lost server."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...common.errors import UsageError
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import PayloadInfo
+from ...common.wire.records import Base, PayloadInfo
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Outgoing
 from ..tensors.local_steps import Anchor
@@ -65,4 +65,5 @@ class BlockingStrategy(Strategy):
         """Add the list of parameters that have no gradient in this step."""
         if self.kind.worker_steps:
             return outgoing
-        return outgoing.changed(payload=PayloadInfo(without_gradient=self._model.without_gradient()))
+        payload = PayloadInfo(without_gradient=self._model.without_gradient())
+        return outgoing.changed(payload=payload, base=Base(has_all=outgoing.contribution.counts.part > 0))

@@ -26,7 +26,7 @@ from concurrent.futures import Future, wait
 
 from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import Outcome, PayloadInfo, Reply
+from ...common.wire.records import Base, Outcome, PayloadInfo, Reply
 from ..conversation.messages import Final, Goodbye, Outgoing
 from ..conversation.threads import Helper, wait_for
 from ..session import Progress
@@ -221,8 +221,9 @@ class Overlapped(DelayedUpdate):
         return None if num == 1 or (total is not None and taken >= total) else progress.version % num
 
     def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:
+        # the shadow has all weights of the newest version, while other fragments remain here
         if self.settings.fragments > 1:
-            outgoing = outgoing.changed(payload=PayloadInfo(without_gradient=self._without))
+            outgoing = outgoing.changed(payload=PayloadInfo(without_gradient=self._without), base=Base(has_all=True))
         super()._hand_over(base_version, outgoing)
 
     def settle(self) -> int:

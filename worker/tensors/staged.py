@@ -165,12 +165,13 @@ class StagedTransfer(DirectTransfer):
             self._is_copying = False
         yield self._in_bytes[offset : offset + num_bytes]
 
-    def finish_write(self, num_bytes: int) -> None:
+    def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
         self._is_copying = True
         with torch.no_grad(), self._stream.copies():
             entries = self._model.layout.entries
             for entry, tensor, view in zip(entries, self._model.tensors, self._in_views, strict=True):
-                if entry.end <= num_bytes:
+                is_kept = any(start < entry.end and entry.offset < end for start, end in kept)
+                if entry.end <= num_bytes and not is_kept:
                     tensor.copy_(view, non_blocking=True)
         self._stream.precede()
 

@@ -413,10 +413,12 @@ class DirectTransfer:
         if at < end:
             yield memoryview(bytearray(end - at))
 
-    def finish_write(self, num_bytes: int) -> None:
+    def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
         """Complete a payload of `num_bytes`.
 
         The model has the new weights on return, or from the stream's next kernel on.
+
+        Tensors that contain bytes of `kept`, ranges [start, end), keep their values.
         """
 
     def leave_segment(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -47,11 +47,11 @@ class Down:
         """The number of the complete reference on this worker; 0: none."""
         return self._reference.number if self._reference is not None else 0
 
-    def take(self, weights: WeightsInfo, receive: Receive) -> None:
+    def take(self, weights: WeightsInfo, receive: Receive, kept: Sequence[tuple[int, int]] = ()) -> None:
         """Receive weights. On return the model has them, and the server may rely on that.
 
-        After an error the weights count as not received, and may be sent again. With a reference the payload is a
-        reference or leads to one.
+        After an error the weights count as not received, and may be sent again. Bytes in `kept`, which `receive` fills,
+        are not sent because the model has them. With a reference the payload is a reference or leads to one.
         """
         num_bytes, codec = weights.num_bytes, weights.codec
         if weights.reference is not None and self._reference is not None:
@@ -65,7 +65,7 @@ class Down:
             self._take_encoded(num_bytes, codec, receive)
             num_bytes = self._layout.exchange_bytes
         if num_bytes:
-            self.transfer.finish_write(num_bytes)
+            self.transfer.finish_write(num_bytes, kept)
 
     def _take_encoded(self, num_bytes: int, codec: str, receive: Receive) -> None:
         if self._reference is not None:

@@ -7,7 +7,7 @@ transport of its preference that both sides can open.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
 from ...common.kinds import ContributionKind
 from ...common.wire.direct import OutOfBand, out_of_band_messages
-from ...common.wire.frames import INLINE_BYTES, out_of_band_frame, payload_frames
+from ...common.wire.frames import INLINE_BYTES, left_out_frame, out_of_band_frame, payload_frames, without_zeros
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.transfer import DirectTransfer, Indices
@@ -38,11 +38,13 @@ class Transport:
         self.is_open = True
         self.reason = ""
         self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes], for contributions
+        self._may_leave_out = False  # whether zeros may be left out
 
     # ---- agreed on once on every stream -------------------------------------------------------
 
     def joined(self, welcome: pb.Welcome) -> None:
         """A new stream is open. Nothing of an earlier stream is used any more."""
+        self._may_leave_out = welcome.takes_left_out
 
     def offer(self, model: pb.Model, num_bytes: int) -> bool:
         """Write into `model` what the server should open for contributions of `num_bytes`.
@@ -59,11 +61,28 @@ class Transport:
     def send(self, transfer: DirectTransfer, kind: ContributionKind, indices: Indices) -> Iterator[Messages]:
         """Gather these tensors of a contribution (None: all). Yields their messages as soon as they may be sent."""
         for stretch in transfer.stream(kind, indices):
-            yield self.raw(stretch.pieces, stretch.offset)
+            yield from self.raw(stretch.pieces, stretch.offset)
 
-    def raw(self, pieces: Iterable[memoryview], offset: int) -> Messages:
+    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
         """Messages for the pieces of a raw payload from `offset` on."""
-        return payload_frames(pieces, offset)
+        return self.messages(pieces, offset)
+
+    def messages(
+        self,
+        pieces: Iterable[memoryview],
+        offset: int = 0,
+        carry: Callable[[Iterable[memoryview], int], Messages] = payload_frames,
+    ) -> Iterator[Messages]:
+        """Messages, made by `carry`, for the pieces of a payload from `offset` on.
+
+        Zeros are left out if the server supports it: parts of other optimizers, and tensors that the loss does not
+        reach.
+        """
+        if not self._may_leave_out:
+            yield carry(pieces, offset)
+            return
+        for at, parts, num_zeros in without_zeros(pieces, offset):
+            yield carry(parts, at) if parts else [left_out_frame(at, num_zeros)]
 
     def memory(self, address: pb.Segment) -> memoryview:
         """The memory that has a reply's weights. Raises SegmentError."""
@@ -84,8 +103,8 @@ class DirectTransport(Transport):
         """Set whether there is a direct connection. `why_not` is a phrase with the reason, or empty."""
         self.is_open, self.reason = not why_not, why_not
 
-    def raw(self, pieces: Iterable[memoryview], offset: int) -> Messages:
-        return list(out_of_band_messages(pieces, offset))
+    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
+        return self.messages(pieces, offset, lambda *payload: list(out_of_band_messages(*payload)))
 
 
 class SharedTransport(Transport):

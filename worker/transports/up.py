@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from ...common.codecs.base import Codec, payload_bytes
 from ...common.kinds import ContributionKind
-from ...common.wire.frames import INLINE_BYTES, frame, payload_frames
+from ...common.wire.frames import INLINE_BYTES, frame
 from ...common.wire.messages import contribution_message
 from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo, changed
 from ...proto import parameter_server_pb2 as pb
@@ -16,7 +16,7 @@ from .encoding import Encoding
 from .partial_transfer import PartialTransfer
 from .transport import Messages, Transport
 
-Carry = Callable[[list[memoryview], int], Messages]
+Carry = Callable[[list[memoryview], int], Iterator[Messages]]
 
 
 class Up:
@@ -124,12 +124,12 @@ class Up:
         payload = self.encoding.payload
         if payload is None:
             payload = self.encoding.whole(self.transfer.gather(kind, None)[0])
-        if self._continue(announced, [payload], payload_frames):
+        if self._continue(announced, [payload], self.transport.messages):
             return
         is_small = len(payload) <= INLINE_BYTES
         self._send([frame(announced, 0, [payload] if is_small else [])])
-        if not is_small:
-            self._send(payload_frames([payload]))
+        for frames in self.transport.messages([] if is_small else [payload]):
+            self._send(frames)
 
     def _continue(self, announced: pb.WorkerMessage, pieces: list[memoryview], carry: Carry) -> bool:
         """Send the rest of a partial transfer. Returns False if there is none; then nothing was sent."""
@@ -140,7 +140,8 @@ class Up:
             return False
         self._send([frame(pb.WorkerMessage(begin=begin)), frame(announced)])
         for at, parts in rest:
-            self._send(carry(parts, at))
+            for frames in carry(parts, at):
+                self._send(frames)
         return True
 
     def _send_tensors(self, kind: ContributionKind, indices: list[int] | None) -> None:
@@ -152,7 +153,8 @@ class Up:
             return
         for stretch, tensors in zip(self.transfer.gather(kind, indices), self._stretches(indices), strict=True):
             start, encoded = self.encoding.part(stretch, tensors)
-            self._send(payload_frames([encoded], start))
+            for frames in self.transport.messages([encoded], start):
+                self._send(frames)
 
     @property
     def _is_out_of_band(self) -> bool:

@@ -11,13 +11,63 @@ version. At most `limit` versions are being sent at once. A reader of a further 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 
-from ....common.wire.frames import CHUNK_BYTES, payload_frames
+from ....common.tensors.layout import Kind, Layout
+from ....common.wire.frames import CHUNK_BYTES, left_out_frame, payload_frames
 from ....common.wire.segments import Segment
 
 # Bytes between two wake-ups of the readers. A wake-up costs as much as copying 1 MiB.
 _STRIDE_BYTES = 8 << 20
+_LEAST_LEFT_OUT = 64 << 10  # a shorter range is sent although the worker has it
+
+Range = tuple[int, int]  # bytes [start, end) of a payload
+
+
+class Changes:
+    """Records in which version each trained tensor changed last, so that a worker gets only changed tensors.
+
+    It is used on the event loop, when versions are decided.
+    """
+
+    def __init__(self, layout: Layout, version: int) -> None:
+        self._entries = [entry for entry in layout.entries if entry.spec.kind is Kind.PARAMETER]
+        self._changed_in = [version] * len(self._entries)
+        self._all_in = version  # the last version in which all tensors changed
+
+    def made(self, version: int, without: Collection[str]) -> None:
+        """Record a version in which all tensors changed except those in `without`."""
+        if not without:
+            self._all_in = version
+            return
+        for index, entry in enumerate(self._entries):
+            if entry.spec.name not in without:
+                self._changed_in[index] = version
+
+    def kept(self, base: int) -> list[Range]:
+        """Return the ranges of the newest weights that have not changed since version `base`, in order."""
+        found: list[Range] = []
+        if self._all_in > base:
+            return found
+        was_kept = False
+        for entry, version in zip(self._entries, self._changed_in, strict=True):
+            if is_kept := version <= base:
+                found.append((found.pop()[0] if was_kept else entry.offset, entry.end))
+            was_kept = is_kept
+        return [(start, end) for start, end in found if end - start >= _LEAST_LEFT_OUT]
+
+
+def cut(start: int, end: int, left_out: Sequence[Range]) -> Iterator[tuple[int, int, bool]]:
+    """Divide bytes [start, end) of a payload at the ranges in `left_out`. Yields (start, end, is_left_out)."""
+    for first, last in left_out:
+        first, last = max(first, start), min(last, end)
+        if first < last:
+            if start < first:
+                yield start, first, False
+            yield first, last, True
+            start = last
+    if start < end:
+        yield start, end, False
 
 
 class Publication:
@@ -34,7 +84,7 @@ class Publication:
         self.owns_segment = True
         self.num_users = 0  # workers that receive it
         self.num_readers = 0  # readers of the segment: workers without frames, and the encoder
-        self._frames: list[bytes] = []
+        self._frames: list[tuple[bytes, int, int]] = []  # frame, and its range [start, end) of the payload
         self._num_encoded = 0
         self._encoder: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -63,13 +113,15 @@ class Publication:
             start, done = done, self.ready
             yield start, done
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """Yield the frames of the payload, which all readers share."""
+    async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
+        """Yield the frames of the payload, which all readers share. A short message replaces a left-out frame."""
         num_sent = 0
         while num_sent < len(self._frames) or self._num_encoded < self.num_bytes:
             while num_sent == len(self._frames):
                 await self._changed.wait()
-            yield self._frames[num_sent]
+            raw, start, end = self._frames[num_sent]
+            is_left_out = any(first <= start and end <= last for first, last in left_out)
+            yield left_out_frame(start, end - start) if is_left_out else raw
             num_sent += 1
 
     def encode(self, done: Callable[[Publication], None]) -> None:
@@ -85,7 +137,7 @@ class Publication:
                 for at in range(start, end, CHUNK_BYTES):
                     part = self.segment.bytes[at : min(at + CHUNK_BYTES, end)]
                     self._num_encoded += len(part)
-                    self._frames += payload_frames([part], offset=at)
+                    self._frames += ((raw, at, at + len(part)) for raw in payload_frames([part], offset=at))
                     self._wake()
                     await asyncio.sleep(0)  # a frame takes 0.1 ms, so let other tasks run
         finally:

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError
-from paramserver.common.wire.frames import MAX_DATA_BYTES, Frame, PayloadReader
+from paramserver.common.wire.frames import (
+    MAX_DATA_BYTES,
+    Frame,
+    PayloadReader,
+    left_out_frame,
+    parse,
+    payload_frames,
+    without_zeros,
+)
+from paramserver.proto import parameter_server_pb2 as pb
 
 from .messages import refused_as_bad_request
 
@@ -55,9 +64,49 @@ def test_pieces_out_of_place_are_refused(pieces: list[Frame], says: str) -> None
     assert (bytes(written), reader.received) == (before, received), "a refused piece leaves nothing behind"
 
 
-def test_a_piece_is_in_the_message_or_out_of_band() -> None:
-    reader = PayloadReader(10, lambda *_: None, lambda *_: None)
-    refused_as_bad_request(lambda: reader.feed(Frame(None, None, 0, memoryview(b"ab"), 2)))
+def left_out(offset: int, num_bytes: int) -> Frame:
+    return Frame(None, None, offset, memoryview(b""), left_out=num_bytes)
+
+
+def test_what_is_left_out_is_zeros_or_what_is_here_already() -> None:
+    written = bytearray(b"x" * 10)
+    reader = PayloadReader(10, lambda at, data: written.__setitem__(slice(at, at + len(data)), data))
+    reader.feed(left_out(3, 4))
+    refused_as_bad_request(lambda: reader.feed(left_out(6, 2)))
+    refused_as_bad_request(lambda: reader.feed(Frame(None, None, 0, memoryview(b"ab"), left_out=2)))
+    refused_as_bad_request(lambda: reader.feed(Frame(None, None, 0, memoryview(b""), 2, 2)))
+    reader.feed(left_out(0, 3))
+    assert bytes(written) == b"\0" * 7 + b"xxx"
+    reader = PayloadReader(3 * MAX_DATA_BYTES, lambda *_: None)
+    assert "at most" in refused_as_bad_request(lambda: reader.feed(left_out(0, MAX_DATA_BYTES + 1)))
+    received: list[tuple[int, int]] = []
+    reader = PayloadReader(3 * MAX_DATA_BYTES, lambda *_: None, leave=lambda *of: received.append(of))
+    reader.feed(left_out(0, 3 * MAX_DATA_BYTES))
+    assert reader.is_complete
+    assert received == [(0, 3 * MAX_DATA_BYTES)]
+
+
+@given(
+    stretches=st.lists(st.tuples(st.integers(1, 3 << 18), st.booleans()), min_size=1, max_size=8),
+    offset=st.sampled_from([0, 64, 5 << 20]),
+)
+@settings(max_examples=15, deadline=None)
+def test_zeros_are_found_and_the_rest_arrives(stretches: list[tuple[int, bool]], offset: int) -> None:
+    pieces = [memoryview(bytes(num_bytes) if is_zero else b"\0x" * num_bytes) for num_bytes, is_zero in stretches]
+    payload = b"".join(pieces)
+    found, sent = bytearray(b"y" * len(payload)), 0
+    reader = PayloadReader(
+        offset + len(payload), lambda at, data: found.__setitem__(slice(at - offset, at - offset + len(data)), data)
+    )
+    if offset:
+        reader._cover(0, offset)
+    for at, parts, num_zeros in without_zeros(pieces, offset):
+        raws = payload_frames(parts, at) if parts else [left_out_frame(at, num_zeros)]
+        for raw in raws:
+            sent += len(raw)
+            reader.feed(parse(pb.WorkerMessage, raw))
+    assert bytes(found) == payload
+    assert sent <= sum(len(piece) for piece in pieces if any(piece[:2])) + len(pieces) * (1 << 19) + 1000
 
 
 @pytest.mark.parametrize(
