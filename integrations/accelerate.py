@@ -16,7 +16,7 @@ from ..common.reporting.log import get_logger
 from ..worker.api import connect
 from ..worker.training.session import Session
 from . import lacks
-from .data import divide, num_samples_in, samples_of
+from .data import check_place, divide, num_samples_in, samples_of
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
@@ -93,7 +93,7 @@ def join(
     batch, accumulate = samples_of(loader), accelerator.gradient_accumulation_steps
 
     def counts(_: Any, items: Any) -> None:
-        session.record(num_samples=num_samples_in(items, batch))
+        session.record(num_samples=num_samples_in(items, loader))
 
     if (share := divide(loader, session)) is not None:
         share.go_to(session.step, 0, len(loader), batch, accumulate)
@@ -105,6 +105,7 @@ def join(
     def step_of_run(closure: Any = None) -> None:
         if not session.is_done:  # the loader fetches ahead, and had a batch more
             step(closure)
+            check_place(session)
 
     optimizer.step = step_of_run
     return session

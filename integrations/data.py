@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ..common.errors import UsageError
+from ..common.errors import ParamServerError, UsageError
 from ..common.reporting.log import get_logger
 from ..worker.training.session import Session
 
@@ -126,10 +126,19 @@ def step_of_trainer(session: Session, own_step: int, saved: dict[str, Any] | Non
 def say_lost(session: Session, num_steps: int) -> None:
     """Log a warning if the trainer counts more steps (`num_steps`) than the run has."""
     if (lost := num_steps - session.step) > 0:
-        log.warning(
-            "steps_not_in_the_weights",
-            num=lost,
-            meaning="the server went back to a snapshot while the trainer counted on, or a scaler skipped them",
+        log.warning("steps_not_in_the_weights", num=lost, meaning="a scaler skipped them, and the trainer counted them")
+
+
+def check_place(session: Session) -> None:
+    """Raises ParamServerError if the run moved: its loader and counters are elsewhere, and a trainer cannot move them.
+
+    A new process begins at the run's step, so a launcher that starts it again mends this.
+    """
+    if session.has_moved:
+        raise ParamServerError(
+            f"the run is at step {session.step}, where the server went back to a snapshot or went on without this "
+            "worker; the trainer is at another step, and its next batches would be other ones",
+            fix="start this worker again: it begins at the run's step (ps-launch does so by itself)",
         )
 
 
@@ -155,20 +164,40 @@ def divide(loader: Any, session: Session) -> RankSampler | None:
     return share
 
 
-def sizes_in(batch: Any) -> set[int]:
-    """Returns the lengths of all tensors of a batch."""
+def sizes_in(batch: Any) -> list[int]:
+    """Returns the lengths of the tensors of a batch, and of its lists of texts or numbers, in their order."""
     if isinstance(batch, torch.Tensor):
-        return {len(batch)} if batch.dim() else set()
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return set().union(*map(sizes_in, parts))
+        return [len(batch)] if batch.dim() else []
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else []
+    if isinstance(batch, (list, tuple)) and batch and all(isinstance(part, (str, int, float)) for part in batch):
+        return [len(batch)]
+    return [size for part in parts for size in sizes_in(part)]
 
 
-def num_samples_in(batch: Any, full: int) -> int:
-    """Returns the number of samples in a batch of at most `full` ones: the common length of its tensors, or `full`."""
+def num_samples_in(batch: Any, loader: Any) -> int:
+    """Returns the number of samples in a batch of a loader.
+
+    It is that of a full batch, or that of the last one, which has the rest of the samples and whose tensors show it. A
+    loader that does not say its batch size has the length of the first tensor.
+    """
+    full, rest = sizes_of(loader)
     sizes = sizes_in(batch)
-    return min(sizes) if len(sizes) == 1 and 0 < min(sizes) <= full else full
+    if rest is None:
+        found = [size for size in sizes if 0 < size <= (full or size)]
+        return full if full in found else found[0] if found else full or 1
+    return rest if rest in sizes and full not in sizes else full
+
+
+def sizes_of(loader: Any) -> tuple[int, int | None]:
+    """Returns the samples of a full batch of this rank (0: not known), and of its last one (None: not known)."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    full = int(getattr(batches, "batch_size", None) or 0)
+    sampler: Any = getattr(batches, "sampler", None)
+    if not full or not hasattr(sampler, "__len__"):
+        return full, None
+    return full, (0 if getattr(batches, "drop_last", False) else len(sampler) % full) or full
 
 
 def samples_of(loader: DataLoader[Any] | None) -> int:
     """Returns the number of samples in a full batch of this rank."""
-    return int(getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1)
+    return sizes_of(loader)[0] or 1

@@ -10,7 +10,18 @@ from typing import Any
 
 from ..worker.api import connect
 from . import lacks
-from .data import PLACE, catch_up, divide, num_samples_in, place_in, samples_of, say_clipping, say_lost, step_of_trainer
+from .data import (
+    PLACE,
+    catch_up,
+    check_place,
+    divide,
+    num_samples_in,
+    place_in,
+    samples_of,
+    say_clipping,
+    say_lost,
+    step_of_trainer,
+)
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -27,15 +38,16 @@ class ParameterServerCallback(TrainerCallback):
         self.session = connect(address, rank)
         take_place(self.session)
         self._is_through, self._num_before = False, 0  # steps before the run's first
+        self._loader: Any = None
         make, compute = trainer.get_train_dataloader, trainer.training_step
 
         def get_train_dataloader() -> Any:
-            loader = make()
-            divide(loader, self.session)
-            return loader
+            self._loader = make()
+            divide(self._loader, self.session)
+            return self._loader
 
         def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-            self.session.record(num_samples=num_samples_in(inputs, trainer._train_batch_size))
+            self.session.record(num_samples=num_samples_in(inputs, self._loader))
             return compute(model, inputs, *args, **options)
 
         vars(trainer).update(get_train_dataloader=get_train_dataloader, training_step=training_step)
@@ -68,6 +80,7 @@ class ParameterServerCallback(TrainerCallback):
         state.global_step = step  # of the worker that it replaces, or later than its checkpoint
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        check_place(self.session)
         remembered: Any = state.stateful_callbacks
         remembered[PLACE] = place_in(self.session)
         control.should_training_stop |= self.session.is_over()

@@ -18,6 +18,7 @@ from .data import (
     PLACE,
     RankSampler,
     catch_up,
+    check_place,
     divide,
     num_ranks,
     num_samples_in,
@@ -45,7 +46,7 @@ class ParameterServerStrategy(ParallelStrategy):
     def __init__(self, address: str | None = None, rank: int | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._connection_options = address, rank
-        self._batch_size = 1
+        self._loader: Any = None  # of the training data
         self._begins: tuple[int, int, int] | None = None  # steps: of the trainer, its new step, of the run
         self._saved: dict[str, Any] | None = None  # state of the run in the checkpoint
         self.session: Session | None = None
@@ -111,7 +112,7 @@ class ParameterServerStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Divide training data. Validation data is not divided, because no process would combine the results."""
         if self._trainer.training and self.session is not None:
-            share, self._batch_size = None, samples_of(dataloader)
+            share, self._loader = None, dataloader
             if self._trainer._accelerator_connector.use_distributed_sampler:
                 share = divide(dataloader, self.session)
             self._begin(share, len(dataloader))
@@ -136,15 +137,16 @@ class ParameterServerStrategy(ParallelStrategy):
         own_step, step, step_of_run = self._begins
         if share is not None and step != own_step:
             is_first = self.session.step == step_of_run
-            share.go_to(step, own_step, num_batches, self._batch_size, accumulate, is_first)
+            share.go_to(step, own_step, num_batches, samples_of(self._loader), accumulate, is_first)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.session is not None
-        self.session.record(num_samples=num_samples_in(batch, self._batch_size))
+        self.session.record(num_samples=num_samples_in(batch, self._loader))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
         found = super().optimizer_step(optimizer, closure, model, **options)
         assert self.session is not None
+        check_place(self.session)
         self._trainer.should_stop |= self.session.is_over()
         return found
 

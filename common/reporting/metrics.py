@@ -97,6 +97,7 @@ class Metric:
     display_run: Display | None = None  # for the run's value from `over_workers`; None: as `display`
     tense: Tense = Tense.DONE
     default: Value = 0  # if no value was given
+    rate_of: str = ""  # the metric above it whose rate it is: where that is unknown, a rate of 0 is unknown too
     is_rare: bool = False  # tables omit it if it is 0 for all
     differs_from: str = ""  # tables omit it if it equals this other metric for all
 
@@ -179,6 +180,8 @@ def completed(metrics: Iterable[Metric], row: Row) -> dict[str, Value]:
             found[metric.name] = metric.derive(found)
         else:
             found[metric.name] = metric.default
+        if metric.rate_of and not found[metric.name] and found[metric.rate_of] is None:
+            found[metric.name] = None
     return found
 
 
@@ -313,7 +316,7 @@ _METRICS = (
            display=_LIVE | Display.PROMETHEUS, display_run=_LIVE | Display.NOTEBOOK),
     Metric("samples_per_s", "samples/s", "Samples per second until now; of a finished run: the mean.", Unit.RATE,
            read=lambda worker: worker.samples_per_s, over_workers=Fold.SUM, tense=Tense.NOW,
-           display=_LIVE, display_run=_LIVE | Display.REPORT | Display.NOTEBOOK),
+           rate_of="samples", display=_LIVE, display_run=_LIVE | Display.REPORT | Display.NOTEBOOK),
     _counted("compute_s", "compute s", "Seconds spent in forward and backward.", Unit.SECONDS),
     _counted("transfer_s", "transfer s", "Seconds spent in exchanges, without waits for the mode.", Unit.SECONDS),
     _counted("wait_s", "wait s", "Seconds spent waiting for the mode or for an open round.", Unit.SECONDS,

@@ -119,3 +119,11 @@ def test_records_fold_as_sources_do() -> None:
     status = Status(workers=workers)
     assert (status.loss, status.samples_per_s, status.cpu, status.samples) == (0.42, 10.0, 0.5, 142)
     assert math.isfinite(status.wait_share)
+
+
+def test_the_rate_of_unknown_samples_is_unknown_also_where_nobody_is_live() -> None:
+    gone = WorkerStatus(rank=0, state="finished", samples=None)
+    assert (gone.samples_per_s, Status(workers=[gone]).samples_per_s) == (None, None)
+    known = WorkerStatus(rank=1, state="computing", samples=8, samples_per_s=4.0)
+    assert Status(workers=[gone, known]).samples_per_s == 4.0
+    assert WorkerStatus(rank=1, state="finished", samples=8).samples_per_s == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,45 @@ def test_the_stronger_source_says_the_length(cluster: Cluster) -> None:
     assert any(line.split()[:2] == ["run.steps", "None"] for line in shown.splitlines()), shown
     both = cluster.command("ps", "--steps", "3", "--epochs", "3")
     assert both.returncode == 2 and "one length" in both.stderr
+
+
+ACCEPTS = {"PS_WORKER__ACCEPT_OTHER_DATA": "1"}
+
+
+def on_data(cluster: Cluster, lengths: tuple[int, int], steps: int, *flags: str, **env: str) -> list[Process]:
+    """A script whose ranks have data sets of these lengths, beside its server, which is the last."""
+    server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(steps), *flags)
+    script = EPOCHS.parents[1] / "ordinary" / "divided.py"
+    return [
+        *(cluster.script(rank, script, NUM=str(num), OUT="w.pt", **env) for rank, num in enumerate(lengths)),
+        server,
+    ]
+
+
+def refused(process: Process) -> bool:
+    text = " ".join(process.output.split())
+    assert "Traceback" not in text
+    numbers = ("300 samples" in text and "400" in text) or ("400 samples" in text and "300" in text)
+    return numbers and "worker.accept_other_data=true" in text
+
+
+def test_a_run_that_resumes_on_data_of_another_length_is_refused_unless_it_is_accepted(cluster: Cluster) -> None:
+    kept = ("--checkpoint-dir", "snapshots")
+    assert [process.wait() for process in on_data(cluster, (400, 400), 3, *kept)] == [0, 0, 0]
+    *ranks, server = on_data(cluster, (300, 300), 6, *kept)
+    assert [rank.wait() for rank in ranks] == [12, 12] and all(refused(rank) for rank in ranks), ranks[0].output
+    server.signal(signal.SIGTERM)
+    server.wait()
+    again = on_data(cluster, (300, 300), 6, *kept, **ACCEPTS)
+    assert [process.wait() for process in again] == [0, 0, 0], again[0].output
+
+
+def test_ranks_with_data_of_different_lengths_are_refused_unless_they_accept_it(cluster: Cluster) -> None:
+    *ranks, _ = on_data(cluster, (400, 300), 200, "--set", "policy.min_workers=2")
+    ranks[0].until(lambda: any(refused(rank) for rank in ranks), "a rank is refused")
+    other = next(rank for rank in ranks if refused(rank))
+    assert other.wait() == 12
+    ranks.remove(other)
+    ranks[0].kill()
+    accepting = on_data(cluster, (400, 300), 4, **ACCEPTS)
+    assert [process.wait() for process in accepting] == [0, 0, 0], accepting[0].output

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from paramserver.common.errors import UsageError
-from paramserver.integrations.data import RankSampler, divide
+from paramserver.integrations.data import RankSampler, divide, num_samples_in
 
 
 def session(rank: int, num_workers: int = 2, is_done: bool = False):
@@ -73,6 +73,30 @@ def test_a_worker_with_a_checkpoint_of_the_middle_of_an_epoch_has_epochs_that_li
     assert list(share) == stream[10:18], "3 batches before, which are skipped, and the first of the next epoch"
     share.set_epoch(1)
     assert list(share)[:2] == stream[2:4]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_samples_of_a_batch_are_counted_also_where_its_tensors_differ_in_length(num_workers: int, drop_last: bool):
+    """Graphs of 3 nodes each, texts, a constant tensor and one packed row: lengths that are no number of samples."""
+    collates = {
+        "graphs": lambda rows: {"nodes": torch.zeros(3 * len(rows), 2), "y": torch.tensor(rows)},
+        "texts": lambda rows: {"text": ["a"] * len(rows)},
+        "constant": lambda rows: (torch.zeros(11), torch.tensor(rows)),
+    }
+    for collate in collates.values():
+        loader = DataLoader(range(44), batch_size=8, drop_last=drop_last, collate_fn=collate)
+        divide(loader, session(0, num_workers))
+        share = 44 // num_workers
+        wanted = [8] * (share // 8) + [share % 8] * (not drop_last)
+        assert [num_samples_in(batch, loader) for batch in loader] == wanted
+    packed = DataLoader(range(48), batch_size=8, collate_fn=lambda rows: torch.zeros(1, 5 * len(rows)))
+    assert [num_samples_in(batch, packed) for batch in packed] == [8] * 6
+
+
+def test_samples_of_a_loader_without_a_batch_size_are_those_of_the_first_tensor():
+    batches = DataLoader(range(10), batch_sampler=[[0, 1, 2], [3]])
+    assert [num_samples_in(batch, batches) for batch in batches] == [3, 1]
 
 
 def test_a_run_that_is_over_has_no_more_batches():

@@ -15,7 +15,7 @@ from .programs.problem import CASES, SAMPLES, WORKERS, Model, loss_of, reference
 TRAINERS = ("plain", "on_lightning", "on_huggingface", "on_accelerate")
 COUNTING = ("on_lightning", "on_huggingface")  # these count steps themselves, and another worker's too
 MODES = {"sync": (), "async": (), "ssp": (), "localsgd": ("--local-steps", "2")}
-ALONE = [case for case in CASES if "first" not in case and "again" not in case]
+ALONE = [case for case in CASES if not {"first", "again", "back"} & set(case.split("-"))]
 ALL = [
     (trainer, mode, case)
     for trainer in TRAINERS
@@ -37,15 +37,15 @@ class Run:
         self._forks, self._folder, self._trainer, self._mode = forks, folder, trainer, mode
         self.address, self.has_rounds = "", mode in ("sync", "localsgd")
 
-    def server(self, name: str, *more: str) -> Forked:
+    def server(self, name: str, *more: str, listen: str = "127.0.0.1:0") -> Forked:
         case = CASES[name]
         flags = ("--mode", self._mode, "--workers", str(WORKERS), *MODES[self._mode], *more)
         if case.steps:
             flags += ("--steps", str(case.steps))
         if case.clip and self._mode == "sync":
             flags += ("--clip-norm", str(case.clip))
-        listen = ("--listen", "127.0.0.1:0")
-        server = self._forks["paramserver.ps.main"].fork(f"server-{name}", self._folder, *listen, *flags)
+        program = self._forks["paramserver.ps.main"]
+        server = program.fork(f"server-{name}", self._folder, "--listen", listen, *flags)
         self.address = server.event("listening")["address"]
         return server
 
@@ -91,6 +91,29 @@ def test_a_trainer(forks: Programs, tmp_path: Path, trainer: str, mode: str, cas
     if mode == "sync" and (not CASES[case].dies_before or trainer in COUNTING):
         num_steps = CASES[case].num_steps
         assert [rank["steps"] for rank in ranks] == [num_steps] * WORKERS
+
+
+@pytest.mark.trainers
+@pytest.mark.parametrize("mode", ["sync", "localsgd"])
+@pytest.mark.parametrize("trainer", TRAINERS[1:])
+def test_a_trainer_whose_server_went_back_ends_and_begins_again_where_the_run_is(
+    forks: Programs, tmp_path: Path, trainer: str, mode: str
+):
+    """It cannot go back, so its next batches would be others than those of the run's steps."""
+    run, snapshots = Run(forks, tmp_path, trainer, mode), str(tmp_path / "snapshots")
+    flags = ("--checkpoint-dir", snapshots, "--checkpoint-every", "2", "--set", "policy.min_workers=2")
+    first = run.server("back", *flags)
+    ranks = [run.worker("back", rank) for rank in range(WORKERS)]
+    first.until(lambda: (tmp_path / "at").exists(), "rank 1 waits in its sixth batch")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    again = run.server("back-again", *flags, listen=run.address)
+    (tmp_path / "back").touch()
+    for item in ranks:
+        assert item.wait() == 1, item.output
+        assert "start this worker again" in item.output and "Traceback" not in item.output
+    ranks = [run.worker("back-again", rank) for rank in range(WORKERS)]
+    check(mode, "back-again", run.ended([*ranks, again], ["back-again"] * WORKERS))
 
 
 @pytest.mark.trainers

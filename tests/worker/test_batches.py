@@ -197,6 +197,37 @@ def test_a_scaler_of_the_session_says_which_steps_it_skips() -> None:
     assert (run.step, position(run), run.num_samples) == (3, 4, 12)
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_a_scaler_that_is_not_the_session_s_is_refused_by_name(options: dict) -> None:
+    run, model = AloneSession(Config(run=RunConfig(steps=3))), torch.nn.Linear(1, 1)
+    optimizer = run.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01, **options))
+    assert isinstance(optimizer, torch.optim.SGD)
+    scaler = torch.amp.GradScaler("cpu")
+    (batch,) = next(iter(run.shard(data(40), batch_size=4)))
+    scaler.scale(model(batch).sum()).backward()
+    with pytest.raises(UsageError, match="GradScaler on the optimizer") as refused:
+        scaler.step(optimizer)
+    assert "session.scaler" in refused.value.fix
+    run.watched(scaler)
+    assert optimizer._step_supports_amp_scaling == bool(options), "Lightning asks too, before it unscales"
+    scaler.step(optimizer)
+    assert run.step == 1
+
+
+def test_recorded_samples_replace_those_of_the_step_s_batches() -> None:
+    """As of a mean over tokens; the next step counts those of its batches again."""
+    run, model, optimizer = session(steps=4)
+    counts = []
+    for number, batch in enumerate(run.shard(data(16), batch_size=2, accumulate=2)):
+        use(model, batch)
+        if number in (2, 3):
+            run.record(num_samples=100)
+        if number % 2:
+            optimizer.step()
+            counts.append(run.num_samples)
+    assert counts == [4, 204, 208, 212]
+
+
 @pytest.mark.parametrize("is_reused", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_loop_is_a_pass_with_all_its_batches(is_reused: bool, accumulate: int) -> None:

@@ -39,7 +39,7 @@ from .ending import ending_of, one_line
 from .evaluation import Evaluation
 from .position.data import DataPosition
 from .position.steps import after_the_end
-from .rows import Pull
+from .rows import Pull, refuse_scaler
 from .session import Offer, Session
 
 log = get_logger()
@@ -114,6 +114,7 @@ class AloneSession(Session):
         self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
         self._scaling.skipped = lambda _: data.skip_step()
         for optimizer in optimizers:
+            self._scaling.guard(optimizer, lambda: refuse_scaler(self._tables))
             optimizer.register_step_pre_hook(lambda part, *_: self._check_step(part))
             optimizer.register_step_post_hook(lambda part, *_: self._stepped(part) if self._begins else None)
             optimizer.clip_grad_norm = partial(self._clip_grad_norm, optimizer)  # type: ignore[attr-defined]

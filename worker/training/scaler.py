@@ -1,17 +1,15 @@
-"""A GradScaler that tells the session about the steps that it does not take."""
+"""GradScalers tell the session about the steps that they do not take. A foreign one is refused by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...common.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+_SUPPORTS = "_step_supports_amp_scaling"  # torch's GradScaler reads it of an optimizer before it looks for infinities
 
 
 class Scaling:
@@ -20,35 +18,38 @@ class Scaling:
     def __init__(self) -> None:
         self.num_steps = 0
         self.skipped: Callable[[Any], None] = lambda _: None  # called with the optimizer whose step is not taken
-        self._is_ours = False  # a scaler of the session calls the optimizer
+        self._has_any = False
 
     def watch(self, scaler: torch.amp.GradScaler) -> None:
         """Let a scaler tell about skipped steps."""
         step = scaler.step
+        self._has_any = True
 
         def watched(optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             before = self.num_steps
-            with self._ours():
-                result = step(optimizer, *args, **options)
+            result = step(optimizer, *args, **options)
             if self.num_steps == before:
                 self.skipped(optimizer)
             return result
 
         scaler.step = watched  # type: ignore[method-assign]
 
-    @contextmanager
-    def _ours(self) -> Iterator[None]:
-        self._is_ours = True
-        try:
-            yield
-        finally:
-            self._is_ours = False
-
     def check(self) -> None:
-        """Raises UsageError if a scaler calls the optimizer that does not tell about skipped steps."""
-        if not self._is_ours:
+        """Raises UsageError if the scaler that asks is not the session's: the session has none."""
+        if not self._has_any:
             raise UsageError(
                 "torch.amp.GradScaler on the optimizer of session.optimizer(): the run would not know of the steps "
                 "that it skips",
                 fix='scaler = session.scaler("cuda"), with the arguments of GradScaler; bfloat16 needs no scaler',
             )
+
+    def guard(self, optimizer: torch.optim.Optimizer, refuse: Callable[[], object]) -> None:
+        """Check the scaler that steps an optimizer of torch. `refuse` is called too, before the scaler steps it."""
+        kind, found = type(optimizer), getattr(optimizer, _SUPPORTS, False)
+
+        def supports(_: torch.optim.Optimizer) -> bool:
+            self.check()
+            refuse()
+            return found
+
+        optimizer.__class__ = type(kind.__name__, (kind,), {_SUPPORTS: property(supports)})

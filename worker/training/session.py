@@ -114,6 +114,16 @@ class Session:
         return self._joined()[1].epoch_now
 
     @property
+    def has_moved(self) -> bool:
+        """Whether the server went back, or on without this worker, in a loop that does not use `shard`.
+
+        The loop is then at another step than the run. Loops over `shard` go on at the run's position by themselves.
+        """
+        data = self._joined()[1]
+        data.apply_start()
+        return data.has_moved
+
+    @property
     def resumed(self) -> bool:
         """Whether this process resumes its rank instead of starting at step 0."""
         return False

@@ -28,6 +28,9 @@ def train(case: Case, model: Model, data: Data, checkpoint: Path, mode: str) -> 
     session = join(accelerator, module, optimizer, loader)
     if case.loads:
         optimizer.load_state_dict(saved["optimizer"])
+    else:
+        for _ in range(session.step):  # of the worker that it replaces
+            scheduler.scheduler.step()
     for _ in range(case.own_steps * case.accumulate // len(loader) + 1):
         for batch in loader:
             with accelerator.accumulate(module):

@@ -11,10 +11,8 @@ import paramserver
 def train(case: Case, model: Model, data: Data, checkpoint: Path, mode: str) -> int:
     session = paramserver.connect()
     raw, scheduler = optimizer_of(model)
-    num_steps = 0
     if case.loads:
         saved = torch.load(checkpoint)
-        num_steps = saved["steps"]
         model.load_state_dict(saved["model"])
         scheduler.load_state_dict(saved["scheduler"])
     optimizer = session.optimizer(model, raw)
@@ -22,8 +20,9 @@ def train(case: Case, model: Model, data: Data, checkpoint: Path, mode: str) -> 
         optimizer.load_state_dict(saved["optimizer"])
     scheduler.optimizer = optimizer
     session.state(scheduler=scheduler)
-    batches = iter(session.shard(data, case.batch, shuffle=case.shuffle, epochs=-(-case.own_steps // 4)))
-    for _ in range(case.own_steps - num_steps):
+    stated = {"accumulate": case.accumulate, "epochs": -(-case.own_steps // 4)}
+    batches = iter(session.shard(data, case.batch, shuffle=case.shuffle, **stated))
+    while case.cold_at + session.step < case.own_steps:
         for _ in range(case.accumulate):
             batch = next(batches, None)
             if batch is None:
@@ -38,7 +37,7 @@ def train(case: Case, model: Model, data: Data, checkpoint: Path, mode: str) -> 
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        num_steps += 1
+    num_steps = case.cold_at + session.step
     session.finish()
     if case.saves and session.rank == 0:
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class Case:
     loads: bool = False  # goes on from that
     cold_at: int = 0  # the checkpoint's step, where the run begins anew
     dies_before: int = 0  # this batch
+    waits_before: int = 0  # this batch, for a file "back"
 
     @property
     def batch(self) -> int:
@@ -58,6 +60,8 @@ CASES = {
     "mid-again": Case(loads=True, cold_at=3, own_steps=12),
     "killed": Case(steps=12, own_steps=12, accumulate=2, dies_before=11),
     "killed-again": Case(steps=12, own_steps=12, accumulate=2),
+    "back": Case(waits_before=6),
+    "back-again": Case(),
 }
 
 
@@ -86,11 +90,16 @@ class Model(torch.nn.Module):
         self.to(torch.float32 if case.bf16 else torch.float64)
         self.seen: list[int] = []
         self.num_batches, self._dies_before = 0, case.dies_before if dies else 0
+        self._waits_before = case.waits_before if dies else 0
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> dict[str, torch.Tensor]:
         self.num_batches += 1
         if self.num_batches == self._dies_before:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.num_batches == self._waits_before:
+            Path("at").touch()
+            while not Path("back").exists():
+                time.sleep(0.01)
         self.seen += index.tolist()
         return {"loss": F.cross_entropy(self.layers(x).float() if x.dtype != torch.float64 else self.layers(x), labels)}
 

@@ -58,6 +58,7 @@ class DataPosition:
         self._has_run_length = False
         self._first: object = None  # the optimizer that has stepped first, of several
         self._num_starts = -1
+        self.has_moved = False  # the run went on elsewhere than behind this process's newest step, without `shard()`
         self._num_reported = 0  # the position behind the newest contribution
         self._replay_end = 0  # position where the replay ends
         self.epoch: int | None = None  # of the script's loop over epochs
@@ -77,7 +78,8 @@ class DataPosition:
         progress = self._progress()
         if self._num_starts == progress.num_starts:
             return
-        self._num_starts = progress.num_starts
+        is_first, self._num_starts = self._num_starts < 0, progress.num_starts
+        self.has_moved |= not (is_first or self.uses_shard) and progress.batches != self.cursors[0].position
         memory, begun = self.memory, None
         if memory is not None and memory.is_used and (self.uses_shard or self.is_parted or memory.is_marked):
             begun = memory.beginning()
