@@ -50,6 +50,8 @@ def take_step(session: Session, model: nn.Module, optimizer: AcceleratedOptimize
     rates = [group["lr"] for group in groups]
     for group in groups:  # what the run began with: one that is loaded or scheduled is further on
         group["lr"] = group.get("initial_lr", group["lr"])
+    if not session.settings.kind.worker_steps:
+        optimizer.optimizer.state.clear()
     optimizer.optimizer = inner = session.optimizer(model, optimizer.optimizer)
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate

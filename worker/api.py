@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from types import TracebackType
+from typing import cast
 
 import structlog
 
@@ -20,6 +21,7 @@ from ..common.config.schema import Config
 from ..common.config.sources import load_config
 from ..common.errors import ParamServerError, UsageError
 from ..common.reporting.log import get_logger, setup_logging
+from .ownership import ParentsSession, mark, parent_of
 from .training.alone import AloneSession
 from .training.ending import exit_at_once, watch_exit
 from .training.remote import RemoteSession
@@ -46,6 +48,11 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
         setup_logging(resolved.config.log, "script")
     if not resolved.was_set("worker.server") and not resolved.config.worker.evaluate:
         return AloneSession(resolved.config)
+    worker = resolved.config.worker
+    if not worker.evaluate:
+        if (parent := parent_of(worker.rank, worker.server)) is not None:
+            return cast("Session", ParentsSession(parent))
+        mark(worker.rank, worker.server)
     if sys.excepthook is _explain:
         get_logger().routine("connecting")  # ps-launch: from here on an uncaught exception is reported as one
     session = open_session(resolved.config)

@@ -32,6 +32,8 @@ Reduction = Literal["mean", "sum"]
 NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 _OURS: tuple[type[torch.optim.Optimizer], ...] = (OneBitAdam, DelayedNesterov)
+# The fix where a server cannot run an optimizer as it is.
+IN_WORKERS = "--mode localsgd, diloco or allreduce, whose workers run the optimizer themselves"
 # Limit on every hyperparameter: with larger values, products in float32 would not stay finite.
 MAX_NUMBER = 1e9
 
@@ -242,14 +244,55 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     return cls
 
 
-def check_class(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UsageError for another class with the name of one of torch's, which a server would step instead."""
+def check_is_plain(optimizer: torch.optim.Optimizer, mode: str) -> None:
+    """Raises UsageError for an optimizer that a server cannot run as it is: it would run the class alone.
+
+    That is an unknown class, and an instance with hooks, replaced methods or moments.
+    """
     cls = type(optimizer)
-    if known_optimizers().get(cls.__name__.lower(), cls) is not cls:
+    known = known_optimizers().get(cls.__name__.lower())
+    if known is not cls:
+        words = f"torch.optim.{cls.__name__}, which the server would step" if known else "a class of torch.optim"
+        rest = "" if known else f": the server, which steps in mode {mode}, does not have it"
         raise UsageError(
-            f"optimizer {cls.__module__}.{cls.__name__} is not torch.optim.{cls.__name__}, which the server would step",
-            fix=f"torch.optim.{cls.__name__}; or --mode localsgd, where workers step; or another name for the class",
+            f"optimizer {cls.__module__}.{cls.__name__} is not {words}{rest}",
+            fix=f"a class of torch.optim; or {IN_WORKERS}",
         )
+    found = _additions(optimizer)
+    if found is not None:
+        addition, fix = found
+        raise UsageError(
+            f"the {cls.__name__} given to session.optimizer() has {addition}, but in mode {mode} the server steps, and "
+            "would not do this",
+            fix=f"{fix}; or {IN_WORKERS}",
+        )
+
+
+def _additions(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
+    """What an instance has beyond its class, and the fix; None: nothing."""
+    cls = type(optimizer)
+    replaced = [key for key in vars(optimizer) if callable(getattr(cls, key, None))]
+    step = vars(optimizer).get("step")
+    if hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is cls.step:
+        replaced.remove("step")  # torch's schedulers wrap it to notice a call
+    if inspect.unwrap(cls.step).__module__ not in {base.__module__ for base in cls.__mro__}:
+        replaced.append("step")
+    if replaced:
+        return f"a replaced method {replaced[0]}()", "do its work in the loop, before step()"
+    if hooks := [key for key, value in vars(optimizer).items() if key.endswith("_hooks") and value]:
+        where = hooks[0].removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
+        return f"a {where} hook", "register it on the optimizer that session.optimizer() returns"
+    if any(_has_moments(state) for state in optimizer.state.values()):
+        return "moments of earlier steps", (
+            "give it an optimizer that has not stepped, and load its hyperparameters into the one that "
+            "session.optimizer() returns"
+        )
+    return None
+
+
+def _has_moments(state: Mapping[str, Any]) -> bool:
+    """Whether a step made this state. Adagrad has state before its first step."""
+    return any(value is not None for value in state.values()) and float(state.get("step", 1)) > 0
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim.Optimizer]:

@@ -97,14 +97,25 @@ class Ending(Saving):
 
     def _pass_on(self, departed: Worker) -> Iterator[Effect]:
         """Ask another worker for the initial weights when the initializer left; without another, drop the model."""
-        heirs = [worker for worker in self.roster.workers.values() if worker.has_offered]
         if self.initializer is departed:
             self.initializer = None
-            if heirs:
-                yield self._ask_for_weights(heirs[0])
-        if not heirs and self.model is not None:
+        if any(worker.has_offered for worker in self.roster.workers.values()):
+            yield from self._ask_the_first()
+        elif self.model is not None:
             self.model = None
             yield effects.ForgetModel()
+
+    def _ask_the_first(self) -> Iterator[Effect]:
+        """Ask rank 0 for the initial weights, as every process of DDP begins with those of rank 0.
+
+        Until training can start, the others wait for it. Without it, ask the lowest rank of those that are to start.
+        """
+        offered = sorted(
+            (item for item in self.roster.workers.values() if item.has_offered), key=lambda item: item.rank
+        )
+        num_expected = self.policy.common.num_workers or 0
+        if self.initializer is None and offered and (not offered[0].rank or len(offered) >= num_expected):
+            yield self._ask_for_weights(offered[0])
 
     def _ask_for_weights(self, worker: Worker) -> Effect:
         self.initializer = worker

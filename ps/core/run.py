@@ -182,8 +182,8 @@ class Run(Ending):
         elif not self.is_holding:
             if self.has_weights and self.initializer is None:
                 yield from self._enter(worker, event.at)
-            elif self.initializer is None:
-                yield self._ask_for_weights(worker)
+            else:
+                yield from self._ask_the_first()
 
     def _brought(self, worker: Worker, event: events.Brought) -> Iterator[Effect]:
         if worker is not self.initializer:

@@ -86,6 +86,9 @@ class Strategy:
     def restore(self) -> None:
         pass
 
+    def note(self) -> None:
+        pass
+
     def contribute(self, outgoing: Any, parameters: Any = None) -> None:
         number, contribution = self.progress.next_number, outgoing.contribution
         began = contribution.position

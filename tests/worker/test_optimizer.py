@@ -39,15 +39,18 @@ class Run:
     def went_on(self) -> None:
         pass
 
+    def note(self) -> None:
+        pass
+
     def contribute(self, outgoing: Any, parameters: Any = None) -> None:
         self.progress.steps_left = 100
 
 
 def optimizer_of(
-    model: nn.Module, kind: ContributionKind = ContributionKind.WEIGHTS
+    model: nn.Module, kind: ContributionKind = ContributionKind.WEIGHTS, of: type[Run] = Run, make: Any = None
 ) -> tuple[ExchangeOptimizer, torch.optim.Optimizer]:
-    inner = torch.optim.Adam(model.parameters(), lr=0.1)
-    run = Run(kind)
+    inner = make(model.parameters()) if make is not None else torch.optim.Adam(model.parameters(), lr=0.1)
+    run = of(kind)
     data = DataPosition(lambda: run.progress, [inner], Length())
     slowdown = Slowdown(SlowdownConfig(), 0, 0)
     steps = Steps(run, slowdown, data, Memory(run, data, [inner]))  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ A failed connection raises `Lost`. A refusal by the server raises the error for 
 
 from __future__ import annotations
 
-import atexit
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from ...common.tls_probe import diagnose
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, PayloadReader, parse
 from ...common.wire.protocol import OTHER_PROTOCOL, SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
+from ..ownership import at_exit, not_at_exit
 from ..session import Retry
 from ..transports.limit import NO_LIMIT, Limit
 from .interrupts import sleep
@@ -74,7 +74,7 @@ class Channel:
         self._channel = self._open()
         self._cause = ""  # why the last attempt to connect failed
         # If a channel is open when the interpreter exits, gRPC waits for a thread that no longer exists.
-        atexit.register(self.close)
+        at_exit(self.close)
 
     def _open(self) -> grpc.Channel:
         pings = [(f"grpc.{name}_ms", self._ping_ms) for name in ("keepalive_timeout", "http2.ping_timeout")]
@@ -139,7 +139,7 @@ class Channel:
         self._open_again()
 
     def close(self) -> None:
-        atexit.unregister(self.close)
+        not_at_exit(self.close)
         self._channel.close()
 
 

@@ -6,7 +6,6 @@ the next heartbeat as soon as it can. Only the end of the process closes the con
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ import grpc
 from ...common.security import Credentials
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
+from ..ownership import at_exit, not_at_exit
 from .channel import HEARTBEAT_OPTIONS, open_channel
 from .messages import measured_bytes
 
@@ -40,7 +40,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._channel: grpc.Channel | None = None
         self._thread: threading.Thread | None = None
-        atexit.register(self.stop)  # at exit, gRPC would wait for a thread that no longer exists
+        at_exit(self.stop)  # at exit, gRPC would wait for a thread that no longer exists
 
     def start(self, heartbeat: bytes, lease_s: float) -> int:
         """Send `heartbeat` from now on, several times per lease. Returns the number of this membership."""
@@ -52,7 +52,7 @@ class Heartbeat:
         return membership
 
     def stop(self) -> None:
-        atexit.unregister(self.stop)
+        not_at_exit(self.stop)
         self._stop.set()
         if self._channel is not None:
             self._channel.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from ...common.errors import ParamServerError
 from ...common.wire.direct import OutOfBand
 from ...common.wire.frames import Frame, PayloadReader, parse
 from ...proto import parameter_server_pb2 as pb
+from ..ownership import at_exit, not_at_exit
 from ..transports.limit import Limit
 from .channel import Channel, Lost, collect, next_frame
 from .direct import DirectConnection, DirectError
@@ -34,7 +34,7 @@ class StreamClient:
         self._direct: DirectConnection | None = None  # set once messages use the direct connection
         self._call: Any = None
         self._is_reading = False
-        atexit.register(self.close_stream)  # runs before the channel is closed
+        at_exit(self.close_stream)  # runs before the channel is closed
 
     def open(self, timeout_s: float) -> None:
         """Connect and start a stream. Raises as `Channel.connect`."""
@@ -180,7 +180,7 @@ class StreamClient:
 
     def close(self) -> None:
         """End the stream and its channel."""
-        atexit.unregister(self.close_stream)
+        not_at_exit(self.close_stream)
         self.close_stream()
         self._channel.close()
 

@@ -285,6 +285,10 @@ class Grouped(Strategy):
                 self._inner.ready(optimizer, step)
         self._share()
 
+    def began(self) -> None:
+        if self._inner is not None:
+            self._inner.began()
+
     def begun(self) -> Begun | None:
         return self._inner.begun() if self._inner is not None else self._link.begun
 
@@ -401,6 +405,17 @@ class Grouped(Strategy):
                 training = replace(contribution.training, loss=loss)
                 self._inner.contribute(outgoing.changed(counts=counts, training=training), parameters)
         self._share()
+
+    def note(self) -> None:
+        if self._inner is not None:
+            self._inner.note()
+
+    def changes(self) -> dict[int, torch.Tensor]:
+        return self._inner.changes() if self._inner is not None else {}
+
+    def keep(self, changes: dict[int, torch.Tensor]) -> None:
+        assert self._inner is not None
+        self._inner.keep(changes)
 
     def went_on(self) -> None:
         is_merging = self.settings.overlap_steps > 0  # a pending reply may have arrived

@@ -88,7 +88,8 @@ class AllReduceStrategy(Strategy):
 
         Raises UsageError for an optimizer that cannot step along a mean.
         """
-        if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             raise UsageError(
                 f"{type(optimizer).__name__} computes gradients within its step, but workers of mode "
                 f"{self.settings.mode} average them before the step",
@@ -206,7 +207,7 @@ class AllReduceStrategy(Strategy):
         return group.average(gradients, num_samples, metadata, is_right)
 
     def _metadata(self, outgoing: Outgoing) -> tuple[int, ...]:
-        return *self._check.metadata(outgoing, self._step.version), self._flags(outgoing)
+        return *self._check.metadata(outgoing, self._step.version, self._change), self._flags(outgoing)
 
     def _flags(self, outgoing: Outgoing) -> int:
         """The flags for this round if this member has the lowest rank; 0: it uploads nothing."""

@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from ...common.errors import UsageError
+from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import Position, Reply
 from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
+from ..tensors.watch import Watch
 from .early import ReadyGradients
+
+log = get_logger()
 
 
 class Exchanger(Protocol):
@@ -80,6 +84,10 @@ class Strategy:
         self._decoded: list[torch.Tensor] = []  # the model's tensors while it shows exact ones
         # (number of the start, tensors as they arrived with it, by index)
         self._at_start: tuple[int, dict[int, torch.Tensor]] = (0, {})
+        self._watch: Watch | None = None  # of the weights as the newest step left them
+        self._replaced: list[int] = []  # indices of the weights that differ from the script's since the start
+        self._is_fresh = True  # no step of this process came before the next one, which begins at the run's weights
+        self._change = 0  # whether the script has changed the weights before this step: 1; 2: not known
 
     # ---- the model ----------------------------------------------------------------------------
 
@@ -112,13 +120,32 @@ class Strategy:
         `is_parted`: it has several optimizers, and a backward pass for one of them also fills gradients of the others.
         """
         self._model = model
+        self._watch = watch = Watch(model)
         self._start(model, optimizer, is_parted)
+        self._replaced = watch.changed()
+        watch.note()
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         raise NotImplementedError
 
     def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Called with this worker's own optimizer and the function that runs one step of it."""
+
+    def began(self) -> None:
+        """The model has the run's weights. Say once that they are not those that the script gave it."""
+        if self._watch is None:
+            return
+        replaced = self._replaced or self._watch.changed()
+        self._watch.note()
+        if replaced and not self.progress.num_counted:
+            log.warning(
+                "other_weights",
+                rank=self.progress.rank,
+                tensors=self._watch.names(replaced),
+                meaning="the model has the run's weights now, those of rank 0 or of a run that goes on; copies that "
+                "were made before session.optimizer() (an average, a target, a teacher) have the script's own",
+                fix="make copies after session.optimizer(); or call torch.manual_seed(N) before the model is made",
+            )
 
     def begun(self) -> Begun | None:
         """Where this process begins, as the newest START says; None: at the beginning."""
@@ -141,6 +168,46 @@ class Strategy:
     def check_model(self) -> None:
         """Check that the model still matches the run. Raises UsageError."""
         self._find_model()
+        if self._watch is None or self.kind.worker_steps:
+            return
+        if changed := self._watch.changed():
+            raise UsageError(
+                f"weights ({self._watch.names(changed)}) were changed between two steps, not by this optimizer: in "
+                f"mode {self.settings.mode} the server owns the weights, so the change would be lost",
+                fix="load or initialise weights before session.optimizer(), which uploads them; if a loop changes "
+                "weights temporarily (to evaluate an average, say), restore them before step()",
+            )
+
+    def note(self) -> None:
+        """Remember the weights as the newest step left them. Later changes are the script's."""
+        if self._watch is not None:
+            self._find_model()
+            self._watch.note()
+
+    def changes(self) -> dict[int, torch.Tensor]:
+        """Copies of the weights that the script has changed since the newest step, by index, and of all buffers.
+
+        It is empty if the script has changed none.
+        """
+        if self._watch is None or self.progress.is_replaying:
+            return {}
+        self._find_model()
+        changed = self._watch.changed()
+        buffers = range(self._model.num_trained, self._model.num_exchanged) if changed else ()
+        return {index: self._model.tensors[index].detach().clone() for index in (*changed, *buffers)}
+
+    def keep(self, changes: dict[int, torch.Tensor]) -> None:
+        """Put the script's changes back after the run's final weights came, and say so."""
+        assert self._watch is not None
+        for index, tensor in changes.items():
+            self._model.tensors[index].data.copy_(tensor)
+        log.warning(
+            "weights_kept",
+            tensors=self._watch.names([index for index in changes if index < self._model.num_trained]),
+            meaning="the script changed these weights after its last step; they stay so in this process, but the run's "
+            "final weights, which the server saves, are without the change",
+            fix="change weights after session.finish(), and save them in the script",
+        )
 
     # ---- replays ------------------------------------------------------------------------------
 
@@ -168,6 +235,7 @@ class Strategy:
         self._undone = {}
         if self._ready_gradients is not None:
             self._ready_gradients.is_paused = False
+        self.note()
         return self.progress.replayed()
 
     def pause(self) -> None:
@@ -213,10 +281,14 @@ class Strategy:
         if parameters is not None:
             self._model.step_only(parameters)
         num_starts = self.progress.num_starts
+        if self.kind.has_peers and self._watch is not None:
+            self._change = 2 if self._is_fresh else bool(self._watch.changed())
         self._contribute(outgoing)
-        if self.progress.num_starts != num_starts:  # the loop finishes its epoch before the replay
+        self._is_fresh = self.progress.num_starts != num_starts
+        if self._is_fresh:  # the loop finishes its epoch before the replay
             self._at_start = self.progress.num_starts, self._changing()
         self._note_weights()
+        self.note()
 
     def _contribute(self, outgoing: Outgoing) -> None:
         raise NotImplementedError
@@ -238,6 +310,7 @@ class Strategy:
         final = self._finish(can_evaluate)
         self.progress.is_done |= final is not None  # also if steps were left
         self._note_weights()
+        self.note()
         return final
 
     def _finish(self, can_evaluate: bool) -> Final | None:

@@ -11,7 +11,7 @@ import torch
 
 from ...common.errors import UsageError
 from ..conversation.messages import Outgoing
-from ..tensors.watch import Watch
+from ..tensors.watch import Sample
 from .group import Group
 from .group_lifecycle import GroupLifecycle
 from .undoable_step import UndoableStep
@@ -26,7 +26,7 @@ class ConsistencyCheck:
 
     def __init__(self, lifecycle: GroupLifecycle, step: UndoableStep, zero: tuple[int, int], codec: str) -> None:
         self._lifecycle, self._step, self._zero, self._codec = lifecycle, step, zero, codec
-        self._weights = Watch(step.model)
+        self._weights = Sample(step.model)
 
     def check_setup(self, group: Group, initial_state: Any) -> None:
         """Compare settings and the initial optimizer state with the other members.
@@ -61,11 +61,14 @@ class ConsistencyCheck:
                 fix="load the same state in every script before session.optimizer(), or in none",
             )
 
-    def metadata(self, outgoing: Outgoing, version: int) -> tuple[int, ...]:
-        """Checksums of the step's hyperparameters and of the weights, and the version of the weights."""
+    def metadata(self, outgoing: Outgoing, version: int, change: int) -> tuple[int, ...]:
+        """Checksums of the step's hyperparameters and of the weights, the version of the weights, and `change`.
+
+        `change`: whether the script has changed them since the last step: 1; 2: there was none.
+        """
         training = outgoing.contribution.training
         numbers = (training.hyperparameters, training.clip_norm)
-        return crc32(repr(numbers).encode()), crc32(self._weights.sample()), version
+        return crc32(repr(numbers).encode()), crc32(self._weights.bytes()), version, change
 
     def norm(self) -> float:
         """The 2-norm of the compared elements of the weights."""
@@ -73,7 +76,7 @@ class ConsistencyCheck:
 
     def check(self, group: Group, outgoing: Outgoing, norm: float) -> None:
         """Compare the group's metadata. Raises UsageError in members that differ from most, and Broken."""
-        numbers, weights, versions, *_ = group.metadata
+        numbers, weights, versions, changes, *_ = group.metadata
         index, ranks = group.index, group.generation.members
         if numbers[index] != (most := _most_common(numbers)):
             training = outgoing.contribution.training
@@ -83,6 +86,12 @@ class ConsistencyCheck:
                 f"the optimizer of rank {ranks[index]} would step with other hyperparameters ({settings}) than that of "
                 f"rank {ranks[numbers.index(most)]}",
                 fix="use the same schedule in all scripts; session.state(scheduler=...) restores it after a resume",
+            )
+        if changes[index] == 1 and 0 in changes:
+            raise UsageError(
+                f"weights of rank {ranks[index]} were changed between two steps, not by its optimizer, and those of "
+                f"rank {ranks[changes.index(0)]} were not: they would diverge",
+                fix="make the same change in every script; or change weights before session.optimizer()",
             )
         if len(set(zip(versions, weights, strict=True))) == len(set(versions)):
             return

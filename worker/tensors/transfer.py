@@ -23,6 +23,7 @@ from ...common.kinds import ContributionKind
 from ...common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
 from ...common.tensors.sharding import Part, Share
 from ...common.tensors.statistics import statistics_of
+from .sharing import check_memory
 
 _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -99,6 +100,7 @@ class ModelTensors:
             raise UsageError(
                 f"the model has no parameters to train: {have}", fix="pass the module you train to session.optimizer()"
             )
+        check_memory(tensors)
         self.module = model
         self.layout = Layout(found.values())
         self.tensors = [tensors[entry.spec.name] for entry in self.layout.entries]

@@ -1,4 +1,4 @@
-"""Detects changes of the trained weights by anyone but the server, in modes where only the server may change them."""
+"""Detects changes of the trained weights by anyone but the run and its optimizer, in every element."""
 
 from __future__ import annotations
 
@@ -7,103 +7,143 @@ import torch
 from ...common.tensors.layout import as_bytes
 from .transfer import ModelTensors
 
-_SAMPLED = 16  # elements of each tensor
-# Adding a value to the weights and subtracting it again, as sharpness-aware steps do, causes this many roundings.
-_ROUNDINGS = 16
+_WHOLE = 4096  # elements of a tensor that is compared as it is; of a larger one, weighted sums of blocks
+_BLOCK = 64  # elements of a block
+# Adding a value to the weights and subtracting it again, as sharpness-aware steps do, causes roundings. They are this
+# many times the precision of the largest element, or of the largest sum of a block's magnitudes.
+_ROUNDINGS, _ROUNDINGS_OF_BLOCK = 64, 4
 
 
 class Watch:
-    """Compares a few elements of every trained tensor. Weights that were swapped and restored compare equal.
+    """Remembers a model's trained weights, and tells which of them differ now.
 
-    On the CPU it compares bytes. On a GPU a comparison would block, so `changed` compares only after torch has counted
-    an in-place change.
+    It reads every element, in one pass over the weights, because a change through `.data` is counted nowhere. The
+    elements of a block have different weights in its sum, so it is not the same after an exchange of two of them.
+    Weights that were swapped and restored compare equal.
     """
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
         self._names = [entry.spec.name for entry in model.layout.entries[: model.num_trained]]
         self._places: list[int] | None = None
-        self._corners: list[torch.Tensor] = []
-        self._bytes: list[memoryview] = []  # the same elements as bytes; only on the CPU
-        self._versions: list[int] = []
+        self._small: list[int] = []  # indices of tensors that are compared as bytes
+        self._bytes: list[memoryview] = []  # these
+        self._rest: list[tuple[int, torch.Tensor]] = []  # the others
+        self._before: dict[int, torch.Tensor] = {}  # remembered values of tensors that have moved since
         self.note()
 
     def note(self) -> None:
-        """Remember the weights that arrived."""
+        """Remember the weights as they are."""
         self._look_up()
-        if self._bytes:
-            self._noted = list(map(bytes, self._bytes))
-            return
-        self._keep(self._corners)
-        self._versions = self._count()
+        self._before = {}
+        self._noted, self._sums = list(map(bytes, self._bytes)), self._sum()
 
-    def changed(self) -> list[str]:
-        """Names of the tensors that differ from the remembered weights."""
+    def changed(self) -> list[int]:
+        """Indices of the tensors that differ from the remembered weights."""
         self._look_up()
-        if self._bytes:
-            if list(map(bytes, self._bytes)) == self._noted:
+        if not self._before:
+            sums = self._sum()
+            is_same = list(map(bytes, self._bytes)) == self._noted
+            if is_same and all(map(_has_same_bits, sums, self._sums)):
                 return []
-            noted = self._kept()
-        else:
-            if self._versions and self._versions == self._count():
-                return []
-            if torch.equal(torch.cat(self._corners), self._sample):
-                return []
-            noted = self._kept()
-        triples = zip(self._names, self._corners, noted, strict=True)
-        return [name for name, new, old in triples if (new - old).norm() > _limit(new) * old.norm()]
+        before = self._before or self._kept()
+        tensors = self._model.tensors[: self._model.num_trained]
+        return [index for index, tensor in enumerate(tensors) if _differs(tensor.detach(), before[index])]
 
-    def sample(self) -> bytes:
-        """The bytes of the compared elements, as they are now."""
-        self._look_up()
-        return b"".join(map(bytes, self._bytes or [as_bytes(torch.cat(self._corners).cpu())]))
-
-    def norm(self) -> float:
-        """The 2-norm of the compared elements."""
-        self._look_up()
-        return float(torch.stack([corner.double().norm() for corner in self._corners]).norm())
-
-    def _count(self) -> list[int]:
-        trained = self._model.tensors[: self._model.num_trained]
-        return [tensor._version for tensor in trained] if self._sample.is_cuda else []
+    def names(self, indices: list[int]) -> str:
+        """These tensors in words."""
+        rest = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
+        return f"'{self._names[indices[0]]}'{rest}"
 
     def _look_up(self) -> None:
-        """Look up the first elements of each tensor again."""
+        if self._places is self._model.places:
+            return
+        if self._places is not None:
+            self._before = self._before or self._kept()
+        self._places = self._model.places
+        self._small, self._bytes, self._rest = [], [], []
+        for index, tensor in enumerate(self._model.tensors[: self._model.num_trained]):
+            plain = tensor.detach()
+            if plain.numel() <= _WHOLE and plain.device.type == "cpu" and plain.is_contiguous():
+                self._small.append(index)
+                self._bytes.append(as_bytes(plain))
+            else:
+                self._rest.append((index, plain))
+
+    def _sum(self) -> list[torch.Tensor]:
+        return [_value(tensor) for _, tensor in self._rest]
+
+    def _kept(self) -> dict[int, torch.Tensor]:
+        """The remembered values by index."""
+        found = {index: value for (index, _), value in zip(self._rest, self._sums, strict=True)}
+        for index, noted in zip(self._small, self._noted, strict=True):
+            dtype = self._model.tensors[index].dtype
+            found[index] = torch.frombuffer(bytearray(noted), dtype=dtype) if noted else torch.empty(0, dtype=dtype)
+        return found
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    """What is compared of a tensor: its elements, or weighted sums of blocks, and the elements after the last block."""
+    flat = tensor.reshape(-1)
+    if tensor.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    if tensor.numel() <= _WHOLE:
+        return flat if flat.data_ptr() != tensor.data_ptr() else flat.clone()
+    if flat.itemsize < torch.float32.itemsize:
+        flat = flat.float()
+    whole = flat.numel() - flat.numel() % _BLOCK
+    weights = torch.linspace(0.5, 1.5, _BLOCK, dtype=flat.dtype, device=flat.device)
+    sums = flat[:whole].view(-1, _BLOCK) @ weights
+    return torch.cat((sums, flat[whole:])) if whole < flat.numel() else sums
+
+
+def _has_same_bits(now: torch.Tensor, then: torch.Tensor) -> bool:
+    """Whether two values are equal. NaN is equal to itself."""
+    return torch.equal(now, then) or torch.equal(now.view(torch.uint8), then.view(torch.uint8))
+
+
+def _differs(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether the tensor's value is another one, by more than roundings."""
+    is_whole, precision = tensor.numel() <= _WHOLE, torch.finfo(tensor.dtype).eps
+    value = _value(tensor)
+    before = before.to(value.device)
+    if before.is_complex():
+        before = torch.view_as_real(before).reshape(-1)
+    if not value.numel() or _has_same_bits(value, before):
+        return False
+    largest = value.abs().max() if is_whole else _value(tensor.abs()).max()
+    limit = (_ROUNDINGS if is_whole else _ROUNDINGS_OF_BLOCK) * precision * largest
+    return not bool((value - before).abs().max() <= limit)
+
+
+class Sample:
+    """A few elements of each trained tensor, to compare them with those of other processes."""
+
+    _NUM = 16  # of each tensor
+
+    def __init__(self, model: ModelTensors) -> None:
+        self._model = model
+        self._places: list[int] | None = None
+        self._corners: list[torch.Tensor] = []
+
+    def _look_up(self) -> list[torch.Tensor]:
         if self._places is not self._model.places:
-            noted = self._kept() if self._places is not None else []
             self._places = self._model.places
             trained = self._model.tensors[: self._model.num_trained]
-            self._corners = [_corner(tensor.detach()).to(trained[0].device) for tensor in trained]
-            is_plain = all(corner.device.type == "cpu" and corner.is_contiguous() for corner in self._corners)
-            self._bytes = list(map(as_bytes, self._corners)) if is_plain else []
-            if noted:
-                self._keep([old.to(new) for old, new in zip(noted, self._corners, strict=True)])
-                self._versions = []  # torch's counts belong to the old tensors
+            self._corners = [_corner(tensor.detach(), self._NUM).to(trained[0].device) for tensor in trained]
+        return self._corners
 
-    def _keep(self, noted: list[torch.Tensor]) -> None:
-        """Store remembered elements in the form in which they are compared."""
-        if self._bytes:
-            self._noted = [bytes(as_bytes(tensor)) for tensor in noted]
-        else:
-            self._sample = torch.cat(noted)
-            self._samples = self._sample.split([tensor.numel() for tensor in noted])
+    def bytes(self) -> bytes:
+        """The elements as they are now."""
+        return bytes(as_bytes(torch.cat(self._look_up()).cpu()))
 
-    def _kept(self) -> list[torch.Tensor]:
-        if self._bytes:
-            return list(map(_from_bytes, self._noted, self._corners))
-        return list(self._samples)
+    def norm(self) -> float:
+        """Their 2-norm."""
+        return float(torch.stack([corner.double().norm() for corner in self._look_up()]).norm())
 
 
-def _limit(corner: torch.Tensor) -> float:
-    return _ROUNDINGS * torch.finfo(corner.dtype).eps
-
-
-def _from_bytes(noted: bytes, like: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(bytearray(noted), dtype=like.dtype) if noted else torch.empty_like(like)
-
-
-def _corner(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of at most 16 elements of a tensor, of any shape and strides."""
+def _corner(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """A view of at most `size` elements of a tensor, of any shape and strides."""
     while tensor.dim() > 1 and tensor.numel():
         tensor = tensor[0]
-    return tensor.view(-1)[:_SAMPLED]
+    return tensor.view(-1)[:size]

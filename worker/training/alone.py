@@ -131,6 +131,7 @@ class AloneSession(Session):
         return table.rows
 
     def _check_step(self, part: torch.optim.Optimizer) -> None:
+        self._owner.check()
         assert self._data is not None
         self._scaling.num_steps += 1
         self._begins = self._data.begins(part)

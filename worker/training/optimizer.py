@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd import profiler
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.clipping import check_max_norm
-from ...common.tensors.optimizers import Hyperparameters, current_hyperparameters, plain_step
+from ...common.tensors.optimizers import IN_WORKERS, Hyperparameters, current_hyperparameters, plain_step
 from ..session import Progress
 from .position.steps import Steps
 from .rows import refuse_scaler
@@ -33,37 +34,125 @@ def warn_of_lost_state() -> None:
     )
 
 
+class NoAttributeError(UsageError, AttributeError):
+    """An attribute that the optimizer of a session does not have. So `hasattr` works."""
+
+
+class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
+    """The state of the server's optimizer, fetched when the script reads it. A script cannot change it."""
+
+    def __init__(self, parameters: list[torch.Tensor], steps: Steps) -> None:
+        self._parameters, self._steps = parameters, steps
+        self._fetched_at: tuple[int, ...] = ()
+        self._found: dict[torch.Tensor, Mapping[str, Any]] = {}
+        self._versions: list[int] = []
+
+    def _fetch(self) -> dict[torch.Tensor, Mapping[str, Any]]:
+        progress = self._steps.progress
+        if self._fetched_at != (now := (progress.num_received, progress.num_counted, progress.position)):
+            found = self._steps.strategy.optimizer_state(self._parameters)
+            self._found = {self._parameters[index]: MappingProxyType(state) for index, state in found.items()}
+            self._versions, self._fetched_at = self._count(), now
+        return self._found
+
+    def _count(self) -> list[int]:
+        """How often each tensor was changed in place."""
+        values = [value for state in self._found.values() for value in state.values()]
+        return [value._version for value in values if isinstance(value, torch.Tensor)]
+
+    def forget(self) -> None:
+        """The next reading fetches again."""
+        self._fetched_at = ()
+
+    def check(self) -> None:
+        """Raises UsageError if the script has changed the state."""
+        if self._versions != self._count():
+            raise _state_is_the_servers()
+
+    def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        return self._fetch().get(parameter, MappingProxyType({}))  # torch's state has no missing keys, too
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._fetch())
+
+    def __len__(self) -> int:
+        return len(self._fetch())
+
+
+def _state_is_the_servers() -> UsageError:
+    return UsageError(
+        "the state of the optimizer was changed, but the server keeps it and would not see the change",
+        fix=f"leave it as it is; or {IN_WORKERS}",
+    )
+
+
 class ExchangeOptimizer(torch.optim.Optimizer):
-    """Replaces the script's optimizer and shares its parameter groups and state, so schedulers work as usual.
+    """Replaces the script's optimizer and has its parameter groups, so schedulers work as usual.
 
     The current hyperparameters go with every contribution. If workers send gradients, the server runs the optimizer. If
-    they send weights or deltas, the inner optimizer takes the steps on this worker.
+    they send weights or deltas, the inner optimizer takes the steps on this worker. Then its state is here, too, and
+    its other attributes are reached.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, steps: Steps) -> None:
-        super().__init__(inner.param_groups, inner.defaults)
-        self._steps = steps
+        if "_optimizer_step_pre_hooks" not in vars(inner):  # a class that does not call torch's constructor
+            inner.__setstate__({"defaults": getattr(inner, "defaults", {})})
         self.inner = inner  # has no state if the server runs the optimizer
         self._steps_here = steps.strategy.kind.worker_steps  # False: the server runs the optimizer
-        self._share()
-        inner.register_load_state_dict_post_hook(lambda _: self._share())
-        inner.register_step_pre_hook(self._before_inner_step)
+        hooks = {key: hooks for key, hooks in vars(inner).items() if "state_dict_" in key and key.endswith("_hooks")}
+        self.__setstate__({"defaults": dict(inner.defaults), **hooks})
+        self._steps = steps
+        self._server_state = None if self._steps_here else ServerState(self.parameters, steps)
+        for item in (inner, *(part for part in vars(inner).values() if isinstance(part, torch.optim.Optimizer))):
+            item.register_step_pre_hook(self._before_inner_step)
         self._is_stepping, self._plain_step = False, plain_step(type(inner))
         self._clip_norm = 0.0  # for the next step; 0: no limit
         self._last_values: list[list[Any]] = []
         self._hyperparameters: list[Hyperparameters] = []
         steps.parts.append(self)
 
-    def _share(self) -> None:
-        """Share the inner optimizer's dicts, so that a scheduler's changes here reach it."""
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state by parameter. If the server runs the optimizer, this fetches it as of the newest version."""
+        return self.inner.state if self._server_state is None else self._server_state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._server_state is not None:
+            raise _state_is_the_servers()
+        self.inner.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        """Reach the other attributes of an optimizer that runs in this worker."""
+        inner = vars(self).get("inner")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(name)
+        if self._steps_here and hasattr(inner, name):
+            return getattr(inner, name)
+        kind = type(inner).__name__
+        if hasattr(inner, name):
+            message = f"{kind}.{name} has no effect in a run in which the server runs the optimizer"
+            raise NoAttributeError(message, fix=IN_WORKERS)
+        raise NoAttributeError(
+            f"{kind} has no attribute '{name}'", fix="use what the class of the optimizer has, or a step of its own"
+        )
 
     def _before_inner_step(self, *_: Any) -> None:
 
         if not self._is_stepping:
             raise UsageError(
-                "step() was called on the optimizer that was given to session.optimizer(): the run would not see it",
-                fix="step the returned optimizer: optimizer = session.optimizer(model, optimizer)",
+                "step() was called on the optimizer that was given to session.optimizer(), or on one within it: the "
+                "run would not see it",
+                fix="step the returned optimizer: optimizer = session.optimizer(model, optimizer); if a step has "
+                "several parts (first_step and second_step of SAM, say), call step(closure), which does all of them",
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,11 +160,12 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
         If the server runs the optimizer, this fetches its state as of the newest version. Raises UnreachableError.
         """
-        found: dict[str, Any] = super().state_dict()
-        if not self._steps_here:
-            found["state"] = self._steps.strategy.optimizer_state(self.parameters)
-            found[_PLACE] = {"run": self.progress.run, "steps": self.progress.position}
-        return found
+        if self._server_state is None:
+            return self.inner.state_dict()
+        self._server_state.forget()
+        found = super().state_dict()
+        found["state"] = {index: dict(state) for index, state in found["state"].items()}
+        return {**found, _PLACE: {"run": self.progress.run, "steps": self.progress.position}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as torch does. If the server runs the optimizer, load hyperparameters only.
@@ -109,6 +199,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for hooks and profilers, which are rare
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._server_state is not None:
+            self._server_state.check()
         self._steps.scaling.num_steps += 1
         if not self._steps.prepare_step(self):
             return closure() if closure is not None else None
@@ -119,8 +211,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_take_step)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        self.inner.zero_grad(*arguments, **options)
         for table in self._steps.tables:
             table.drop()
 
@@ -176,7 +268,9 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     def step_inner(self, closure: Callable[[], Any] | None = None) -> Any:
         self._is_stepping = True
         try:
-            return self._plain_step(self.inner, closure) if self._is_unseen() else self.inner.step(closure)
+            if self._is_unseen():
+                return self._plain_step(self.inner, closure)
+            return self.inner.step() if closure is None else self.inner.step(closure)  # some take no closure
         finally:
             self._is_stepping = False
 

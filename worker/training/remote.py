@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,18 +16,19 @@ from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import TableSpec, check_class, describe_optimizers
+from ...common.tensors.optimizers import TableSpec, check_is_plain, describe_optimizers
 from ...common.tensors.statistics import batch_norms
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye, Settings
 from ..conversation.security import worker_credentials
+from ..ownership import at_exit, unmark
 from ..session import Length, Progress
 from ..strategies.base import Strategy, divided_tensor
 from ..strategies.choice import make_strategy
 from ..tensors.transfer import ModelTensors, together
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
-from .optimizer import ExchangeOptimizer, warn_of_lost_state
+from .optimizer import ExchangeOptimizer
 from .pipeline import Example, LossFn, Pipeline, layers_of
 from .position.data import DataPosition
 from .position.memory import Memory
@@ -68,7 +68,7 @@ class RemoteSession(Session):
         self._choices = choices_of(config, self.settings)
         self.length = Length(self.settings.epochs)
         self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_metrics)
-        atexit.register(lambda: self._close(ending_of_process()))  # for scripts that end without `close`
+        at_exit(lambda: self._close(ending_of_process()))  # for scripts that end without `close`
 
     def _open(self, may_overlap: bool) -> tuple[Exchange, Strategy]:
         config, size = self._config, self._inner[1]
@@ -147,6 +147,9 @@ class RemoteSession(Session):
         if self._worker.pipeline and not isinstance(model, Pipeline):
             message = "worker.pipeline is set, and the model of this script is whole in each process"
             raise UsageError(message, fix="model = session.pipeline(layers, loss_fn) before the optimizer is made")
+        if not self._strategy.kind.worker_steps:
+            for part in optimizers:
+                check_is_plain(part, self.settings.mode)
         self._strategy.wraps(model)
         if self._strategy.kind.steps_along_mean_gradient:
             _check_forward(model)
@@ -158,11 +161,6 @@ class RemoteSession(Session):
             reduction=reduction,
         )
         self._chooses(optimizers=described.each)
-        if not self._strategy.kind.worker_steps:
-            for part in optimizers:
-                check_class(part)
-            if any(map(_has_stepped, optimizers)):
-                warn_of_lost_state()
         self._strategy.start(tensors, described, is_parted=len(optimizers) > 1)
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
         self._was_before = self._progress.num_counted > 0
@@ -187,6 +185,7 @@ class RemoteSession(Session):
             self._steps.notice = self._notice_batch_norm
         found = tuple(ExchangeOptimizer(optimizer, self._steps) for optimizer in optimizers)
         self._strategy.ready(optimizers[0], found[0].step_inner)
+        self._strategy.began()
         return found
 
     def _notice_batch_norm(self) -> bool:
@@ -242,6 +241,7 @@ class RemoteSession(Session):
         return super().epochs(num)
 
     def is_over(self) -> bool:
+        self._owner.check()
         while self.is_done:
             if self._wait_for_final() is not None:
                 return True
@@ -249,12 +249,18 @@ class RemoteSession(Session):
 
     def _wait_for_final(self) -> Final | None:
         if self._final is None:
+            changes = self._strategy.changes()
             if self._steps is not None:
                 self._steps.finish()
             self._final = self._strategy.finish(can_evaluate=True)
+            unmark()  # this process trains no more
+            if changes and self._final is not None:
+                self._evaluate_last(self._final)
+                self._strategy.keep(changes)
         return self._final
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
+        self._owner.check()
         if self._steps is None:
             raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
         self._steps.record(num_samples, loss)
@@ -266,9 +272,11 @@ class RemoteSession(Session):
             self._memory.skipped()
 
     def stop(self, reason: str) -> None:
+        self._owner.check()
         self._strategy.stop(one_line(reason))
 
     def finish(self) -> bool:
+        self._owner.check()
         if self._progress.is_replaying and self._memory is not None:
             self._memory.replayed()
         if not self.is_done:
@@ -279,11 +287,15 @@ class RemoteSession(Session):
                 f"the server was lost and went back to step {self._progress.training_steps} after this loop had ended",
                 fix="start the script again: it resumes at that step; or loop over session.shard(), which waits",
             )
-        if final.evaluate and self.evaluation.comes_last and not self.metrics:
-            self.report(**self.evaluation.metrics(self._model))
+        self._evaluate_last(final)
         return final.evaluate
 
+    def _evaluate_last(self, final: Final) -> None:
+        if final.evaluate and self.evaluation.comes_last and not self.metrics:
+            self.report(**self.evaluation.metrics(self._model))
+
     def averaged(self, *models: nn.Module) -> bool:
+        self._owner.check()
         if not self.settings.polyak or self._exchange is None or not self._strategy.takes_whole:
             return False
         whole = together(dict(zip(self._names, models, strict=True))) if self._names else models[0]
@@ -294,9 +306,10 @@ class RemoteSession(Session):
         self._close(Ending())
 
     def _close(self, ending: Ending) -> None:
-        if self._is_closed:
+        if self._is_closed or not self._owner.is_here:
             return
         self._is_closed = True
+        unmark()
         is_through = self._final is not None
         if ending.failure and not is_through:
             self._strategy.drop()  # like a killed process: another one may take its rank
@@ -338,11 +351,6 @@ def choices_of(config: Config, settings: Settings | None = None) -> Choices:
         staleness=settings.outstanding,
         precision=settings.train.precision,
     )
-
-
-def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it has moments. Adagrad has state before its first step."""
-    return any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state)
 
 
 def _check_forward(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from ...common.reporting.pictures.notebook import Card, Losses, Shown
 from ...common.tensors.optimizers import Reduction, TableSpec
 from ...common.tensors.tables import make_spec
 from ..conversation.messages import Settings
+from ..ownership import Owner
 from ..session import Length, Progress
 from ..tensors.transfer import together
 from .batches import Batches, Stated, check_count, read_options
@@ -60,6 +61,7 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         self._worker = config.worker
+        self._owner = Owner()
         self.work = Work(config)  # the record of what this process runs
         self.metrics: dict[str, float] = {}
         self.length = Length()
@@ -256,6 +258,7 @@ class Session:
 
     def _check_first(self, reduction: Reduction) -> None:
         """Raises UsageError for a second `optimizer()`, and for an unknown `reduction`."""
+        self._owner.check()
         if self._data is not None:
             raise UsageError(
                 "a second session.optimizer(): a run gets its model and optimizers once",
@@ -444,6 +447,7 @@ class Session:
 
     def _joined(self) -> tuple[Callable[[], Progress], DataPosition]:
         """Functions for this rank's progress, and its position in the data. Raises UsageError before `optimizer()`."""
+        self._owner.check()
         if self._data is None:
             raise UsageError(
                 "session.shard(), epochs() or state() was called before session.optimizer()",

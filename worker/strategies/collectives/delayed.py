@@ -200,7 +200,7 @@ class Delayed(AllReduceStrategy):
         for index, tensor in enumerate(sources):
             _put(tensors, index, tensor if tensor is None else tensor.detach(), None)
         computed(self._device)
-        metadata = self._check.metadata(outgoing, self._model_version)
+        metadata = self._check.metadata(outgoing, self._model_version, self._change)
         numbers, norm = self._step.numbers(), self._check.norm()
         flight = Flight(outgoing, self._model_version, numbers, metadata, norm, tensors)
         self._flights.append(flight)

@@ -12,6 +12,7 @@ from ....common.errors import UsageError
 from ....common.tensors.optimizers import Hyperparameters
 from ....common.wire.records import Contribution, Counts, FirstInfo, Timing, TrainingInfo
 from ...conversation.messages import Begun, Outgoing, RowGradients
+from ...ownership import Owner
 from ...session import Progress
 from ...strategies.base import Strategy
 from ..batches import digest_of
@@ -67,6 +68,7 @@ class Steps:
         self.tables, self._evaluation = tables, evaluation or Evaluation()
         self._restarted, self.scaling = restarted or Restarted(), scaling or Scaling()
         self.scaling.skipped = self.skip_step
+        self._owner = Owner()
         self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
         self.parts: list[Part] = []
         self.readings: Readings | None = None  # what the process measures
@@ -117,6 +119,7 @@ class Steps:
 
     def prepare_step(self, part: Part) -> bool:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
+        self._owner.check()
         progress = self.progress
         self._begins = self.data.begins(part)
         if self._num_starts != progress.num_starts:
@@ -196,10 +199,13 @@ class Steps:
                     # an evaluation that was due then has taken place
                     self._evaluation.is_due(self.progress, self.data)
                 self._begin_anew()
-        elif self._begins:
-            self.strategy.went_on()
+                self.strategy.note()
         else:
-            self._unsent = part
+            if self._begins:
+                self.strategy.went_on()
+            else:
+                self._unsent = part
+            self.strategy.note()
         self._resumed_at = time.perf_counter()
 
     def _is_due(self) -> bool:
@@ -243,6 +249,7 @@ class Steps:
             self.strategy.pause()
         if is_due and not self.progress.is_done:  # at the end `session.finish()` evaluates the final weights
             self._evaluation.run()
+            self.strategy.note()
 
     def _rows(self) -> tuple[RowGradients, ...]:
         """The gradients of the tables' rows for this contribution."""
