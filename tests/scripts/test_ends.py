@@ -74,7 +74,7 @@ def test_who_fails_is_lost_and_the_rest_goes_on(cluster: Cluster, how: str, plai
 @pytest.mark.parametrize("how", [sometimes("finish"), "break"])
 def test_local_steps_since_the_last_average_are_contributed_by_who_leaves(cluster: Cluster, how: str) -> None:
     outputs = ("--save", "w.safetensors", "--summary", "s.json", "--checkpoint-dir", "snapshots")
-    server = cluster.server(*MODES["localsgd"], *outputs)
+    server = cluster.server(*MODES["localsgd"], "--steps", str(STEPS), *outputs)
     worker = cluster.script(1, LOOP, how, "6")
     assert codes(worker, server) == [0, 0], worker.output + server.output
     torch.manual_seed(0)
