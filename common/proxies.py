@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from urllib.parse import SplitResult, urlsplit
 
-from .config.addresses import split_address
-from .security import is_loopback
+from .config.addresses import is_loopback, split_address
 
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # the variables that gRPC reads
 _NO_PROXY = ("no_grpc_proxy", "no_proxy")

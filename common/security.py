@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import os
 import ssl
 import stat
@@ -39,13 +38,6 @@ _MAX_TOKEN = 4096  # characters: all metadata of a call must fit into 8 KiB
 ANY_RANK = "worker"  # the common name that may join as any rank
 RANK_PREFIX = "rank-"
 SHARD_PREFIX = "shard-"
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach `host`. Names other than localhost are not trusted."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) -> str | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from paramserver.common.security import is_loopback
+from paramserver.common.config.addresses import is_loopback
 
 # The protocol of torch's TCPStore: TCPStoreBackend.hpp.
 _VALIDATE = struct.pack("<BI", 0, 0x3C85F7CE)

@@ -15,10 +15,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from ..common.config.addresses import join_address, split_address
+from ..common.config.addresses import is_loopback, join_address, split_address
 from ..common.config.schema import Config
 from ..common.errors import AuthError, BindError
-from ..common.security import WEB_TOKEN_VARIABLE, is_loopback, read_token
+from ..common.security import WEB_TOKEN_VARIABLE, read_token
 from .door import Door
 from .guard import Guard, Rules
 

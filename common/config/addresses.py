@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import re
 
 from ..errors import UsageError
@@ -49,3 +51,10 @@ def reached_list(addresses: str) -> str:
 def reached_list_or_none(addresses: str) -> str:
     """Check the addresses at which a server may be, or `none`. Raises ValueError."""
     return addresses if addresses == "none" else reached_list(addresses)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach `host`. Names other than localhost are not trusted."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePath
 
-from ...common.config.addresses import split_address
+from ...common.config.addresses import is_loopback, split_address
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
 from ...common.errors import AuthError, UsageError, raise_first
 from ...common.registry import MODES
-from ...common.security import TOKEN_VARIABLE, is_loopback
+from ...common.security import TOKEN_VARIABLE
 from ..plan.hosts import THIS_MACHINE, Host, load_hosts
 from ..plan.placement import Place, num_colocated, place_processes
 from ..plan.process import Child

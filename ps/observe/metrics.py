@@ -36,11 +36,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 
-from ...common.config.addresses import join_address, split_address
+from ...common.config.addresses import is_loopback, join_address, split_address
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
 from ...common.reporting.metrics import Display, Fold, Metric, Tense, Value, shown_of_run, shown_of_workers, values_of
-from ...common.security import is_loopback
 from ...common.version import PROGRAM_VERSION
 from ..core.effects import Commit, ContributionTaken, Fact, Seated, SnapshotTaken, WorkerLeft
 from ..engine.engine import Engine

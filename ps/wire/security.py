@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import grpc.aio
 
-from ...common.config.addresses import split_address
+from ...common.config.addresses import is_loopback, split_address
 from ...common.config.schema import Config, SecurityConfig
 from ...common.errors import AuthError, Reason, refusal
 from ...common.reporting.log import get_logger
@@ -23,7 +23,6 @@ from ...common.security import (
     RANK_PREFIX,
     SHARD_PREFIX,
     facts_of,
-    is_loopback,
     read_pem,
     read_token,
     shows_token,

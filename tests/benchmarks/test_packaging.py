@@ -60,7 +60,7 @@ def test_a_wheel_holds_every_package_but_the_benchmarks(lib: Path) -> None:
     )
     found = {path.relative_to(lib / "paramserver").as_posix() for path in lib.rglob("*.py")}
     wanted = {path.relative_to(ROOT).as_posix() for name in products for path in (ROOT / name).rglob("*.py")}
-    assert found == {"__init__.py", *wanted}
+    assert found == {"__init__.py", "__main__.py", *wanted}
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "web/static").rglob("*.*")}
     assert pages == {path.relative_to(lib / "paramserver").as_posix() for path in lib.rglob("web/static/**/*.*")}
 

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.common.config.addresses import split_address
+from paramserver.common.config.addresses import is_loopback, split_address
 from paramserver.common.config.schema import SecurityConfig
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.common.security import (
     Credentials,
     facts_of,
-    is_loopback,
     read_pem,
     read_token,
     shows_token,

@@ -90,10 +90,10 @@ def test_one_is_killed_in_the_middle_and_comes_back(cluster, codec):
 @pytest.mark.parametrize(
     ("settings", "fix"),
     [
-        (("worker.codec=q4", "worker.zero=1"), "worker.codec is q4 and worker.zero is 1"),
-        (("worker.codec=q4", "policy.staleness=2"), "worker.codec is q4 and policy.staleness is 2"),
-        (("worker.codec=onebit_adam",), "worker.codec is onebit_adam, which is for --mode"),
-        (("worker.reply_codec=q4",), "worker.reply_codec is q4, and workers of mode allreduce"),
+        (("worker.codec=q4", "worker.zero=1"), "worker.zero is 1, and worker.codec is q4"),
+        (("worker.codec=q4", "policy.staleness=2"), "worker.codec is q4, and policy.staleness is 2"),
+        (("worker.codec=onebit_adam",), "worker.codec is onebit_adam, and mode allreduce"),
+        (("worker.reply_codec=q4",), "worker.reply_codec is q4, and mode allreduce, whose workers"),
     ],
 )
 def test_settings_that_do_not_go_together(cluster, settings, fix):

@@ -152,7 +152,7 @@ def test_the_same_work_alone_stands_beside_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"worker": {"codec": "q2"}}, "worker.codec is q2: SGD has momentum 0.5"),
+        ({"worker": {"codec": "q2"}}, "worker.codec is q2, and the optimizer is SGD"),
         ({"store": {"max_norm": 1.0}}, "store.max_norm is 1.0"),
         ({"train": {"accumulate": 2}}, "train.accumulate is 2"),
         ({"task": {"name": "nothing.py:Task"}}, "nothing.py"),

@@ -67,7 +67,7 @@ FATES = ["counts", "counts", "sent again", "repeated", "dropped", "rejected", "r
 
 
 @pytest.mark.parametrize("is_work", [False, True])
-@pytest.mark.parametrize("name", [name for name in LOSSY if CODECS.load(name).optimizer is None])
+@pytest.mark.parametrize("name", [name for name in LOSSY if name != "onebit_adam"])
 @given(fates=st.lists(st.sampled_from(FATES), max_size=12))
 @settings(max_examples=15, deadline=None)
 def test_what_is_sent_adds_up_to_what_was_computed(name: str, is_work: bool, fates: list[str]) -> None:
@@ -211,7 +211,7 @@ def test_other_dtypes_keep_what_is_left_out_as_they_are(dtype: str) -> None:
     assert (server.received + server.left - computed).abs().max() < most
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSY if CODECS.load(name).optimizer is None])
+@pytest.mark.parametrize("name", [name for name in LOSSY if name != "onebit_adam"])
 @given(turns=st.lists(st.sampled_from([(), ("w",), ("bias",), ("w", "bias")]), max_size=12))
 @settings(max_examples=15, deadline=None)
 def test_a_tensor_without_a_gradient_keeps_its_residual(name: str, turns: list[tuple[str, ...]]) -> None:

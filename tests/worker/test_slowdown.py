@@ -71,7 +71,11 @@ def test_what_is_slow_is_a_training_step_also_where_a_contribution_has_several()
     parameter = torch.nn.Parameter(torch.zeros(1))
     inner = torch.optim.SGD([parameter], lr=0.1)
     strategy = SimpleNamespace(
-        kind=ContributionKind.WEIGHTS, progress=progress, went_on=lambda: None, before_step=lambda *_: None
+        kind=ContributionKind.WEIGHTS,
+        progress=progress,
+        went_on=lambda: None,
+        before_step=lambda *_: None,
+        note=lambda: None,
     )
     data = DataPosition(lambda: progress, [inner], Length())
     optimizer = ExchangeOptimizer(inner, Steps(strategy, slowdown, data, Memory(strategy, data, [inner])))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...common.config.addresses import split_address
+from ...common.config.addresses import is_loopback, split_address
 from ...common.config.schema import Config
 from ...common.errors import AuthError
-from ...common.security import Credentials, is_loopback, warn_of_readable_secrets
+from ...common.security import Credentials, warn_of_readable_secrets
 
 
 def worker_credentials(config: Config) -> Credentials:

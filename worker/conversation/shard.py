@@ -13,12 +13,11 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save
 
-from ...common.config.addresses import split_address
+from ...common.config.addresses import is_loopback, split_address
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal, shown
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
-from ...common.security import is_loopback
 from ...common.tensors.layout import DTYPES, Layout
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.wire.checks import check_header

@@ -59,7 +59,7 @@ def _check_pair(name: str, tensor: torch.Tensor, other_name: str, other: torch.T
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
     """The first byte of each element, counted from the begin of its storage."""
-    found = torch.tensor(tensor.storage_offset())
+    found = torch.tensor(tensor.storage_offset(), device="cpu")
     for size, step in _strides(tensor):
-        found = found.unsqueeze(-1) + torch.arange(size) * step
+        found = found.unsqueeze(-1) + torch.arange(size, device="cpu") * step
     return found * tensor.itemsize

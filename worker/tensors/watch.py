@@ -78,7 +78,9 @@ class Watch:
         found = {index: value for (index, _), value in zip(self._rest, self._sums, strict=True)}
         for index, noted in zip(self._small, self._noted, strict=True):
             dtype = self._model.tensors[index].dtype
-            found[index] = torch.frombuffer(bytearray(noted), dtype=dtype) if noted else torch.empty(0, dtype=dtype)
+            found[index] = (
+                torch.frombuffer(bytearray(noted), dtype=dtype) if noted else torch.empty(0, dtype=dtype, device="cpu")
+            )
         return found
 
 
