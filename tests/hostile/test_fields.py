@@ -33,7 +33,7 @@ MAX_S = 1.0  # of CPU, for one input
 
 NOT_SO = {
     "text": "a\nb", "address": "unix:/run/docker.sock", "whole": 2**64 - 1, "real": float("nan"), "choice": 77,
-    "bytes": b"x" * 31, "json": "{",
+    "bytes": b"x" * 31, "json": "x" * (1 << 17),
 }  # fmt: skip
 
 
