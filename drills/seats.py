@@ -227,6 +227,8 @@ class Seats(Follower):
         """Check that the worker had the version that it computed on. A worker that asks again names the newest."""
         if member.bases is None or (outcome == "repeated" and base == self.version):
             return
+        if self._policy is not None and self._policy.outstanding:  # it goes on without the newest means
+            return
         if not any(sent.may_have(base, self.version) for sent in member.bases):
             had = ", ".join(str(sent.version) for sent in member.bases)
             had = f"had version {had}" if had else "had no weights"

@@ -1,4 +1,4 @@
-"""The array covers what it says. Twelve rows of it run in make test-sample, drawn by the hash of the commit."""
+"""The array covers what it says. Twelve rows of it, drawn by the hash of the commit, run in make campaigns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def sampled() -> list[Row]:
     return random.Random(hash_).sample(rows, NUM_SAMPLED)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
 def test_rows_of_the_array(tmp_path: Any) -> None:
     failed = [judgement for row in sampled() if not (judgement := run(row, tmp_path / "row")).is_well]
     assert not failed, [(judgement.row, judgement.problems) for judgement in failed]

@@ -39,7 +39,7 @@ groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_de
 
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)))
-    batches = iter(session.shard(TensorDataset(tokens), batch_size=BATCH, epochs=100))
+    batches = iter(session.shard(TensorDataset(tokens), batch_size=BATCH, epochs=100, accumulate=ACCUMULATE))
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
