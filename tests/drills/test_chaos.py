@@ -263,7 +263,8 @@ def test_large_fragments_that_are_cut_are_continued(marked, codec: str) -> None:
     """More than 16 MiB each, of which only the missing bytes are sent again."""
     fragments = ("policy.fragments=2", "policy.local_steps=2", f"worker.codec={codec}")
     sets = [word for setting in fragments for word in ("--set", setting)]
-    argv = ("--seconds", "20", "--mode", "diloco", "-n", "2", "--faults", "cut", "--model-mb", "40")
+    size = {"raw": "40", "int8": "80"}[codec]
+    argv = ("--seconds", "20", "--mode", "diloco", "-n", "2", "--faults", "cut", "--model-mb", size)
     run = chaos(marked, *argv, *sets, deadline_s=560)
     assert run.returncode == 0, run.stdout + run.stderr
     assert '"continued"' in (marked.folder / "kept" / "job.log").read_text()

@@ -234,7 +234,8 @@ def test_clients_that_read_nothing_keep_no_slot(cluster: Cluster) -> None:
         metrics = urllib.request.urlopen(f"{client.url}/metrics", timeout=60).read().decode()
     (num_written,) = re.findall(r"^paramserver_serve_tokens_total (.*)$", metrics, re.MULTILINE)
     assert 0 < float(num_written) < 4 * 1024, "the replies of two slots and a queue of two are not read"
-    assert 'paramserver_serve_replies_total{status="429"} 3' in metrics
+    (num_refused,) = re.findall(r'^paramserver_serve_replies_total{status="429"} (.*)$', metrics, re.MULTILINE)
+    assert float(num_refused) >= 30, "two slots and a queue of two take four of forty"
 
 
 def test_a_token_that_the_model_does_not_have_is_the_client_s_mistake(gpt: Client) -> None:
