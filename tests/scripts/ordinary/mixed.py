@@ -19,7 +19,7 @@ model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(3
 
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    batches = iter(session.shard(TensorDataset(x, y), batch_size=BATCH, epochs=100))
+    batches = iter(session.shard(TensorDataset(x, y), batch_size=BATCH, epochs=100, accumulate=ACCUMULATE))
     for _ in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
         for _ in range(ACCUMULATE):
