@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.config.schema import Config
+from ...common.proxies import DRILL_VARIABLE
 from ...common.reporting.status import Status
 from ...launch.backends.base import Site
 from ...launch.backends.local import LocalBackend
@@ -63,6 +64,7 @@ class Ending:
     events: Counter[str] = field(default_factory=Counter)
     unexpected: list[str] = field(default_factory=list)  # ends of processes that no fault caused
     hang: str = ""
+    num_bytes: int = 0  # that went through the controlled network
 
 
 class Chaos:
@@ -99,11 +101,12 @@ class Chaos:
             finally:
                 await backend.close()
                 await network.close()
+            self._ending.num_bytes = network.num_bytes
         return self._ending
 
     async def _start(self, backend: LocalBackend, network: Network) -> None:
         argv = (sys.executable, "-m", _PROGRAM, *self._setup.arguments)
-        environ = {"grpc_proxy": f"http://{network.address}", **dict.fromkeys(_NO_PROXY, "")}
+        environ = {"grpc_proxy": f"http://{network.address}", DRILL_VARIABLE: "1", **dict.fromkeys(_NO_PROXY, "")}
         backend.start(ProcessSpec(LAUNCHER, argv, environ))
         while not self._launcher and not self._ended.done():
             await asyncio.sleep(_POLL_S)

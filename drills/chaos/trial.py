@@ -118,6 +118,8 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
         failures.append(ending.hang or "the job did not end")
     elif ending.exit_code:
         failures.append(f"the job ended with exit code {ending.exit_code}")
+    if not ending.num_bytes:
+        failures.append("no byte went through the controlled network, so its faults hit nothing")
     failures += _tracebacks(folder / "job.log")
     history = folder / "history.jsonl"
     if not history.exists():
