@@ -63,11 +63,16 @@ class Evaluations:
             yield Log("warning", "no_such_metric", {"reason": lacks})
 
     def _unclear(self, step: int, at: float, is_final: bool) -> Iterator[Effect]:
-        """Say that no evaluation is the best; end a run that was to keep the best, or to stop without improvement."""
+        """Say that no evaluation is the best; end a run that asked for the best, or that stops without improvement."""
         why, fix = self._run.curve.unclear()
         options = self._run.options
-        if why and not is_final and self._run.failure is None and (options.patience is not None or options.keeps_best):
-            self._run.failure = UsageError(f"run.patience and output.best need a best evaluation; {why}", fix=fix)
+        if (
+            why
+            and not is_final
+            and self._run.failure is None
+            and (options.patience is not None or options.best is not None)
+        ):
+            self._run.failure = UsageError(f"run.patience and run.best need a best evaluation; {why}", fix=fix)
             failure = self._run.failure
             fields = {"rank": None, "reason": failure.message, "exit_code": failure.exit_code, "step": step, "fix": fix}
             yield Log("error", "run_failed", fields)

@@ -186,8 +186,8 @@ class AloneSession(Session):
         step, elapsed_s = self.step, round(time.perf_counter() - self.started_at, 3)
         is_best = self.curve.add(Point(step=step, version=step, elapsed_s=elapsed_s, metrics=metrics))
         if len(self.curve.points) == 1 and (unclear := self.curve.unclear())[0]:
-            if self.curve.patience is not None or self._output.best is not None:
-                raise UsageError(f"run.patience and output.best need a best evaluation; {unclear[0]}", fix=unclear[1])
+            if self.curve.patience is not None or self.curve.best_of is not None:
+                raise UsageError(f"run.patience and run.best need a best evaluation; {unclear[0]}", fix=unclear[1])
             log.info("no_best", reason=unclear[0], fix=unclear[1])
         log.info("evaluated", step=step, best=is_best, **metric_fields(self.curve.points[-1].metrics))
         if self._output.curve is not None:

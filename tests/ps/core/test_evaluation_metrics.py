@@ -188,3 +188,15 @@ def test_final_metrics_are_those_of_one_worker(is_done: bool) -> None:
     assert [fields["rank"] for fields in logged(found, "metrics_ignored")] == [1]
     run.apply(events.Left(0, 1, "goodbye", metrics={"accuracy": 0.5}))
     assert run.final == {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("options", "ends"), [({"keeps_best": True}, False), ({"best": "torque"}, True), ({"patience": 2}, True)]
+)
+def test_a_metric_without_a_direction_ends_only_a_run_that_asked_for_the_best(options: dict, ends: bool) -> None:
+    """--save names a file for the best weights by itself: nobody asked for a best evaluation."""
+    run = started(run_of(**options))
+    contribute(run, 1)
+    found = run.apply(events.MetricsReceived(0, 1, 1, {"torque": 2.0}))
+    assert bool(logged(found, "run_failed")) is ends
+    assert (run.failure is not None) is ends
