@@ -76,8 +76,8 @@ def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
 def labels_of(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:
     """Returns each run's name, or its mode and its settings that differ from other runs of that mode.
 
-    Runs get the same label, and are pooled, if nothing but their seed differs of all that is on record. A run of which
-    nobody said what it runs is pooled with none.
+    Runs get the same label, and are pooled, if nothing on record but their seed differs. A run whose work is not
+    on record is not pooled.
     """
     labels, first = [], dict[str, StoredRun]()
     for index, run in enumerate(runs):

@@ -4,8 +4,8 @@
 whether a run has it. `REFUSALS` has each pair of capabilities that is refused, with the reason and a fix. Every other
 pair is promised, and `make combinations` tries it. docs/combinations.md is made from this table.
 
-Whoever knows more of a run asks again: the launcher and the server before anything starts, the worker when it has
-joined and at the calls of its script.
+The launcher and the server ask the table before anything starts. A worker asks it again when it knows the run's
+settings, and at each call of its script that adds a capability.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("precision fp16", "--group", "each process would skip other steps",
             "use bf16, which needs no loss scaler"),
     # ---- calls of a script
-    Refusal("session.rows", "--group", "each process would need rows of its own",
+    Refusal("session.rows", "--group", "each process would keep a separate copy of the rows",
             "start each process as a separate worker, without --group"),
     Refusal("session.rows", "workers run the optimizer", "rows need gradients",
             "use --mode sync, async or ssp, or an nn.Embedding in the model"),

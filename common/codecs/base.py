@@ -11,8 +11,8 @@ attempt. A payload that is sent again has the same bytes and is not encoded agai
     begin(payload, bytes)
     rollback()                      (never arrived)      the next begin sees the memory from before this one
 
-Each file of this folder is a codec, and `ENTRY` names its class. The class attributes state what the codec can do,
-and common/combinations.py with what it goes together.
+Each file of this folder is a codec, and `ENTRY` names its class. The class attributes state what the codec can do.
+common/combinations.py lists the modes and optimizers that it cannot be used with.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _FINITE = "write a finite number, or leave the setting out; a default of none me
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of text, lists and mappings. A value without quotes is `Plain`: its field says what it is."""
+    """A loader of text, lists and mappings. A field's type decides how a value without quotes (`Plain`) is read."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (a class attribute in the base class too)
         "<": [("tag:yaml.org,2002:merge", re.compile("<<$"))],

@@ -34,7 +34,7 @@ class Plain(str):
 
 
 def meant(value: Any, *, as_text: bool = False) -> Any:
-    """Return a value with all that is `Plain` in it as what it means, or as the text that was written."""
+    """Return a value in which each `Plain` is replaced by what YAML 1.2 reads in it, or by its text."""
     match value:
         case Plain():
             return str(value) if as_text else value.value()

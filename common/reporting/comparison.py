@@ -113,7 +113,7 @@ def deciding_metric(runs: Runs) -> str:
 
 
 def is_up_in(runs: Runs, metric: str) -> bool | None:
-    """Returns whether more is better in all runs; None if they disagree, or nobody knows."""
+    """Returns whether more is better in all runs; None if they disagree or the direction is not known."""
     found = {up for _, run in runs if (up := run.is_up(metric)) is not None}
     return found.pop() if len(found) == 1 else None
 

@@ -33,7 +33,7 @@ _LOW = frozenset((
 
 
 def is_up(metric: str, better: Mapping[str, str] | None = None) -> bool | None:
-    """Returns whether a higher value of the metric is better; None if nobody knows.
+    """Returns whether a higher value of the metric is better; None if the direction is not known.
 
     `better`: what a task, script or setting states, `max` or `min` by metric. Otherwise whole words of the name decide.
     """

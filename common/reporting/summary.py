@@ -114,7 +114,7 @@ class Summary(Measured):
         return f"{self.mode} ({self.local_steps} local steps)" if self.local_steps > 1 else self.mode
 
     def is_up(self, metric: str) -> bool | None:
-        """Returns whether a higher value of the metric is better; None: nobody knows."""
+        """Returns whether a higher value of the metric is better; None if the direction is not known."""
         return is_up(metric, {**better_of(self.curve), **self.better})
 
     def points_of(self, metric: str) -> list[Point]:

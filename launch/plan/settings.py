@@ -82,10 +82,11 @@ def chosen(resolved: Resolved, mode: str, num_regions: int) -> Choices:
     """Returns what the settings choose for the runs of a mode."""
     config, origins, launch = resolved.config, resolved.origins, resolved.config.launch
     if mode == SINGLE:
+        of_checkpoint = [origin for key, origin in origins.items() if key.startswith("checkpoint.")]
         return Choices(
             mode=SINGLE, kind=ContributionKind.WEIGHTS, is_alone=True, serve=launch.serve,
             web=bool(launch.web),
-            snapshots=next((o for key, o in origins.items() if key.startswith("checkpoint.") and is_flag(o)), None),
+            snapshots=config.checkpoint.dir if any(map(is_flag, of_checkpoint)) else None,
         )  # fmt: skip
     has_above = num_regions and config.upstream.every  # else the run above has the mode of the regions
     return choices_of(

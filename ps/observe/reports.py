@@ -117,7 +117,10 @@ def _waiting_for_all(engine: Engine, now: float) -> str:
         return missing
     if not run.roster.workers:
         return "" if run.is_any_rank_through else "a worker to join"
-    return run.policy.waiting_reason(now) if run.has_weights else "the initial weights"
+    if run.has_weights:
+        return run.policy.waiting_reason(now)
+    is_known = run.initializer is not None or 0 in run.roster.workers or not run.policy.common.num_workers
+    return "the initial weights" if is_known else "rank 0, which brings the initial weights"
 
 
 def summary(engine: Engine) -> Summary:
