@@ -311,6 +311,10 @@ REFUSALS: tuple[Refusal, ...] = (
             "give --checkpoint-dir to the server above"),
     Refusal("a region's server", "store.polyak", "the server above keeps averaged weights",
             "set store.polyak for the server above"),
+    Refusal("--regions", "several optimizers", "a version of a region would have a part of a step",
+            "one optimizer, or let the workers join the server above"),
+    Refusal("--regions", "session.rows", "the run above would not get the rows",
+            "use an nn.Embedding in the model, or let the workers join the server above"),
     # ---- the processes of a worker
     Refusal("--pipeline", "one process", "the stages of a pipeline are the processes of a worker",
             "--group G, with at most one process for each layer"),

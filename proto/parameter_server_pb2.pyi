@@ -588,7 +588,7 @@ class SharedMemory(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "delayed_update", "train", "eval_every", "ends_by_metrics", "fragments", "overlap_steps", "outstanding", "union_batch", "epochs")
+    __slots__ = ("mode", "contribution", "num_workers", "steps", "batch_size", "seed", "pull_every", "task", "task_args", "optimizer", "polyak", "delayed_update", "train", "eval_every", "ends_by_metrics", "fragments", "overlap_steps", "outstanding", "union_batch", "in_region", "epochs")
     class ContributionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CONTRIBUTION_KIND_UNSPECIFIED: _ClassVar[RunSettings.ContributionKind]
@@ -624,6 +624,7 @@ class RunSettings(_message.Message):
     OVERLAP_STEPS_FIELD_NUMBER: _ClassVar[int]
     OUTSTANDING_FIELD_NUMBER: _ClassVar[int]
     UNION_BATCH_FIELD_NUMBER: _ClassVar[int]
+    IN_REGION_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     mode: str
     contribution: RunSettings.ContributionKind
@@ -644,8 +645,9 @@ class RunSettings(_message.Message):
     overlap_steps: int
     outstanding: int
     union_batch: bool
+    in_region: bool
     epochs: int
-    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., delayed_update: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_metrics: _Optional[bool] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., outstanding: _Optional[int] = ..., union_batch: _Optional[bool] = ..., epochs: _Optional[int] = ...) -> None: ...
+    def __init__(self, mode: _Optional[str] = ..., contribution: _Optional[_Union[RunSettings.ContributionKind, str]] = ..., num_workers: _Optional[int] = ..., steps: _Optional[int] = ..., batch_size: _Optional[int] = ..., seed: _Optional[int] = ..., pull_every: _Optional[int] = ..., task: _Optional[str] = ..., task_args: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., polyak: _Optional[float] = ..., delayed_update: _Optional[bool] = ..., train: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., eval_every: _Optional[str] = ..., ends_by_metrics: _Optional[bool] = ..., fragments: _Optional[int] = ..., overlap_steps: _Optional[int] = ..., outstanding: _Optional[int] = ..., union_batch: _Optional[bool] = ..., in_region: _Optional[bool] = ..., epochs: _Optional[int] = ...) -> None: ...
 
 class SendWeights(_message.Message):
     __slots__ = ()

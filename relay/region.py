@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ..common.combinations import Choices, refusal
 from ..common.config.schema import Config
 from ..common.errors import ParamServerError, Reason, UsageError
 from ..common.reporting.log import get_logger
@@ -108,10 +109,6 @@ class Region(Keeper):
         without: frozenset[str],
     ) -> None:  # fmt: skip
         """Make a version. See `Above`."""
-        if self._run.policy.in_step:
-            message = "a region whose workers step a model with several optimizers: a version has part of a step"
-            self._engine.end_with(_refused(message, "let the workers join the server above"))
-            return
         self._num_samples += commit.num_samples
         steps = self._run.policy.min_steps_done
         if self._is_over:
@@ -327,9 +324,8 @@ class Region(Keeper):
         """Join the run above with the model and the weights of the region's first worker."""
         whole, optimizer = self._model.whole, self._model.whole_optimizer
         assert whole is not None and optimizer is not None
-        if optimizer.tables:
-            message = "a region whose workers use tables of rows (session.rows): the run above would not get the rows"
-            self._engine.end_with(_refused(message, "let the workers join the server above"))
+        if error := refusal(Choices(mode="", kind=None, is_region=True, has_rows=bool(optimizer.tables))):
+            self._engine.end_with(error)
             return
 
         def started(_: None) -> None:

@@ -220,7 +220,7 @@ def settings_of(config: Config, run: Run) -> pb.RunSettings:
         outstanding=policy.outstanding, union_batch=policy.has_rounds and policy.kind.steps_along_mean_gradient,
         task=task.name if ".py:" not in task.name else "", task_args=struct(task.args), optimizer=optimizer,
         polyak=config.store.polyak or 0.0, delayed_update=config.policy.delayed_update,
-        train=struct(config.train.model_dump(exclude_defaults=True)),
+        train=struct(config.train.model_dump(exclude_defaults=True)), in_region=config.upstream.server is not None,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from .options import DEFAULTS, OPTIONS, Row, command
+from .options import DEFAULTS, OPTIONS, Row, command, is_promised
 from .reference import Key, Steps, is_exact, train
 from .script import ACCUMULATE, BATCH, EPOCHS, SAMPLES
 
@@ -178,6 +178,6 @@ def reduced(row: Row, folder: Path) -> Row:
         if smallest[name] == DEFAULTS[name]:
             continue
         smaller = {**smallest, name: DEFAULTS[name]}
-        if not run(smaller, folder).is_well:
+        if is_promised(smaller) and not run(smaller, folder).is_well:
             smallest = smaller
     return smallest

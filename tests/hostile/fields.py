@@ -164,7 +164,7 @@ RunSettings       pull_every overlap_steps epochs : whole any
 RunSettings       task_args : values check_named_by_server
 RunSettings       optimizer : part check_arguments
 RunSettings       polyak : real header
-RunSettings       delayed_update ends_by_metrics union_batch : flag any
+RunSettings       delayed_update ends_by_metrics union_batch in_region : flag any
 RunSettings       train : values TrainConfig
 Waiting           reason : text shown
 Reply             result next_work weights group start : part header

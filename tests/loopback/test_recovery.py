@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster, mode):
     starts = [line for line in history(cluster.folder / "history.jsonl") if line["op"] == "start"]
     assert [line["server_incarnation"] for line in starts] == [1, 2]
     assert starts[0]["run"] == starts[1]["run"]
+
+
+def test_a_worker_whose_server_goes_back_after_its_loop_is_started_again(cluster):
+    """Nobody has set the number of steps, so the worker's own loop has ended: its lost steps were not taken again."""
+    flags = ("--mode", "async", "--workers", "2", "--save", "w.safetensors", "--history", "history.jsonl")
+    flags += ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5", "--set", "server.absent_s=60")
+    server, gate = cluster.server(*flags), cluster.folder / "go"
+    first, second = (cluster.script(rank, "ending.py", str(gate)) for rank in range(2))
+    server.until(lambda: '"how":"finished"' in (cluster.folder / "history.jsonl").read_text(), "rank 0 has finished")
+    server.kill()
+    server = cluster.server(*flags, "--listen", cluster.address)
+    gate.touch()
+    assert first.wait() == 15, first.output + server.output
+    assert re.search("the server was lost and went back to step [05] after this loop had ended", first.output)
+    again = cluster.script(0, "ending.py", str(gate))
+    assert [process.wait() for process in (again, second, server)] == [0, 0, 0], again.output + server.output
+    assert torch.equal(load_file(cluster.folder / "w.safetensors")["seen"], torch.full((16,), -1.0))
 
 
 @pytest.mark.slow

@@ -282,14 +282,16 @@ class Exchange:
     # ---- the end ------------------------------------------------------------------------------
 
     def finish(self, can_evaluate: bool) -> Final | None:
-        is_early = not self.progress.is_done
+        progress = self.progress
+        num_steps, is_early = progress.training_steps, not progress.is_done
         while True:
             try:
                 self._send_pending()
                 finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self.residuals.info)
                 finals = self.shards.each(finish)
             except Lost as lost:
-                if self._rejoin(lost) is not None and not (is_early or self.progress.is_done):
+                has_started = self._rejoin(lost) is not None
+                if has_started and not progress.is_done and (not is_early or progress.training_steps < num_steps):
                     return None
                 continue
             self.progress.received(finals[0].version)

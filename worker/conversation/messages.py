@@ -51,6 +51,7 @@ class Settings:
     fragments: int = 1  # parts of the parameters that are exchanged in turn
     outstanding: int = 0  # mean gradients that an all-reduce peer may go on without
     union_batch: bool = False  # a version is one step along the mean of all workers' gradients
+    in_region: bool = False  # the server is a relay
     overlap_steps: int = 0  # local steps during an exchange of deltas; 0: all up to the next contribution
     train: TrainConfig = field(default_factory=TrainConfig)
     epochs: int | None = None  # used instead of `steps`
@@ -187,7 +188,7 @@ def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
 
 _SAME = (
     "mode", "num_workers", "batch_size", "seed", "task", "polyak", "delayed_update", "outstanding", "union_batch",
-    "ends_by_metrics", "overlap_steps",
+    "in_region", "ends_by_metrics", "overlap_steps",
 )  # fmt: skip
 _KINDS = {
     pb.RunSettings.GRADIENT: ContributionKind.GRADIENT,

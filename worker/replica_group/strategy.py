@@ -109,15 +109,18 @@ class Grouped(Strategy):
         self._stop_reason = ""
         self.evaluates = not group.rank
         if group.rank:
-            self.settings = settings_from(b64decode(group.receive_message()["settings"]))
-            self.progress = Progress()
+            message = group.receive_message()
+            self.settings, self.progress = settings_from(b64decode(message["settings"])), Progress()
+            self._link = ProgressLink(self.progress)
+            self._link.take(message)  # the rank and the number of workers are known before the first step
         else:
             with self._sharing_errors():
                 self._server, self._inner = open_exchange()
             self.settings, self.progress = self._inner.settings, self._inner.progress
+            self._link = ProgressLink(self.progress)
             group.expect(self._server.lease_s)
-            group.send_all({"settings": b64encode(self._server.settings_bytes).decode()})
-        self._link = ProgressLink(self.progress)
+            settings_bytes = b64encode(self._server.settings_bytes).decode()
+            group.send_all(self._link.message(self._inner.begun, settings=settings_bytes))
         self.kind = self.settings.kind
 
     # ---- together -----------------------------------------------------------------------------
@@ -234,6 +237,7 @@ class Grouped(Strategy):
         if isinstance(self._inner, AllReduceStrategy):  # group rank 0's, for a whole model
             self._inner.end()
         self._inner = self._sharded.strategy(self._server, self.settings, self._config)
+        self._inner.progress.become(self.progress)
         self.progress = self._inner.progress
         self.takes_whole, self.evaluates = False, True
         if not is_pipeline:

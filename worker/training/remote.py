@@ -285,7 +285,7 @@ class RemoteSession(Session):
         if final is None:
             raise UnreachableError(
                 f"the server was lost and went back to step {self._progress.training_steps} after this loop had ended",
-                fix="start the script again: it resumes at that step; or loop over session.shard(), which waits",
+                fix="start the script again: it resumes at that step (ps-launch does)",
             )
         self._evaluate_last(final)
         return final.evaluate
@@ -349,6 +349,7 @@ def choices_of(config: Config, settings: Settings | None = None) -> Choices:
         delayed_update=settings.delayed_update,
         fragments=settings.fragments,
         staleness=settings.outstanding,
+        is_region=settings.in_region,
         precision=settings.train.precision,
     )
 
