@@ -24,7 +24,7 @@ FIELDS = {
         "leave": "rank incarnation how:text ? finished:switch",
         "accept": "rank incarnation seq base_version version outcome:text ? samples:perhaps num_steps part run_steps",
         "commit": "version contributions:triples members:ranks ? samples",
-        "reply": "rank incarnation seq version outcome:text ? last:switch weights:switch newer:switch",
+        "reply": "rank incarnation seq version outcome:text ? last:switch weights:switch newer:switch reference",
         "snapshot": "version seqs:seqs",
         "control": "do:text ? done:switch name:text",
         "end": "version seqs:seqs ? begun:switch over:switch",

@@ -50,9 +50,12 @@ class Sent(NamedTuple):
     outcome: str
     has_weights: bool
     may_be_newer: bool  # its weights, of a large model
+    reference: int | None  # the version of its weights, where a reply codec sends those of an older version
 
     def may_have(self, version: int, newest: int) -> bool:
         """Whether its weights may be of this version, where `newest` is the newest."""
+        if self.reference is not None:
+            return version == self.reference
         return version == self.version or (self.may_be_newer and self.version < version <= newest)
 
 
@@ -240,7 +243,7 @@ class Seats(Follower):
         rank, number, version, outcome = line["rank"], line["seq"], line["version"], line["outcome"]
         member = self._current(line, f"replied for contribution {number}")
         has_weights, may_be_newer = line.fields.get("weights", True), line.fields.get("newer", False)
-        sent = Sent(number, version, outcome, has_weights, may_be_newer)
+        sent = Sent(number, version, outcome, has_weights, may_be_newer, line.fields.get("reference"))
         self.replies.setdefault(self._seat(line), []).append(sent)
         if self._known_number(rank) is None:
             self._begin_rank(rank, number, member.joined_at)

@@ -167,6 +167,7 @@ class SendReply(Fact, OfAWorker):
     reply: Reply  # without what the wire adds: how the weights travel, the script's position, the group's secret
     has_weights: bool
     is_evaluated: bool = False  # by this worker
+    reference_version: int | None = None  # of the weights, where a reply codec sends those of an older version
 
     @property
     def is_start(self) -> bool:

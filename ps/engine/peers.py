@@ -185,6 +185,7 @@ class Streams:
             assert isinstance(peer.reply_codec, ByTensor)
             reference = self._model.references.of(peer.reply_codec, version)
             update = reference.update_from(0 if effect.is_start else peer.reference)
+            effect.reference_version = update.version
             self._tensors.then(partial(peer.say, Go(effect, update=update)))
         elif self._model.store.layout.exchange_bytes <= INLINE_BYTES:
             self._tensors.then(lambda: peer.say(Go(effect, payload=self._model.small_payload())))

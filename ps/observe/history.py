@@ -62,12 +62,13 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             fields = {"version": version, "contributions": contributions, "members": members}
             return "commit", {**fields, "samples": fact.num_samples}
         case effects.SendReply(rank, incarnation, reply, has_weights):
-            result = reply.result
+            result, reference = reply.result, fact.reference_version
             return "reply", {
                 "rank": rank, "incarnation": incarnation, "seq": result.seq, "version": result.version,
                 "outcome": result.outcome.name,
                 **({} if reply.next_work.local_steps else {"last": True}),
                 **({} if has_weights or reply.group is not None else {"weights": False}),
+                **({} if reference in (None, result.version) else {"reference": reference}),
             }  # fmt: skip
         case effects.ControlTaken(event, result, is_done):
             fields = {name: getattr(event, name) for name in ("do", "rank", "name", "value")}

@@ -1,4 +1,4 @@
-"""One loop over 8 batches, whose samples it counts in the weights. argv: a file that rank 1 waits for before its loop."""
+"""One loop over 8 batches, whose samples the weights count. argv: a file that rank 1 waits for before its loop."""
 
 import sys
 import time
