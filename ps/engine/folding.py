@@ -155,7 +155,8 @@ class Folding:
         payload, without, rows, optimizer, slot = self._kept.pop(fold.id)
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(payload)
-        is_copied = may_keep and self._replies_before_commit  # its worker writes there when it gets its reply
+        # its worker writes there when it gets its reply, and may keep it as a gradient
+        is_copied = may_keep and (self._replies_before_commit or fold.scale != 1.0)
 
         def work() -> list[torch.Tensor]:
             taken = payload.clone() if is_copied else payload
@@ -163,7 +164,7 @@ class Folding:
                 store.bring(optimizer)
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
-            return store.fold(taken, fold.weight, fold.id.rank, may_keep, without, rows)
+            return store.fold(taken, fold.weight, fold.id.rank, may_keep, without, rows, may_keep and not is_copied)
 
         def folded(reusable: list[torch.Tensor]) -> None:
             if not any(tensor is payload for tensor in reusable):

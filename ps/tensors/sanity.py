@@ -111,6 +111,15 @@ class Sanity:
         self.look(payload, slice(None), findings)
         return findings
 
+    @property
+    def _limits_here(self) -> StoreConfig:
+        return self.limits.model_copy(update={"max_norm": None}) if self._is_part else self.limits
+
+    def changes(self, findings: Findings) -> bool:
+        """Whether `judge` will change a payload with these findings."""
+        is_sound = findings.is_finite and self.limits.max_norm is None
+        return not is_sound and decide(self._limits_here, findings.is_finite, findings.norm)[0] == "clip"
+
     def judge(self, payload: torch.Tensor, findings: Findings, weights: torch.Tensor) -> Judgement:
         """Return the judgement of a payload that was examined completely. Clipping changes the payload.
 
@@ -118,7 +127,7 @@ class Sanity:
         """
         if findings.is_finite and self.limits.max_norm is None:
             return SOUND
-        limits = self.limits.model_copy(update={"max_norm": None}) if self._is_part else self.limits
+        limits = self._limits_here
         action, problem, limit = decide(limits, findings.is_finite, findings.norm)
         is_clipped = False
         if not findings.is_finite:

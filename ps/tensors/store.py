@@ -122,18 +122,19 @@ class Store:
         may_keep: bool = False,
         without: frozenset[str] = frozenset(),
         rows: Sequence[Rows] = (),
+        is_read_only: bool = False,
     ) -> list[torch.Tensor]:
         """Add a contribution to the round, and return the payloads that may be reused at once.
 
         With `may_keep`, the store may read the payload until the commit. Parameters `without` a gradient are zeros in
         it. The optimizer skips a parameter if no contribution of the round has its gradient. `rows` are gradients for
-        the tables.
+        the tables. Nothing is written to a payload that `is_read_only`.
         """
         if self.tables is not None:
             self.tables.fold(rows, weight)
         self._without = without & self._without if self.aggregator.num_folded else without
         if self.master is None:
-            return self.aggregator.fold(payload, weight, rank, may_keep)
+            return self.aggregator.fold(payload, weight, rank, may_keep, is_read_only)
         taken = self.master.contribution(payload, self.weights, are_weights=not self._steps)
         self.master.free += self.aggregator.fold(taken, weight, rank, may_keep=True)
         return [payload]
@@ -198,12 +199,13 @@ class Store:
                 new[window.start : window.end].copy_(self.weights[window.start : window.end])
                 if optimizer is not None:
                     optimizer.move(index, new)
-            if round_.result is not None:
+            if (mean := round_.result) is not None:
                 if factor is None:
                     round_.complete(window)
                 elif factor < 1:
-                    self.sanity.scale_window(round_.result, window, factor)
-                self._move_window(index, round_.result, stepped, step)
+                    mean = round_.writable(window)
+                    self.sanity.scale_window(mean, window, factor)
+                self._move_window(index, mean, stepped, step)
             if self.master is None:
                 self._check_window(new, window)
                 progress(window.end)

@@ -42,7 +42,7 @@ class Upload:
     ) -> None:  # fmt: skip
         self.codec, self.payload, self.in_segment = codec, payload, in_segment
         self._store, self._tensors, self._memory = model.store, tensors, memory
-        self._give_back = model.staging.give_back
+        self._give_back, self._is_lent = model.staging.give_back, not model.staging.is_own(payload)
         self._is_open = True
         self.num_bytes = payload_bytes(codec, model.store.layout)  # of the encoded payload
         self._encoded = None if codec.is_identity else memory.free_buffers.lend(self.num_bytes)
@@ -98,6 +98,8 @@ class Upload:
     def _judge(self) -> Judgement:
         store = self._store
         if self._encoded is None:
+            if self._is_lent and store.sanity.changes(self._findings):
+                self.payload = self.payload.clone()  # the worker may keep it as a gradient
             return store.sanity.judge(self.payload, self._findings, store.weights)
         try:
             self._memory.take(self.codec, self._encoded, self.payload)

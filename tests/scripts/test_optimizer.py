@@ -134,3 +134,29 @@ def test_lbfgs_in_localsgd_is_what_plain_torch_does(cluster: Cluster):
     for name, wanted in lbfgs.plain().items():
         assert torch.allclose(bare.state_dict()[name], wanted, rtol=1e-9, atol=1e-12), name
         assert not torch.allclose(start[name], wanted, rtol=0.1), name
+
+
+KEPT = {
+    "sync": ("--mode", "sync"),
+    "clipped": ("--mode", "sync", "--set", "store.max_norm=0.01", "--clip-norm", "0.005"),
+    "by the median": ("--mode", "sync", "--set", "policy.aggregation=median"),
+    "async": ("--mode", "async"),
+    "late": ("--mode", "async", "--delayed-update"),
+    "localsgd": ("--mode", "localsgd", "--local-steps", "2"),
+    "diloco": ("--mode", "diloco", "--local-steps", "3"),
+    "allreduce": ("--mode", "allreduce"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared,grpc", "direct,grpc", "grpc"])
+@pytest.mark.parametrize("mode", KEPT)
+def test_a_gradient_that_a_script_keeps_after_step_has_the_same_numbers_later(
+    cluster: Cluster, mode: str, transport: str
+) -> None:
+    server = cluster.server("--workers", "2", "--steps", "18", *KEPT[mode])
+    env = {"PS_WORKER__TRANSPORTS": transport} | ({"PS_WORKER__OVERLAP": "1"} if mode == "late" else {})
+    words = ("clip",) if mode in ("sync", "localsgd", "allreduce") else ()
+    scripts = [cluster.script(rank, HERE / "keeps.py", *words, **env) for rank in range(2)]
+    assert [script.wait() for script in scripts] == [0, 0], "".join(script.output for script in scripts)
+    assert server.wait() == 0, server.output

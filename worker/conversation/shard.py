@@ -101,7 +101,9 @@ class Shard:
         self.down = Down(CODECS.load(self._config.reply_codec)(), model, self.transfer)
 
     def moved(self, model: ModelTensors) -> None:
-        """This part of the model has moved in memory."""
+        """This part of the model has moved in memory. Gradients in shared memory stay there: it is used no more."""
+        if self.transfer.has_lent:
+            self.stream.hang_up()
         self.transfer.leave_segment()
         self.model, self.transfer = model, make_transfer(model)
         self.up.transfer = self._down.transfer = self.transfer
@@ -177,7 +179,17 @@ class Shard:
             self.stream.send(messages.rows_frames(self.tables, outgoing.rows))
         if self._down.reference:
             topics["base"] = changed(contribution.base, reference=self._down.reference)
-        self.up.contribute(changed(contribution, **topics) if topics else contribution)
+        try:
+            self.up.contribute(changed(contribution, **topics) if topics else contribution)
+        except SegmentError as error:  # the next connection has another segment
+            raise Lost(str(error)) from None
+
+    def depart(self, indices: list[int]) -> None:
+        """Send the gradients of these tensors before their contribution."""
+        try:
+            self.up.depart(indices)
+        except SegmentError:  # during backward: `step()` connects again
+            self.stream.hang_up()
 
     def ask_again(self, seq: int) -> Reply:
         """Request the reply to this counted contribution again."""

@@ -162,7 +162,7 @@ class ShardSet:
     def depart(self, indices: list[int]) -> None:
         """Send the gradients of these tensors before their contribution."""
         for shard, here in self._lying_on(indices):
-            shard.up.depart(here)
+            shard.depart(here)
 
     def recall(self) -> None:
         """Discard the gradients that were sent early."""

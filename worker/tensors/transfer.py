@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from ...common.kinds import ContributionKind
 from ...common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
 from ...common.tensors.sharding import Part, Share
 from ...common.tensors.statistics import statistics_of
+from ...common.wire.segments import SegmentError
 from .sharing import check_memory
 
 _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
@@ -31,6 +33,8 @@ _NAME_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
 _COPIED_AT_ONCE = 8 << 20
 
 _COPIED_WITH_GIL = 64 << 10
+
+_OURS = 2  # references to a gradient's storage: the gradient, and the object that asks
 
 Indices = Sequence[int] | None  # of the layout's entries; None: all exchanged entries
 
@@ -130,10 +134,7 @@ class ModelTensors:
 
     @property
     def may_lend(self) -> bool:
-        """Whether gradients may stay in shared memory.
-
-        With one optimizer the next contribution does not overwrite them.
-        """
+        """Whether gradients may lie in shared memory: with one optimizer no other contribution uses their places."""
         return self._stepped is None
 
     @cached_property
@@ -299,6 +300,7 @@ class DirectTransfer:
     """
 
     lies_here = True  # this process has the whole model, so a payload can be gathered again
+    _lent: Mapping[int, weakref.ref[Any]] = {}  # memory of places that are a `grad` of the script: dead once unused
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
@@ -307,7 +309,8 @@ class DirectTransfer:
         self._zeros = memoryview(bytes(64))
         self._segment: torch.Tensor | None = None
         self._places: list[torch.Tensor] = []  # views of the exchanged tensors in `_segment`
-        self._lent: list[torch.Tensor] = []  # the same memory as tensors that serve as `grad`
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}  # the newest gradient copied to each place
+        self._may_lend = True
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
         """The parts of a contribution's payload with these tensors (None: all, as one stretch).
@@ -346,12 +349,13 @@ class DirectTransfer:
 
         Yields (start, end) of the bytes copied so far.
 
-        After the first copy a gradient stays in the segment as `grad`, and later calls do not copy it.
+        If a loop accumulates into the same gradient again, its place in the segment becomes the `grad`, and later calls
+        do not copy it. Raises SegmentError, and lends no more, if the script keeps such a gradient and uses another
+        one: the place would be overwritten.
         """
         if segment is not self._segment:
+            self.leave_segment()
             self._segment, self._places = segment, self._model.views(segment)
-            # These need a storage of their own: moving a model's gradients would otherwise move the segment's views.
-            self._lent = self._model.views(torch.from_numpy(segment.numpy()))
         for group in self._model.stretches(indices):
             start = end = self._model.start_of(group.start)
             num_copied = 0
@@ -367,19 +371,38 @@ class DirectTransfer:
 
     def _copy_to_segment(self, index: int, tensor: torch.Tensor | None) -> bool:
         """Copy a tensor to its place in the segment. Returns False if it is there already."""
-        view, owner = self._places[index], self._model.tensors[index]
+        view = self._places[index]
+        if tensor is not None and tensor.data_ptr() == view.data_ptr():
+            return False
+        if index in self._lent and self._lent[index]() is not None:
+            self._may_lend = False
+            raise SegmentError("the script keeps a gradient that is in the memory shared with the server")
         if tensor is None:
             view.zero_()
-        elif tensor.data_ptr() == view.data_ptr():
-            return False
+        elif tensor.is_contiguous():
+            copy_bytes(as_bytes(view), as_bytes(tensor))
         else:
-            if tensor.is_contiguous():
-                copy_bytes(as_bytes(view), as_bytes(tensor))
-            else:
-                view.copy_(tensor.detach())
-            if tensor is owner.grad and not tensor.requires_grad and self._model.may_lend:
-                owner.grad = self._lent[index]
+            view.copy_(tensor.detach())
+        gradient = self._model.tensors[index].grad
+        if tensor is not None and tensor is gradient and self._may_lend and self._model.may_lend:
+            self._lend(index, view, gradient)
         return True
+
+    def _lend(self, index: int, view: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Let a place be the memory of its gradient, if the loop keeps the gradient and no other tensor shares it."""
+        storage, seen = gradient.untyped_storage(), self._seen.get(index)
+        if seen is None or seen() is not gradient:
+            self._seen[index] = weakref.ref(gradient)
+        elif (
+            not gradient.requires_grad
+            and gradient.is_contiguous()
+            and storage.nbytes() == gradient.nbytes
+            and torch._C._storage_Use_Count(storage._cdata) == _OURS
+        ):
+            # a storage of its own: moving a model's gradients would otherwise move the segment's view
+            memory = view.reshape(-1).view(torch.uint8).numpy()
+            gradient.data = torch.from_numpy(memory).view(view.dtype).view(view.shape)
+            self._lent = {**self._lent, index: weakref.ref(memory)}
 
     def prepare(self, indices: Sequence[int], segment: torch.Tensor | None) -> bool:
         """Start copying these gradients off their device. Returns False if they are on the host."""
@@ -424,15 +447,13 @@ class DirectTransfer:
         """
 
     def leave_segment(self) -> None:
-        """Leave the segment to the server.
+        """Use the segment no more. Gradients that are in it stay there."""
+        self._segment, self._places, self._seen, self._lent = None, [], {}, {}
 
-        Gradients in it move to memory of their own, because the loop may add to them.
-        """
-        for view, owner in zip(self._places, self._model.tensors, strict=False):
-            gradient = owner.grad
-            if gradient is not None and gradient.data_ptr() == view.data_ptr():
-                owner.grad = gradient.clone()
-        self._segment, self._places, self._lent = None, [], []
+    @property
+    def has_lent(self) -> bool:
+        """Whether gradients of the script are in the segment."""
+        return any(memory() is not None for memory in self._lent.values())
 
 
 class PartTensors(ModelTensors):
@@ -457,7 +478,7 @@ class PartTensors(ModelTensors):
 
     @property
     def may_lend(self) -> bool:
-        return self._whole.may_lend
+        return False
 
     def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []

@@ -3,9 +3,10 @@
     fold(payload, weight, rank) ... fold(payload, weight, rank)       as contributions arrive
     complete(window), for every window; close()                       at the commit
 
-The first payload of a round becomes the result, without a copy. Each file in this folder is an aggregation, found by
-its `ENTRY`. A subclass may override `_add`, which handles a later payload (here it is kept until the commit), and
-`complete`, which makes a window of the result (here a weighted mean). All methods run on the tensor thread.
+The first payload of a round becomes the result, without a copy. A payload in a worker's memory is only read, because
+the script may keep it as a gradient: then the result has memory of its own. Each file in this folder is an aggregation,
+found by its `ENTRY`. A subclass may override `_add`, which handles a later payload (here it is kept until the commit),
+and `complete`, which makes a window of the result (here a weighted mean). All methods run on the tensor thread.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ class Aggregator:
     def __init__(self, windows: list[Window], view: View, buffers: Buffers, trim: int) -> None:
         self.trim = trim
         self._windows, self._view, self._buffers = windows, view, buffers
+        self._spare: torch.Tensor | None = None  # memory for results
         self._reset()
 
     def _reset(self) -> None:
         self.result: torch.Tensor | None = None
+        self._first: torch.Tensor | None = None  # the payload that the kept ones are added to
+        self._is_read_only = False  # nothing may be written to `_first`
         self.num_folded = 0
         self.lowest_rank = sys.maxsize
         self._weight = 0.0
@@ -59,18 +63,24 @@ class Aggregator:
         """The fewest contributions of a round with which the aggregation is robust."""
         return 1
 
-    def fold(self, payload: torch.Tensor, weight: float, rank: int, may_keep: bool) -> list[torch.Tensor]:
+    def fold(
+        self, payload: torch.Tensor, weight: float, rank: int, may_keep: bool, is_read_only: bool = False
+    ) -> list[torch.Tensor]:
         """Add a contribution, and return the payloads that may be reused at once.
 
         With `may_keep`, the payload may be read again at the commit, when its windows pass through the cache anyway.
+        Nothing is written to a payload that `is_read_only`.
         """
         self.num_folded += 1
         self._weight += weight
         # If a rank contributed twice, its newer contribution counts.
         is_lowest, self.lowest_rank = rank <= self.lowest_rank, min(rank, self.lowest_rank)
         if self.result is None:
-            self.result = payload
+            self.result = self._first = payload
+            self._is_read_only = is_read_only
             return []
+        if self._is_read_only and self.result is self._first:
+            self.result = self._memory_for_result()
         return self._add(Kept(payload, weight / self._weight, is_lowest), may_keep)
 
     def _add(self, kept: Kept, may_keep: bool) -> list[torch.Tensor]:
@@ -80,14 +90,28 @@ class Aggregator:
 
     def complete(self, window: Window) -> None:
         """Compute the result of the round in the window's bytes of `result`."""
-        for kept in self._kept:
-            for piece in window.pieces:
-                self._blend(piece, kept)
+        for piece in window.pieces:
+            self._blend(piece)
+
+    def writable(self, window: Window) -> torch.Tensor:
+        """The completed result, which may be changed in the bytes of this window."""
+        assert self.result is not None
+        if not self._is_read_only or self.result is not self._first:
+            return self.result
+        memory = self._memory_for_result()
+        memory[window.start : window.end].copy_(self.result[window.start : window.end])
+        return memory
+
+    def _memory_for_result(self) -> torch.Tensor:
+        assert self._first is not None
+        if self._spare is None:
+            self._spare = torch.empty_like(self._first)
+        return self._spare
 
     @property
     def payloads(self) -> list[torch.Tensor]:
-        """All payloads of the round, the result first."""
-        return [] if self.result is None else [self.result, *(kept.payload for kept in self._kept)]
+        """All payloads of the round, in the order of their folds."""
+        return [] if self._first is None else [self._first, *(kept.payload for kept in self._kept)]
 
     def close(self) -> list[torch.Tensor]:
         """End the round, and return the payloads that may be reused, the result's first."""
@@ -95,17 +119,22 @@ class Aggregator:
         self._reset()
         return payloads
 
-    def _blend(self, piece: FlatRun, kept: Kept) -> None:
-        """Add a payload's values to the weighted mean: mean += (x - mean) w / (sum of weights so far).
+    def _blend(self, piece: FlatRun) -> None:
+        """Add the kept payloads' values to the weighted mean: mean += (x - mean) w / (sum of weights so far).
 
         This takes one pass, and the mean of equal values is exactly their value. Values that are not averaged come from
         the lowest rank.
         """
-        assert self.result is not None
-        result, value = self._view(piece, self.result), self._view(piece, kept.payload)
-        if self.sums and piece.kind is Kind.PARAMETER:
-            result.add_(value)
-        elif piece.is_averaged and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
-            result.lerp_(value, kept.share)
-        elif kept.is_lowest:
-            result.copy_(value)
+        assert self.result is not None and self._first is not None
+        mean = self._view(piece, self._first)
+        result = mean if self.result is self._first else self._view(piece, self.result)
+        for kept in self._kept:
+            value = self._view(piece, kept.payload)
+            if self.sums and piece.kind is Kind.PARAMETER:
+                mean = torch.add(mean, value, out=result)
+            elif piece.is_averaged and not (piece.kind is Kind.BUFFER and self._buffers == "lowest_rank"):
+                mean = torch.lerp(mean, value, kept.share, out=result)
+            elif kept.is_lowest:
+                mean = value
+        if mean is not result:
+            result.copy_(mean)

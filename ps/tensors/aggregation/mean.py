@@ -22,6 +22,7 @@ class Mean(Aggregator):
             for window in self._windows:
                 self.complete(window)
             self._kept.clear()
+            self._first, self._is_read_only = self.result, False
         return reusable
 
 

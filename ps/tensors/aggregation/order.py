@@ -35,10 +35,10 @@ class OrderAggregator(Aggregator):
             if piece.kind is Kind.PARAMETER:
                 self._order(piece)
             else:
-                for kept in self._kept:
-                    self._blend(piece, kept)
+                self._blend(piece)
 
     def _order(self, piece: FlatRun) -> None:
+        assert self.result is not None
         values = [self._view(piece, payload) for payload in self.payloads]
         count = len(values)
         if count == 1:
@@ -46,10 +46,10 @@ class OrderAggregator(Aggregator):
         left_out = self._num_left_out(count)
         kept = slice(left_out, count - left_out)
         size = min(piece.num_elements, _CHUNK_BYTES // piece.dtype.itemsize)
-        rows = torch.empty(count + 1, size, dtype=piece.dtype)
+        rows, result = torch.empty(count + 1, size, dtype=piece.dtype), self._view(piece, self.result)
         for start in range(0, piece.num_elements, size):
             chunks = [value[start : start + size] for value in values]
-            mean_of_rows(sort_rows(chunks, rows[:, : len(chunks[0])])[kept], out=chunks[0])
+            mean_of_rows(sort_rows(chunks, rows[:, : len(chunks[0])])[kept], out=result[start : start + size])
 
 
 def sort_rows(rows: list[torch.Tensor], scratch: torch.Tensor) -> list[torch.Tensor]:

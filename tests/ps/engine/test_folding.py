@@ -29,14 +29,23 @@ class Store:
         payload.mul_(int(factor))
 
     def fold(
-        self, payload: torch.Tensor, weight: float, rank: int, may_keep: bool, without: frozenset[str], rows: object
+        self,
+        payload: torch.Tensor,
+        weight: float,
+        rank: int,
+        may_keep: bool,
+        without: frozenset[str],
+        rows: object,
+        is_read_only: bool,
     ) -> list[torch.Tensor]:
         self.folded.append(payload)
         return []
 
 
-def folded_from(payload: torch.Tensor | None, replies_before_commit: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The payload that came and the one that is folded, times 3; None: one of the staging pool."""
+def folded_from(
+    payload: torch.Tensor | None, replies_before_commit: bool, scale: float = 3.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The payload that came and the one that is folded, scaled; None: one of the staging pool."""
 
     def failed(error: BaseException) -> None:
         raise error
@@ -48,9 +57,9 @@ def folded_from(payload: torch.Tensor | None, replies_before_commit: bool) -> tu
     folding = Folding(model, TensorThread(failed), replies_before_commit)
     folding.stage(IDENTITY, Staged(payload))
     folding.keep(effects.Keep(IDENTITY))
-    folding.fold(effects.Fold(IDENTITY, 1.0, scale=3.0))
+    folding.fold(effects.Fold(IDENTITY, 1.0, scale=scale))
     (folded,) = model.store.folded
-    assert folded.tolist() == [6, 6, 6, 6]
+    assert folded.tolist() == [2 * scale] * 4
     return payload, folded
 
 
@@ -67,5 +76,12 @@ def test_what_gets_a_reply_before_its_commit_no_longer_lies_in_its_workers_memor
 
 @pytest.mark.parametrize("payload", [None, a_workers_memory()])
 def test_everything_else_is_folded_without_a_copy(payload: torch.Tensor | None) -> None:
-    payload, folded = folded_from(payload, replies_before_commit=payload is None)
+    is_own = payload is None
+    payload, folded = folded_from(payload, replies_before_commit=is_own, scale=3.0 if is_own else 1.0)
     assert folded is payload
+
+
+def test_a_workers_memory_is_not_scaled() -> None:
+    """The worker may keep it as a gradient."""
+    payload, folded = folded_from(a_workers_memory(), replies_before_commit=False)
+    assert folded is not payload and payload.tolist() == [2, 2, 2, 2]
