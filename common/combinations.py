@@ -327,6 +327,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("precision fp16", "--group", "each process would skip other steps",
             "use bf16, which needs no loss scaler"),
     # ---- calls of a script
+    Refusal("several optimizers", "fully_shard", "each process has a part of every optimizer's tensors",
+            "use one optimizer; or DistributedDataParallel or the unwrapped models"),
+    Refusal("several optimizers", "--pipeline", "each stage has a part of every optimizer's tensors",
+            "use one optimizer, or no --pipeline"),
+    Refusal("session.rows", "an evaluator", "it pulls one version, and rows keep changing", "let a worker evaluate"),
     Refusal("session.rows", "--group", "each process would keep a separate copy of the rows",
             "start each process as a separate worker, without --group"),
     Refusal("session.rows", "workers run the optimizer", "rows need gradients",

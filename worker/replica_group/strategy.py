@@ -268,9 +268,6 @@ class Grouped(Strategy):
         if other := next((rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]), None):
             message = f"the models (tensors, shapes) of group rank 0 and {other} differ"
             raise MismatchError(message, fix="let all run the same script")
-        if self._sharded is not None and is_parted:
-            message = "session.optimizers() with models that are divided over the processes of this worker"
-            raise UsageError(message, fix="use one optimizer; or DistributedDataParallel or the unwrapped models")
         if self._inner is not None:
             with self._sharing_errors():
                 self._inner.start(model, optimizer, is_parted)

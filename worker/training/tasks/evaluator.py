@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +14,6 @@ from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.tensors.clipping import check_max_norm
-from ....common.tensors.optimizers import TableSpec
 from ....common.user_code import user_code
 from ...conversation.evaluator import Evaluator
 from ...conversation.interrupts import sleep
@@ -23,7 +23,6 @@ from ..batches import Batches
 from ..ending import ending_of
 from ..evaluation import Evaluation, untouched
 from ..position.data import DataPosition
-from ..rows import Pull
 from ..session import Offer, Session
 
 log = get_logger()
@@ -101,6 +100,7 @@ class EvaluatorSession(Session):
         super().__init__(config)
         self._evaluator = Evaluator(config)
         self.settings = self._evaluator.settings
+        self._choices = replace(self._choices, evaluates=True)
         self.evaluation = Evaluation(config.run.eval_every or self.settings.eval_every)
         self._epoch_steps = 0  # of the data given to `shard`
         self._tensors: ModelTensors | None = None
@@ -149,12 +149,6 @@ class EvaluatorSession(Session):
             self._evaluator, self._tensors, interval, self._epoch_steps, lambda: self.evaluation.metrics(self._model)
         )
         raise SystemExit(0)
-
-    def _make_rows(self, spec: TableSpec) -> Pull:
-        raise UsageError(
-            f"table '{spec.name}' in an evaluator (worker.evaluate): it pulls one version, but rows keep changing",
-            fix="let a worker evaluate",
-        )
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
         pass
