@@ -52,7 +52,10 @@ log = get_logger()
 
 _BACKOFF_S = 30.0  # at most between two starts of a stage
 _BEAT_S = 0.5  # between two signs of life of a stage
+# Loading may be one call into a library, which stops the thread of the signs. It may be silent so many times as long.
+_LOADING = 30
 _ALIVE, _READY = b".", b"r"  # a sign of life; the stage is ready
+_ENDED = "has ended"
 
 
 class Spec(NamedTuple):
@@ -292,22 +295,25 @@ class RemoteStage:
 
     def _watch(self, link: Link, beats: int) -> tuple[bool, str]:
         """Return when the process has ended or is silent: whether it was ready, and what happened."""
-        is_ready, polling = False, select.poll()
+        is_ready, is_told, polling = False, False, select.poll()
+        limit_s = self._stages.spec.silence_s * _LOADING
         polling.register(beats, select.POLLIN)
-        polling.poll()
-        with suppress(OSError):  # it has ended
-            link.send(self._stages.spec._asdict())
-        # Loading has no limit: it may be one call into a library, which stops the thread of the signs.
-        while polling.poll(self._stages.spec.silence_s * 1000 if is_ready else None):
+        while polling.poll(limit_s * 1000):
             found = os.read(beats, 1 << 10)
             if not found:
-                return is_ready, "has ended"
+                return is_ready, _ENDED
+            if not is_told:
+                is_told = True
+                with suppress(OSError):  # it has ended
+                    link.send(self._stages.spec._asdict())
             if _READY in found:
+                limit_s = self._stages.spec.silence_s
                 assert self._process is not None
                 self._link, self.problem, is_ready = link, "", True
                 log.info("stage_ready", stage=self._index, pid=self._process.pid)
                 self._stages.has_changed()
-        return is_ready, f"has given no sign of life for {self._stages.spec.silence_s:g} s (serve.stage_silence_s)"
+        state = "" if is_ready else " while it loads"
+        return is_ready, f"has given no sign of life for {limit_s:g} s{state} (serve.stage_silence_s)"
 
 
 class Stages:
@@ -364,8 +370,10 @@ class Stages:
         """Note that the process of a stage has ended."""
         self.has_lost = True
         if num_failures and not self._was_ready:
-            message = f"stage {index} of {self.spec.size} ended with exit code {code} before it was ready"
-            self.failed(ParamServerError(message, fix="its own message is above"))
+            message, fix = f"ended with exit code {code} before it was ready", "its own message is above"
+            if reason != _ENDED:
+                message, fix = reason, "look at its task and its disk, or raise serve.stage_silence_s"
+            self.failed(ParamServerError(f"stage {index} of {self.spec.size} {message}", fix=fix))
         log.warning(
             "stage_lost", stage=index, exit=code, reason=reason, meaning="replies pause until it is started again"
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from typing import Any
 
 import torch
@@ -69,3 +71,12 @@ class Deadly:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {"loss": 0.0}
+
+
+class Frozen(Deadly):
+    """Stops the process of a stage that loads it."""
+
+    def model(self) -> nn.Module:
+        if sys.argv[0].endswith("stages.py"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().model()

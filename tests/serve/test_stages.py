@@ -18,6 +18,7 @@ from torch import nn
 
 from paramserver.common.config.schema import ServeConfig
 from paramserver.common.errors import UsageError
+from paramserver.serve import stages
 from paramserver.serve.engine import End, Engine, Refused, Request
 from paramserver.serve.models import language_model
 from paramserver.serve.slots import NUM_SLOTS, Version
@@ -162,6 +163,18 @@ def test_a_frozen_stage_is_noticed_and_started_again(start: Callable[..., Group]
         until(lambda: "stage 1 has given no sign of life for 2 s" in group.engine.pause, "reason")
     assert isinstance(reply.end(), End) and reply.tokens == alone(["def "], 1, 30)[0]
     until(lambda: not group.engine.pause, "end of the pause")
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_frozen_while_it_loads_is_a_failure_with_a_sentence(
+    start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "_LOADING", 2)
+    group = start(2, f"{LAYERED}:Frozen", {}, stage_silence_s=5.0)
+    until(lambda: bool(group.failures), "its limit")
+    assert str(group.failures.pop(0)).startswith("stage 1 of 2 has given no sign of life for 10 s while it loads")
+    group.stages.close()
+    group.failures.clear()  # of the next process, if there was one
 
 
 @pytest.mark.slow

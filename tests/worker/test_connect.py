@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,14 @@ from paramserver.common.config.schema import Config, WorkerConfig
 from paramserver.common.errors import UnreachableError
 from paramserver.common.security import PLAINTEXT
 from paramserver.common.wire.protocol import other_protocol
-from paramserver.worker.conversation.channel import HEARTBEAT_OPTIONS, OPTIONS, Channel, open_channel, wait_until_ready
+from paramserver.worker.conversation.channel import (
+    HEARTBEAT_OPTIONS,
+    OPTIONS,
+    Channel,
+    Lost,
+    open_channel,
+    wait_until_ready,
+)
 from paramserver.worker.conversation.evaluator import Evaluator
 from paramserver.worker.conversation.exchange import Exchange
 
@@ -78,6 +86,15 @@ def test_a_signal_ends_an_attempt_at_once(silent: str) -> None:
         signal.signal(signal.SIGALRM, before)
     client.close()
     assert time.monotonic() - began < 5
+
+
+def test_an_attempt_to_connect_leaves_no_thread(silent: str) -> None:
+    """A thread that watches a channel prints a traceback when the channel is closed, as at a program's end."""
+    client, before = Channel(silent), set(threading.enumerate())
+    with pytest.raises(Lost):
+        client.connect(0.3)
+    assert set(threading.enumerate()) == before
+    client.close()
 
 
 # ---- somebody else's address ------------------------------------------------------------------------

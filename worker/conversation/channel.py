@@ -5,7 +5,6 @@ A failed connection raises `Lost`. A refusal by the server raises the error for 
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,6 +43,8 @@ OPTIONS = (*HEARTBEAT_OPTIONS, ("grpc.keepalive_time_ms", 2000), ("grpc.http2.ma
 # never arrive. After a connection was lost for this reason, the next one waits twice as long.
 _LEAST_PING_MS, _MOST_PING_MS = 2000, 16_000
 _UNANSWERED = ("ping timeout", "timed out")  # by gRPC, and by the kernel, for which gRPC sets the same limit
+
+_HEALTH = "/grpc.health.v1.Health/Check"
 
 # After these refusals the same process may join again.
 _JOIN_AGAIN = (Reason.NOT_JOINED, Reason.DRAINING, Reason.NOT_READY, Reason.TOO_SLOW)
@@ -156,24 +157,25 @@ def wait_until_ready(channel: grpc.Channel, timeout_s: float, on_failure: Callab
 
     `on_failure` is called after the first failed attempt and may raise the reason. Otherwise gRPC keeps trying.
     """
-    states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
+    # Any reply shows that the channel is connected. gRPC's own watch of a channel has a thread, which prints a
+    # traceback if the channel is closed meanwhile.
+    check = channel.unary_unary(_HEALTH)
     deadline = time.monotonic() + timeout_s
     has_failed = False
-    deliver = states.put  # gRPC finds the callback for `unsubscribe` by identity
-    channel.subscribe(deliver, try_to_connect=True)
-    try:
-        while True:
-            try:
-                state = states.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return False
-            if state is grpc.ChannelConnectivity.READY:
-                return True
-            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE and not has_failed:
-                has_failed = True
-                on_failure()
-    finally:
-        channel.unsubscribe(deliver)
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            check(b"", timeout=left_s, wait_for_ready=has_failed)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        except ValueError:  # another thread has closed the channel
+            return False
+        else:
+            return True
+        if not has_failed:
+            has_failed = True
+            on_failure()
+    return False
 
 
 def next_frame(call: Any, limit: Limit = NO_LIMIT) -> Frame:
