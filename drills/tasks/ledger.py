@@ -50,6 +50,10 @@ class Ledger:
         self._num_samples = check_whole("samples", samples, least=1, most=1 << 24)
         self._num_clocks = check_whole("padding_bytes", padding_bytes, least=8) // 4
 
+    @staticmethod
+    def num_elements(*, samples: int, padding_bytes: int) -> int:
+        return samples + padding_bytes // 4
+
     def model(self) -> nn.Module:
         return LedgerModel(self._num_samples, self._num_clocks)
 

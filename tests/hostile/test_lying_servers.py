@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 import socket
 from pathlib import Path
@@ -9,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramserver.common.errors import ParamServerError
+from paramserver.common.errors import ParamServerError, UsageError
+from paramserver.common.registry import TASKS
 from paramserver.common.security import PLAINTEXT
 from paramserver.common.tensors.optimizers import check_arguments
 from paramserver.common.wire.structs import struct
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.heartbeat import Heartbeat
 from paramserver.worker.conversation.messages import read_settings
-from paramserver.worker.training.tasks.loading import load_named_by_server
+from paramserver.worker.training.tasks.loading import check_named_by_server, load_named_by_server
 
 from .lying import lying_server, run_worker, settings, welcome, welcoming
 
@@ -33,7 +35,19 @@ NAMES = {
     "a name with an escape": ({"task": "lin\x1b[31mear"}, "RunSettings.task"),
     "an argument that the task has not": ({"task_args": struct({"evil": 1})}, "task.args.evil"),
     "an argument of another type": ({"task_args": struct({"num_samples": "many"})}, "a whole number"),
-    "a size that takes all memory": ({"task_args": struct({"num_samples": 2**30})}, "of at most 5,000,000"),
+    "a size that takes all memory": ({"task_args": struct({"num_samples": 2**30})}, "ask for 434 GB of data and model"),
+    "sizes that take all memory together": (
+        {"task_args": struct({"num_samples": 10**6, "num_features": 10**5})},
+        "(num_features=100000, num_samples=1000000) ask for 401 GB",
+    ),
+    "layers that take all memory together": (
+        {"task": "gpt", "task_args": struct({"num_layers": 200, "width": 8192})},
+        "ask for 658 GB",
+    ),
+    "channels that take all memory together": (
+        {"task": "digits", "task_args": struct({"channels": [30_000, 30_000]})},
+        "ask for 33 GB",
+    ),
     "an argument that is too large": ({"task_args": struct({"num_samples": 1e300})}, "a whole number of at most"),
     "an argument out of the task's range": ({"task_args": struct({"num_samples": 0})}, "task.args.num_samples is 0"),
     "a device": ({"task_args": struct({"device": "cuda:7"})}, "never taken from a server"),
@@ -132,3 +146,19 @@ def test_more_pulses_than_heartbeats_end_no_heartbeat():
             assert [memberships.get(timeout=60) for _ in range(3)] == [1, 1, 1]
         finally:
             heartbeat.stop()
+
+
+@pytest.mark.parametrize("name", TASKS.names())
+def test_the_default_arguments_of_each_task_are_small_and_large_ones_are_not(name: str) -> None:
+    task = TASKS.load(name)
+    defaults = {key: parameter.default for key, parameter in inspect.signature(task).parameters.items()}
+    assert task.num_elements(**defaults) < 2**27
+    for key, value in defaults.items():
+        if isinstance(value, int) and key in inspect.signature(task.num_elements).parameters:
+            assert task.num_elements(**defaults | {key: 10**12}) > 2**30, key
+
+
+def test_arguments_that_a_worker_has_of_its_own_have_no_bound() -> None:
+    check_named_by_server("linear", {"num_samples": 10**6}, {"num_samples": 10**9})
+    with pytest.raises(UsageError, match="ask for 401 GB"):
+        check_named_by_server("linear", {"num_samples": 10**6}, {"num_features": 10**5})

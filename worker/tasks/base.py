@@ -3,6 +3,9 @@
 The constructor gets `task.args` of the configuration. Parameters named `seed` (int) and `device` (torch.device) get the
 run's seed and the worker's device unless `task.args` sets them.
 
+A built-in task has a static method `num_elements`, too. It returns the numbers that the data, the model and the
+activations of one sample take for these arguments. A worker limits them if the arguments come from a server.
+
 If a task's model has running statistics in layers of its own, an attribute `averaged_buffers` names them, as in
 `session.optimizer()`.
 

@@ -67,6 +67,11 @@ class Gpt:
         num_eval = min(len(held_out), -(-check_whole("eval_bytes", eval_bytes, least=1) // context))
         self._eval = held_out[torch.linspace(0, len(held_out) - 1, num_eval, device="cpu").long()]  # (num_eval, T + 1)
 
+    @staticmethod
+    def num_elements(*, context: int, num_layers: int, width: int, **_: Any) -> int:
+        """As in `Task`. A layer keeps about 16 numbers of each token and channel."""
+        return num_layers * width * (12 * width + 16 * context) + 2 * _VOCABULARY * width
+
     def model(self) -> nn.Module:
         return Transformer(**self._sizes)
 

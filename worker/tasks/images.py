@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ class ImageTask:
         self._side = side
         self._channels = _check_channels(channels, side)
         self._hidden = check_whole("hidden", hidden, least=1)
+
+    @staticmethod
+    def num_elements(*, channels: Sequence[int], hidden: int, **_: Any) -> int:
+        """As in `Task`, of images of 28 x 28 pixels."""
+        sizes = [1, *channels]
+        kernels = sum(9 * num_in * num_out for num_in, num_out in pairwise(sizes))
+        return kernels + 784 * max(sizes) + sizes[-1] * (28 >> len(channels)) ** 2 * hidden
 
     def model(self) -> nn.Module:
         return ConvNet(side=self._side, channels=self._channels, hidden=self._hidden)

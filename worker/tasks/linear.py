@@ -54,6 +54,10 @@ class Linear:
         self._held_out = draw(_NUM_HELD_OUT)
         self._train = TensorDataset(*draw(num_samples))
 
+    @staticmethod
+    def num_elements(*, num_features: int, num_outputs: int, num_samples: int, **_: Any) -> int:
+        return (num_samples + _NUM_HELD_OUT) * (num_features + num_outputs) + num_features * num_outputs
+
     def model(self) -> nn.Module:
         num_features, num_outputs = self.w_star.shape
         return nn.Linear(num_features, num_outputs, bias=False)

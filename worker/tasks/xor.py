@@ -35,6 +35,10 @@ class Xor:
         self._label_noise = check_number("label_noise", label_noise, least=0, most=0.5)
         self._seed = check_whole("seed", seed, least=0)
 
+    @staticmethod
+    def num_elements(*, d: int, num_samples: int, **_: Any) -> int:
+        return (num_samples + _NUM_HELD_OUT) * (d + _NUM_PRODUCTS)
+
     def model(self) -> nn.Module:
         return nn.Linear(self._d + _NUM_PRODUCTS, 1)
 

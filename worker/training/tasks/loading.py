@@ -23,13 +23,8 @@ _METHODS = {"model": (), "train_data": (), "loss": ("model", "batch"), "evaluate
 _OTHERS = ("optimizer", "optimizers", "configure_optimizers")
 
 _GIVE_IT_HERE = "give --task FILE.py:NAME, or the built-in task that is meant, to this worker"
-# The largest number and the longest list that a server may give. With the other sizes at their defaults, a size at its
-# limit takes about 4 GB at most.
-_MOST, _MOST_ITEMS = 2**31, 8
-_MOST_OF = {
-    "channels": 1_024, "context": 65_536, "d": 5_000, "hidden": 65_536, "num_features": 50_000, "num_heads": 256,
-    "num_layers": 256, "num_outputs": 50_000, "num_samples": 5_000_000, "width": 8_192,
-}  # fmt: skip
+# What a server may give: the largest number, the longest list, and the numbers of data and model together (4 GB).
+_MOST, _MOST_ITEMS, _MOST_ELEMENTS = 2**31, 8, 2**30
 
 
 def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.device) -> Task:
@@ -81,6 +76,13 @@ def check_named_by_server(name: str, args: dict[str, Any], own_args: dict[str, A
             )
         if key not in own_args:
             _check_from_server(name, parameters[key], value)
+    sizes = {key: parameter.default for key, parameter in parameters.items()} | args | own_args
+    num_bytes = 4 * TASKS.load(name).num_elements(**sizes)
+    if args.keys() - own_args and num_bytes > 4 * _MOST_ELEMENTS:
+        given = ", ".join(f"{key}={shown(repr(value))}" for key, value in sorted(args.items()) if key not in own_args)
+        message = f"the server's arguments of task {name} ({given}) ask for {num_bytes / 1e9:,.0f} GB of data and model"
+        fix = f"give them here, if this worker has the memory: ps-worker --set task.args.{next(iter(args))}=VALUE"
+        raise UsageError(f"{message}; a server may ask for {4 * _MOST_ELEMENTS / 1e9:.0f} GB", fix=fix)
 
 
 def _check_from_server(name: str, parameter: inspect.Parameter, value: Any) -> None:
@@ -94,11 +96,10 @@ def _check_from_server(name: str, parameter: inspect.Parameter, value: Any) -> N
         raise UsageError(f"{message}, and a file or a device is never taken from a server", fix=fix)
     items, like = (value, default[0]) if isinstance(default, tuple) and isinstance(value, list) else ([value], default)
     kinds = (int, float) if type(like) is float else (type(like),)
-    most = _MOST_OF.get(parameter.name, _MOST)
-    is_sound = len(items) <= _MOST_ITEMS and all(type(item) in kinds and abs(item) <= most for item in items)
+    is_sound = len(items) <= _MOST_ITEMS and all(type(item) in kinds and abs(item) <= _MOST for item in items)
     if not is_sound:
         expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(type(default), "a list")
-        raise UsageError(f"{message}, where {expected} of at most {most:,} is expected", fix=_GIVE_IT_HERE)
+        raise UsageError(f"{message}, where {expected} of at most {_MOST:,} is expected", fix=_GIVE_IT_HERE)
 
 
 def _from_file(name: str) -> Callable[..., Any]:
