@@ -19,14 +19,12 @@ Servers record their runs in output.track_dir (runs/paramserver.db); --no-store 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..common.config.cli import discard_from_now_on, make_app, run_app
-from ..common.errors import EXIT_OUTPUT_LOST
+from ..common.config.cli import make_app, run_app
 
 PROGRAM = "ps-runs"
 
@@ -154,8 +152,4 @@ def ui(
 
 def main() -> None:
     """Entry point of `ps-runs`."""
-    try:
-        run_app(app, PROGRAM)
-    except BrokenPipeError:  # `| head` has read enough
-        discard_from_now_on(sys.stdout.fileno())
-        sys.exit(EXIT_OUTPUT_LOST)
+    run_app(app, PROGRAM)

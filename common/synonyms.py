@@ -135,7 +135,7 @@ def of_flag(program: str, flag: str) -> str:
     """Returns the sentence for an unknown flag of a program, or a flag that lacks its value; "" for none."""
     if (found := _SETTING.fullmatch(flag)) is not None or "." in flag.lstrip("-"):
         return f"--set {found[2]}={found[3]}" if found else f"--set {flag.lstrip('-')}=VALUE"
-    sentence = FLAGS.get(flag.lstrip("-").replace("_", "-").lower(), "")
+    sentence = RUNS.get(flag) or FLAGS.get(flag.lstrip("-").replace("_", "-").lower(), "")
     return sentence if isinstance(sentence, str) else sentence.get(program, sentence.get(_ELSE, ""))
 
 

@@ -6,11 +6,13 @@ error's class. Only bugs of the project show a traceback.
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -19,7 +21,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import dropped, synonyms
-from ..errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, ParamServerError, UsageError
+from ..errors import (
+    EXIT_BUG,
+    EXIT_DRAINED,
+    EXIT_INTERRUPTED,
+    EXIT_OUTPUT_LOST,
+    OutputError,
+    ParamServerError,
+    UsageError,
+)
 from . import quiet
 
 # pydantic, yaml and rich are imported where they are used: not every command needs them.
@@ -276,6 +286,7 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
     quiet.end()
     try:
         code = app(prog_name=program, standalone_mode=False)
+        sys.stdout.flush()
     except ParamServerError as error:
         code = report(program, error)
     except Drained:
@@ -285,6 +296,9 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_BUG
     except Exception as error:  # Click's error for a wrong flag; others are bugs, which show a traceback
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EPIPE):
+            quiet.over(code := _output_lost(program, error))
+            sys.exit(code)
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()
@@ -292,10 +306,19 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
         if not fix.endswith("lists every flag"):  # Click's own suggestions are of the spelling alone
             message = message.partition(" (Possible options:")[0].partition(" (Did you mean")[0]
         code = report(program, UsageError(message, fix=fix))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
     quiet.over(code or 0)
     sys.exit(code or 0)
+
+
+def _output_lost(program: str, error: OSError) -> int:
+    """Report that the output cannot be written, unless its reader has read enough, as `| head` has."""
+    discard_from_now_on(1)
+    if error.errno == errno.EPIPE:
+        return EXIT_OUTPUT_LOST
+    fix = "free space, or send it elsewhere"
+    return report(program, OutputError(f"the output cannot be written: {error.strerror}", fix=fix))
 
 
 def discard_from_now_on(descriptor: int) -> None:
@@ -307,8 +330,9 @@ def discard_from_now_on(descriptor: int) -> None:
 
 def report(program: str, error: ParamServerError) -> int:
     """Print an error for a person, and return its exit code."""
-    for index, line in enumerate(error.message.splitlines()):
-        print(f"{program}: {line}" if index == 0 else f"  {line}", file=sys.stderr)
-    if error.fix:
-        print(f"  fix: {error.fix}", file=sys.stderr)
+    with suppress(OSError):  # standard error cannot be written
+        for index, line in enumerate(error.message.splitlines()):
+            print(f"{program}: {line}" if index == 0 else f"  {line}", file=sys.stderr)
+        if error.fix:
+            print(f"  fix: {error.fix}", file=sys.stderr)
     return error.exit_code

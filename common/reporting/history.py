@@ -19,7 +19,8 @@ lose its last few lines. `drills/check.py` reads the file.
             commit    version, contributions [[rank, incarnation, seq], ...], members [rank, ...], samples (in all of
                       them; 1 for an unknown number)
             reply     rank, incarnation, seq, version, outcome; last (true: no steps follow), weights (false: none),
-                      newer (true: the weights of a large model may be of a newer version)
+                      newer (true: the weights of a large model may be of a newer version), reference (the version of
+                      the weights, if a reply codec sends those of an older one)
             snapshot  version, seqs {rank: seq}, path, sha256 (of the weights)
             control   do, rank, name, value (the request), result (a sentence), done (false: refused)
             end       version, seqs {rank: seq}; over (true: all workers have left after the final weights)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -12,6 +14,7 @@ from paramserver.common import synonyms
 from paramserver.common.config.cli import run_command, single_app
 from paramserver.common.config.option import LAUNCHER, SERVE, SERVER, WORKER
 from paramserver.common.registry import CODECS, MODES
+from paramserver.common.runstore.writing import Beginning, RunWriter
 from paramserver.launch import main as launch_main
 from paramserver.launch.main import launch
 from paramserver.ps.main import serve as server
@@ -73,3 +76,29 @@ def test_no_word_of_ours_is_a_synonym() -> None:
     assert set(synonyms.NAMES["mode"]).isdisjoint(MODES.names())
     assert set(synonyms.NAMES["codec"]).isdisjoint(CODECS.names())
     assert set(synonyms.COMMANDS[LAUNCHER]).isdisjoint(launch_main._COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "words", [("show", "latest"), ("compare", "newest", "last"), ("export", "recent"), ("plot", "-1")]
+)
+def test_a_word_for_the_newest_run_is_answered_with_last(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paramserver.catalog.main import main
+
+    assert {word for word in words if word in synonyms.RUNS}
+    path = tmp_path / "runs.db"
+    beginning = Beginning(run="r", mode="sync", project="p", version=0, heartbeat_s=1.0, code={}, machine={"host": "h"})
+    writer = RunWriter(path, beginning)
+    assert writer.flush()
+    writer.close()
+    monkeypatch.setattr(sys, "argv", ["ps-runs", *words, "--db", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "`last` is the newest run" in capsys.readouterr().err
+
+
+def test_the_package_names_its_programs() -> None:
+    done = subprocess.run([sys.executable, "-m", "paramserver"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "ps-launch -n 4 train.py" in done.stderr

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from paramserver.tests.cluster import Cluster
@@ -71,3 +76,43 @@ def test_a_path_that_is_not_utf8_is_refused_before_the_run(cluster: Cluster) -> 
         assert done.returncode == 2
         assert f"flag {flag}: /tmp/caf\\udce9 is not UTF-8" in done.stderr, done.stderr
         assert "relative path" in done.stderr
+
+
+# ---- standard streams and the locale ----------------------------------------------------------------
+
+PROGRAMS = {
+    "ps-launch": "--print-config", "ps-server": "--print-config", "ps-worker": "--print-config --rank 0",
+    "ps-serve": "--print-config --server 127.0.0.1:1", "ps-runs": "--help", "ps-sim": "--help", "ps-bench": "--help",
+    "ps-certs": "--help",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_streams_that_cannot_be_written_end_no_program_with_a_traceback(cluster: Cluster, program: str) -> None:
+    words = f"{Path(sys.executable).with_name(program)} {PROGRAMS[program]}"
+    shell = "; ".join(f"{words} {how}; echo $?" for how in (">&-", "2>&- >out", ">/dev/full", ">out"))
+    env = {
+        "PATH": os.environ["PATH"],
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "latin-1",
+    }
+    done = subprocess.run(
+        ["sh", "-c", shell], capture_output=True, cwd=cluster.folder, timeout=240, check=False, env=env
+    )
+    assert done.stdout.split() == [b"0", b"0", b"14", b"0"], (done.stdout, done.stderr)
+    assert b"Traceback" not in done.stderr
+    assert b"the output cannot be written: No space left on device" in done.stderr
+
+
+def test_a_run_needs_no_streams_and_no_utf8(cluster: Cluster) -> None:
+    """Nor a proxy, which the environment names."""
+    launch = f"{sys.executable} -m paramserver.launch -n 1 --task linear --steps 4 --mode sync"
+    shell = f"{launch} --report rep --summary s.json >&- 2>&-"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PS_"))}
+    environ |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "http_proxy": "http://127.0.0.1:1"}
+    environ |= {"grpc_proxy": "http://proxy.example:3128", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["sh", "-c", shell], cwd=cluster.folder, timeout=240, check=False, env=environ)
+    assert done.returncode == 0
+    assert '"version": 4' in (cluster.folder / "s.json").read_text(encoding="utf-8")
