@@ -254,6 +254,8 @@ class Seats(Follower):
         self._check_reply(rank, number, outcome, member)
         if version != self.version:
             self._report(f"rank {rank} is given version {version}: the newest is {self.version}")
+        if sent.reference is not None and sent.reference >= version:
+            self._report(f"rank {rank} is given version {version} with older weights, of version {sent.reference}")
         ahead = self._compared(rank) - min(self._compared(other) for other, it in self._members.items() if it.is_member)
         if not line.fields.get("last"):  # a worker without further steps does not block the others
             self._report(*(rule.replied(rank, ahead) for rule in self._rules))
