@@ -24,6 +24,16 @@ pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 from paramserver.web.guard import cookie_of
 
 
+@pytest.mark.parametrize(
+    "other", ['a[b]="x, y"', 'json={"a":1}', "=", "\xe9=\xff", "paramserver-1=theirs", "x=" + "y" * 20_000]
+)
+def test_a_cookie_of_another_program_changes_nothing(client: Client, asked: list[dict[str, Any]], other: str) -> None:
+    order, ours = json.dumps({"do": "drain"}).encode(), f"{cookie_of(client.address)}=secret"
+    for cookies in (f"{other}; {ours}", f"{ours}; {other}"):
+        assert client.ask("POST", CONTROL, order, Origin=f"http://{client.address}", Cookie=cookies)[0] == 200
+    assert len(asked) == 2
+
+
 def test_who_may_change_something(client: Client, asked: list[dict[str, Any]]) -> None:
     order, ours = json.dumps({"do": "drain"}).encode(), f"http://{client.address}"
     shown = {"Authorization": "Bearer secret"}
