@@ -21,6 +21,9 @@ FIELDS = {
         "start": "run:text server_incarnation mode:text version seqs:seqs options:values common:values "
         "? staleness:perhaps workers:perhaps skipped:list found:list shifts:shifts",
         "join": "rank incarnation seq ? resumed:switch",
+        "enter": "rank incarnation seq",
+        "away": "rank incarnation seq",
+        "back": "rank incarnation seq",
         "leave": "rank incarnation how:text ? finished:switch",
         "accept": "rank incarnation seq base_version version outcome:text ? samples:perhaps num_steps part run_steps",
         "commit": "version contributions:triples members:ranks ? samples",

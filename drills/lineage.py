@@ -99,17 +99,13 @@ class Lineage:
         """Returns the number of the last commit by rank."""
         return {rank: self.number(rank) for rank in self._ranks}
 
-    def differences(self, version: int, numbers: dict[int, int], newcomers: set[int]) -> list[str]:
-        """Returns how `numbers` differ from the commits up to `version`, as phrases.
-
-        A rank without commits may be missing; `newcomers` have none.
-        """
+    def differences(self, version: int, numbers: dict[int, int]) -> list[str]:
+        """Returns how `numbers` differ from the commits up to `version`, as phrases. Ranks without commits may lack."""
         found = []
         for rank in sorted({*numbers, *self._ranks}):
             known, number = self._ranks.get(rank), numbers.get(rank)
             if known is None:
-                if rank not in newcomers:
-                    found.append(f"rank {rank} at number {number}, it never joined")
+                found.append(f"rank {rank} at number {number}, it never joined")
                 continue
             committed = known.number(known.up_to(version))
             if number != committed and not (number is None and committed == known.first):

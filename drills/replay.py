@@ -49,7 +49,6 @@ class Replay(Seats):
         self.num_late: dict[tuple[str, int], int] = {}  # replies that may come while its workers compute
         self._durable: int | None = None  # version of the newest snapshot
         self._snapshots: set[int] = set()  # versions of the snapshots since this start
-        self._unseen: dict[int, int] = {}  # its numbers for ranks that no line has mentioned
         self._voided: set[tuple[int, int]] = set()
         self._is_cut = False  # this server has not ended
         self._has_ended = False
@@ -86,7 +85,7 @@ class Replay(Seats):
                 self._close_run()
             if not has_source and (version or any(numbers.values())):
                 self._report(f"a run that begins from nothing is at version {version}, numbers {numbers}")
-            self.run, self.lineage, self._voided, self._ranks = line["run"], Lineage(numbers), set(), set()
+            self.run, self.lineage, self._voided = line["run"], Lineage(numbers), set()
         self._durable = version if has_source and not self._is_relay else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
@@ -129,11 +128,10 @@ class Replay(Seats):
 
     def _restarted(self, line: Line, version: int, numbers: dict[int, int], has_source: bool) -> None:
         self.tally.restarts += 1
-        incarnation, newcomers = line["server_incarnation"], self._ranks
+        incarnation = line["server_incarnation"]
         if incarnation <= self.server_incarnation:
             self._report(f"server incarnation {incarnation} after {self.server_incarnation}: it must grow")
         if self._is_cut and has_source:
-            newcomers = newcomers | set(numbers)
             self._believe(line, version, numbers)
         if version > self.version:
             self._report(f"the server starts at version {version}, but only {self.version} versions were committed")
@@ -150,18 +148,19 @@ class Replay(Seats):
                     f"the server starts at version {version}, but version {self._durable} was in a snapshot: "
                     f"{lost} durable contributions are lost"
                 )
-        differences = self.lineage.differences(version, numbers, newcomers)
+        differences = self.lineage.differences(version, numbers)
         self._report(*(f"the server starts at version {version} with {text}" for text in differences))
-        if version == self._durable and has_source:
-            for rank in numbers.keys() & self._unseen.keys():
-                self._begin(rank, numbers[rank])
-        self._unseen = {}
         voided = self.lineage.roll_back(version, numbers)
         self.tally.rolled_back += len(voided)
         self._voided.update(voided)
 
     def _believe(self, line: Line, version: int, numbers: dict[int, int]) -> None:
-        """Add the commits whose lines are missing, up to the snapshot of `version`: single contributions, or rounds."""
+        """Add the ranks and the commits whose lines are missing, up to the snapshot of `version`.
+
+        The commits are of single contributions, or of rounds.
+        """
+        for rank in numbers:
+            self.lineage.begin(rank, numbers[rank])
         if version <= self.version:
             return
         self.has_gaps = True
@@ -187,17 +186,9 @@ class Replay(Seats):
         if version in self._snapshots:
             self._report(f"a second snapshot of version {version}")
         self._snapshots.add(version)
-        differences = self.lineage.differences(version, line.seqs, self._ranks)
+        differences = self.lineage.differences(version, line.seqs)
         self._report(*(f"the snapshot of version {version} has {text}" for text in differences))
-        self._unseen = {rank: number for rank, number in line.seqs.items() if rank not in self.lineage}
         self._durable = max(version, self._durable or 0)
-
-    def _begin(self, rank: int, number: int) -> None:
-        """A new rank begins. The newest snapshot may have its number before any line has."""
-        saved = self._unseen.pop(rank, number)
-        if saved != number:
-            self._report(f"rank {rank} begins at number {number}, but the newest snapshot has it at {saved}")
-        self.lineage.begin(rank, number)
 
     def _on_control(self, line: Line) -> None:
         if line["do"] != "set" or not line.fields.get("done"):
@@ -219,7 +210,7 @@ class Replay(Seats):
         self._is_cut, self._has_ended = may_be_open and bool(self._open), True
         if line["version"] != self.version:
             self._report(f"the run ends at version {line['version']}, but version {self.version} was committed last")
-        differences = self.lineage.differences(self.version, line.seqs, self._ranks)
+        differences = self.lineage.differences(self.version, line.seqs)
         self._report(*(f"the run ends with {text}" for text in differences))
         if line.fields.get("over"):
             self._report(*(f"the run is over, and rank {rank} has not left" for rank in sorted(self._members)))
@@ -238,11 +229,10 @@ class Replay(Seats):
         if version != self.version + 1:
             self._report(f"version {version} is committed after version {self.version}")
         self.version = version
-        certain = {rank for rank, member in self._members.items() if member.is_member}
-        if not certain <= members <= set(self._members):
-            self._report(f"version {version} names the members {sorted(members)}, but live are {sorted(certain)}")
-        for rank in members & set(self._members):
-            self._members[rank].is_member = True
+        live = {rank for rank, member in self._members.items() if member.is_member}
+        waiting = {rank for rank, member in self._members.items() if member.pending == "START"}
+        if not live - waiting <= members <= live:  # a mode may let a worker wait that enters during a round
+            self._report(f"version {version} names the members {sorted(members)}, but live are {sorted(live)}")
         for rank, incarnation, number in line["contributions"]:
             if self._close(rank, number) != incarnation:
                 self._report(
@@ -263,7 +253,6 @@ class Replay(Seats):
             ]
             self._report(f"version {version} leaves out contributions that were accepted before: {', '.join(left)}")
             self._open.clear()
-        waiting = {rank for rank, member in self._members.items() if member.started_at is None}
         missing = sorted(members - waiting - {rank for rank, _ in folded | skipped})
         num_contributions = len(line["contributions"]) + len(skipped)
         samples = sum(1 if (new := self.samples.get(item)) is None else new for item in folded)

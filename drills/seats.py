@@ -1,6 +1,8 @@
 """Follows the workers of a server in its history: who joins, contributes, gets a reply and leaves. Pure.
 
 - A rank's incarnation grows at every join. An older incarnation does not count once a newer one has joined (I1, I4).
+- A worker that has joined is a member, for which others wait, once it enters. A new rank starts at the number of the
+  slowest member, so that it does not repeat what the others have done.
 - Each reply is the only one to a contribution or a join, has its outcome, and the newest version.
 - A contribution that counts is the rank's next one, after the reply to the one before. The rank had the weights that it
   was computed on.
@@ -61,20 +63,15 @@ class Sent(NamedTuple):
 
 @dataclass
 class Member:
-    """A worker that has joined. `number` counts its accepted contributions, committed or not.
-
-    It becomes a member, for which others wait, when it has offered its model.
-    """
+    """A worker that has joined. `number` counts its accepted contributions, committed or not."""
 
     incarnation: int
     number: int
-    joined_at: int = 0  # the newest version when it joined
-    is_member: bool = False  # certainly
+    is_member: bool = False  # it has entered, and has not finished
     pending: str | None = "START"  # outcome of the reply that is due; None: it computes
     is_back: bool = False  # has resumed since it contributed
     is_through: bool = False  # its newest reply grants no steps
     bases: list[Sent] | None = field(default_factory=list)  # with weights, the newest last; None: unknown
-    started_at: int | None = None  # the newest version when it got its START; None: it has none yet
 
 
 class Seats(Follower):
@@ -95,14 +92,10 @@ class Seats(Follower):
         self._policy: Policy | None = None  # a fresh one of the run's mode; None: it is not known here
         self._members: dict[int, Member] = {}
         self._shifts: dict[int, int] = {}  # added to a rank's number when it is compared with another rank's
-        self._ranks: set[int] = set()  # ranks that ever joined the run
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
         self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
         self._skipped: set[tuple[int, int]] = set()  # accepted (rank, number) without a fold
         self._empty: set[int] = set()  # ranks whose newest contribution was skipped
-
-    def _begin(self, rank: int, number: int) -> None:
-        raise NotImplementedError
 
     # ---- joins and departures ------------------------------------------------------------
 
@@ -114,17 +107,14 @@ class Seats(Follower):
             if incarnation <= newest:
                 self._report(f"rank {rank} joins as incarnation {incarnation} after {newest}: it must grow")
         self._newest[rank] = max(incarnation, newest or 0)
-        self._ranks.add(rank)
         before = self._members.get(rank)
-        known = self._known_number(rank)
-        if known is not None and number != known:
+        known = self._known_number(rank) or 0
+        if number != known:
             self._report(f"rank {rank} joins at number {number}: it is at {known}")
-        if known is None and number:
-            self._begin(rank, number)  # it was seated before, and died before its reply
         if not line.fields.get("resumed"):
             if before is not None:
                 self._report(f"rank {rank} joins anew, but incarnation {before.incarnation} has not left")
-            self._members[rank] = Member(incarnation, number, self.version)
+            self._members[rank] = Member(incarnation, number)
         elif before is None:
             self._report(f"rank {rank} resumes, but was no member")
             self._members[rank] = self._unknown(incarnation, number)
@@ -136,13 +126,29 @@ class Seats(Follower):
     @staticmethod
     def _unknown(incarnation: int, number: int) -> Member:
         """A member after a problem: nothing else of it is reported that follows from that problem."""
-        return Member(incarnation, number, is_member=True, pending=None, bases=None, started_at=-1)
+        return Member(incarnation, number, is_member=True, pending=None, bases=None)
 
     def _known_number(self, rank: int) -> int | None:
         """Returns the last accepted number of a rank, or None for a new rank."""
         if rank in self._open:
             return max(self._open[rank])
         return self.lineage.number(rank) if rank in self.lineage else None
+
+    def _on_enter(self, line: Line) -> None:
+        rank, number = line["rank"], line["seq"]
+        member = self._current(line, "enters")
+        if member.is_member:
+            self._report(f"rank {rank} enters, and is a member already")
+        known = self._known_number(rank)
+        if known is None:
+            members = [self._compared(other) for other, it in self._members.items() if it.is_member]
+            slowest = min(members, default=number)
+            if number > slowest and not any(rule.begins_late for rule in self._rules):
+                self._report(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
+            self.lineage.begin(rank, number)
+        elif number != known:
+            self._report(f"rank {rank} enters at number {number}: it is at {known}")
+        member.number, member.is_member = number, True
 
     def _on_leave(self, line: Line) -> None:
         rank, incarnation, how = line["rank"], line["incarnation"], line["how"]
@@ -245,10 +251,9 @@ class Seats(Follower):
         has_weights, may_be_newer = line.fields.get("weights", True), line.fields.get("newer", False)
         sent = Sent(number, version, outcome, has_weights, may_be_newer, line.fields.get("reference"))
         self.replies.setdefault(self._seat(line), []).append(sent)
-        if self._known_number(rank) is None:
-            self._begin_rank(rank, number, member.joined_at)
-            member.number = number
-        member.is_member = True
+        if outcome == "START" and not member.is_member:
+            self._report(f"rank {rank} gets its START, and has not entered")
+            member.is_member = True
         if number != member.number:
             self._report(f"rank {rank} gets its reply for contribution {number}: it is at {member.number}")
         self._check_reply(rank, number, outcome, member)
@@ -256,11 +261,9 @@ class Seats(Follower):
             self._report(f"rank {rank} is given version {version}: the newest is {self.version}")
         if sent.reference is not None and sent.reference >= version:
             self._report(f"rank {rank} is given version {version} with older weights, of version {sent.reference}")
-        ahead = self._compared(rank) - min(self._compared(other) for other, it in self._members.items() if it.is_member)
+        slowest = min((self._compared(other) for other, it in self._members.items() if it.is_member), default=0)
         if not line.fields.get("last"):  # a worker without further steps does not block the others
-            self._report(*(rule.replied(rank, ahead) for rule in self._rules))
-        if member.started_at is None:
-            member.started_at = self.version
+            self._report(*(rule.replied(rank, self._compared(rank) - slowest) for rule in self._rules))
         member.pending, member.is_through = None, bool(line.fields.get("last"))
         self._has_weights(member, sent)
 
@@ -293,20 +296,6 @@ class Seats(Follower):
 
     def _compared(self, rank: int) -> int:
         return self._members[rank].number + self._shifts.get(rank, 0)
-
-    def _begin_rank(self, rank: int, number: int, joined_at: int) -> None:
-        """A new rank starts at the slowest member's number, so that it does not repeat what the others have done."""
-        # The number is that of the moment when the rank offered its model, which the history does not have. Slower ones
-        # may have entered between that moment and its START, so those that got their START since its join are left out.
-        since = [
-            self._compared(other) for other, member in self._members.items()
-            if member.is_member and other != rank and (member.started_at is None or member.started_at < joined_at)
-        ]  # fmt: skip
-        slowest = min(since, default=None)
-        begins_late = any(rule.begins_late for rule in self._rules)
-        if slowest is not None and number > slowest and not begins_late:
-            self._report(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
-        self._begin(rank, number)
 
     def _seat(self, line: Line) -> Seat:
         return self.run or "", self.server_incarnation, line["rank"], line["incarnation"]

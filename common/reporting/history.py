@@ -8,6 +8,9 @@ lose its last few lines. `drills/check.py` reads the file.
                       skipped [damaged snapshots], options {name: value} of the mode, common {name: value} of every
                       mode (training steps, num_workers, min_workers, weighting, delayed_update)
             join      rank, incarnation, seq, resumed
+            enter     rank, incarnation, seq: it has offered its model, and is a member from here on
+            away      rank, incarnation, seq: its connection is lost, and its process is still there
+            back      rank, incarnation, seq: it goes on after a join that resumed
             leave     rank, incarnation, how: goodbye | failed | closed | lease | replaced, or
                       finished: it takes no more steps, but stays for the final weights; finished (true: it has had
                       every reply)

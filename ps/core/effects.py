@@ -92,6 +92,12 @@ class Fence(OfAWorker):
 
 
 @dataclass(slots=True)
+class WorkerMoved(Fact, OfAWorker):
+    how: str  # enter: it has offered its model, and is a member; away: its connection is lost; back: it goes on
+    number: int  # contributions of the rank that count
+
+
+@dataclass(slots=True)
 class WorkerLeft(Fact, OfAWorker):
     how: str  # goodbye, failed, closed, lease, replaced; finished: still connected, but no longer waited for
     reason: str

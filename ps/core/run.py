@@ -178,6 +178,7 @@ class Run(Ending):
         self.may_change_optimizer = False
         if worker.is_resumed:
             worker.is_away = False
+            yield self._moved(worker, "back")
             yield Log("info", "resumed", {"rank": worker.rank, "seq": self.policy.num_counted[worker.rank]})
         elif not self.is_holding:
             if self.has_weights and self.initializer is None:
@@ -220,8 +221,12 @@ class Run(Ending):
         self.lost_at.pop(worker.rank, None)
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)
+        yield self._moved(worker, "enter")
         yield Log("routine", "admitted", {"rank": worker.rank, "seq": self.policy.num_counted[worker.rank]})
         yield from self.performed(decisions, at)
+
+    def _moved(self, worker: Worker, how: str) -> Effect:
+        return effects.WorkerMoved(worker.rank, worker.incarnation, how, self.policy.num_counted.get(worker.rank, 0))
 
     # ---- contributions --------------------------------------------------------------------
 
@@ -284,6 +289,7 @@ class Run(Ending):
         worker.is_away = True
         self.policy.disconnected(worker.rank)
         yield effects.Fence(worker.rank, worker.incarnation)
+        yield self._moved(worker, "away")
         yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": event.reason})
 
     def _ticked(self, event: events.Ticked) -> Iterator[Effect]:

@@ -75,6 +75,8 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             return "control", {**fields, "result": result, "done": is_done}
         case effects.Seated(_, rank, incarnation, is_resumed, number):
             return "join", {"rank": rank, "incarnation": incarnation, "seq": number, "resumed": is_resumed}
+        case effects.WorkerMoved(rank, incarnation, how, number):
+            return how, {"rank": rank, "incarnation": incarnation, "seq": number}
         case effects.WorkerLeft(rank, incarnation, how):
             finished = {"finished": True} if fact.has_finished else {}
             return "leave", {"rank": rank, "incarnation": incarnation, "how": how, **finished}

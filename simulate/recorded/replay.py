@@ -3,8 +3,7 @@
 Each line of the history is either a decision of the run or an event from outside. The replay compares decisions and
 repeats events. It inserts events that the history lacks at places where their exact time makes no difference:
 
-- A worker is a member once it has offered its model. Its first reply or a commit that names it shows this.
-- If a worker returns or leaves, its connection was lost right after its last line.
+- A worker offers its model right before it enters or is back.
 - If the next line is a decision without another event, a tick happened.
 
 A history does not show that a run was stopped (session.stop(), run.stop_when), nor a mode's own state in a snapshot
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any
@@ -34,6 +33,9 @@ from ...ps.policies.base import Policy
 # The compared fields of a line.
 _DECIDED = {
     "join": ("rank", "incarnation", "seq"),
+    "enter": ("rank", "incarnation", "seq"),
+    "away": ("rank", "incarnation", "seq"),
+    "back": ("rank", "incarnation", "seq"),
     "leave": ("rank", "incarnation", "how"),
     "accept": ("rank", "incarnation", "seq", "base_version", "version", "outcome"),
     "commit": ("version", "contributions", "members"),
@@ -41,7 +43,6 @@ _DECIDED = {
     "control": ("do", "rank", "name", "value"),
 }
 _JUDGED = {"rejected": Judgement("reject", "recorded"), "skipped": Judgement("skip", "recorded")}
-_GOES_SILENT = ("closed", "lease", "replaced")
 
 
 @dataclass
@@ -59,33 +60,20 @@ def replay(lines: Iterable[Line], modes: Iterable[str] = ()) -> Verdict:
 
     Raises UsageError for an unknown mode.
     """
-    of_server = list(dropwhile(lambda line: line.op != "start", (line for line in lines if line.role == "server")))
-    enters = _named_first(of_server)
-    while True:
-        found = _Replay(of_server, modes, enters)
-        wrong = found.replied_late
-        if wrong is None or wrong[1] in enters.get(wrong[0], ()):
-            return found.verdict
-        enters.setdefault(wrong[0], []).append(wrong[1])  # it was a member before, and had to wait: try again
+    of_server = dropwhile(lambda line: line.op != "start", (line for line in lines if line.role == "server"))
+    return _Replay(list(of_server), modes).verdict
 
 
 class _Replay(Follower):
-    def __init__(self, lines: Sequence[Line], modes: Iterable[str], enters: Mapping[int, list[int]]) -> None:
+    def __init__(self, lines: Sequence[Line], modes: Iterable[str]) -> None:
         super().__init__(modes)
         self.verdict = Verdict()
-        self.replied_late: tuple[int, int] | None = None  # the first problem is of a START: position before, rank
-        self._lines = lines
-        self._goes_silent, self._came = _last_lines(lines), 0  # position of the newest line from outside
-        self._offering: list[int] = []  # ranks that are members from the next event on
+        self._lines, self._came = lines, 0  # position of the newest line from outside
         self._due: deque[tuple[str, dict[str, Any]]] = deque()  # lines that follow from what was applied
         self._run: Run
         for at, line in enumerate(lines):
             if not self._takes(at, line):
                 break
-            self._offering += enters.get(at, ())
-            for rank, incarnation in self._goes_silent.get(at, ()):
-                if rank in self._run.policy.members:
-                    self._apply(events.Disconnected(rank, incarnation))
 
     def _takes(self, at: int, line: Line) -> bool:
         """Returns whether the run decides the same, and records the problem if not."""
@@ -96,9 +84,6 @@ class _Replay(Follower):
         if line.op not in _DECIDED or line.fields.get("done") is False:
             return True
         if not self._due:
-            for rank in self._offering:
-                self._offers(rank)
-            self._offering.clear()
             self._came = at
             self.feed(line)
         op, fields = self._due.popleft() if self._due else ("", {})
@@ -108,8 +93,6 @@ class _Replay(Follower):
             self.verdict.problem = Problem(line.file, line.number, f"recorded: {line.op} {recorded}")
             now = ", ".join(f"{name} {fields[name]}" for name in _DECIDED.get(op, ()))
             self.verdict.decided = f"{op} {now}" if op else "nothing"
-            if line.op == "reply" and line["outcome"] == "START":
-                self.replied_late = (self._came - 1, line["rank"])
             return False
         self.verdict.num_decisions += line.op in ("accept", "commit", "reply")
         return True
@@ -162,6 +145,20 @@ class _Replay(Follower):
         this = self._run.incarnation
         self._apply(events.Joined(line.number, rank, "", before, this, process))
 
+    def _on_enter(self, line: Line) -> None:
+        """Workers that enter together have all offered: the first of them may have had to wait for the others."""
+        for other in self._lines[self._came :]:
+            if self._due or other.op == "start":
+                break
+            if other.op == "enter":
+                self._offers(other["rank"])
+
+    def _on_back(self, line: Line) -> None:
+        self._offers(line["rank"])
+
+    def _on_away(self, line: Line) -> None:
+        self._apply(events.Disconnected(line["rank"], line["incarnation"]))
+
     def _on_leave(self, line: Line) -> None:
         rank, incarnation = line["rank"], line["incarnation"]
         match line["how"]:
@@ -180,9 +177,6 @@ class _Replay(Follower):
 
     def _on_accept(self, line: Line) -> None:
         rank, get = line["rank"], line.fields.get
-        worker = self._run.roster.workers.get(rank)
-        if worker is not None and worker.incarnation == line["incarnation"]:
-            self._offers(rank)
         contribution = Contribution(
             ContributionId(rank, line["incarnation"], line["seq"]),
             self._run.policy.kind,
@@ -194,70 +188,11 @@ class _Replay(Follower):
         self._apply(events.Contributed(contribution, _JUDGED.get(line["outcome"], SOUND)))
 
     def _on_commit(self, line: Line) -> None:
-        for rank in line["members"]:
-            known = self._run.roster.workers.get(rank)
-            if not self._due and known is not None and not known.has_offered:
-                self._offers(rank)
-        self._tick()
+        self._apply(events.Ticked())
 
-    def _on_reply(self, line: Line) -> None:
-        """A START is sent to all workers that are admitted together."""
-        for other in self._lines[self._came :] if line["outcome"] == "START" else ():
-            if self._due or other.op != "reply" or other["outcome"] != "START":
-                break
-            self._offers(other["rank"])
-        self._tick()
-
-    def _tick(self) -> None:
-        if not self._due:
-            self._apply(events.Ticked())
+    _on_reply = _on_commit
 
     def _offers(self, rank: int) -> None:
-        """Offer the worker's model, if it has not yet."""
         worker = self._run.roster.workers.get(rank)
-        if worker is not None and ((worker.is_away and worker.is_resumed) or not worker.has_offered):
+        if worker is not None:
             self._apply(events.Offered(rank, worker.incarnation, model="model", optimizer="optimizer"))
-
-
-def _last_lines(lines: Sequence[Line]) -> dict[int, list[tuple[int, int]]]:
-    """Returns by position the (rank, incarnation) whose connection was lost after that line.
-
-    It is the last line of a worker before it resumes or leaves.
-    """
-    last: dict[int, int] = {}
-    found: dict[int, list[tuple[int, int]]] = {}
-    for at, line in enumerate(lines):
-        if line.op == "start":
-            last = {}
-        elif line.op in ("join", "leave", "accept", "reply"):
-            rank = line["rank"]
-            is_back = line.op == "join" and line.fields.get("resumed")
-            is_gone = line.op == "leave" and line["how"] in _GOES_SILENT
-            if (is_back or is_gone) and rank in last and lines[last[rank]].op != "leave":
-                before = last[rank]
-                found.setdefault(before, []).append((rank, lines[before]["incarnation"]))
-            last[rank] = at
-    return found
-
-
-def _named_first(lines: Sequence[Line]) -> dict[int, list[int]]:
-    """Returns by position the ranks that are members from the event after that line on.
-
-    A commit of that event names them before they have a reply, because the mode lets them wait.
-    """
-    joined: set[int] = set()
-    found: dict[int, list[int]] = {}
-    came = 0  # the last line from outside
-    for at, line in enumerate(lines):
-        if line.op == "commit" and joined:
-            named = joined & set(line["members"])
-            found.setdefault(came - 1, []).extend(sorted(named))
-            joined -= named
-        elif line.op == "start":
-            joined.clear()
-        elif line.op != "commit" and line.op in _DECIDED:
-            came = came if line.op == "reply" else at
-            joined.discard(line["rank"])
-            if line.op == "join" and not line.fields.get("resumed"):
-                joined.add(line["rank"])
-    return found

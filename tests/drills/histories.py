@@ -60,4 +60,5 @@ def applied(rank: int, seq: int, version: int, *members: int) -> list[Line]:
 
 def joined(*ranks: int) -> list[Line]:
     lines = [op("join", rank, seq=0, resumed=False) for rank in ranks]
+    lines += [op("enter", rank, seq=0) for rank in ranks]
     return lines + [op("reply", rank, seq=0, version=0, outcome="START") for rank in ranks]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from paramserver.tests.drills.histories import Line
 
 _MEASURED = "a measurement, for people and ps-sim"
+_FOR_SIM = "a connection that is lost or back, for ps-sim: the join that resumes is checked"
 # (role, operation, field) whose value may be any: nothing else in the history depends on it.
 HARMLESS = {
     ("*", "*", "t"): "the time of a line, for people and ps-sim",
@@ -21,6 +22,8 @@ HARMLESS = {
     ("server", "accept", "num_steps"): "the server fills it in where the worker does not send it",
     ("server", "accept", "run_steps"): "announced by each process; the first word counts",
     ("worker", "send", "num_steps"): "compared by the server when it counts the contribution",
+    ("server", "away", "*"): _FOR_SIM,
+    ("server", "back", "*"): _FOR_SIM,
     ("server", "leave", "how"): "why it left; whether it had finished is in `finished`",
     ("server", "leave", "finished"): "says that all replies were sent, and they are in the history",
     ("server", "reply", "last"): "a promise about the future: a contribution after it is found",
@@ -40,8 +43,14 @@ HARMLESS = {
 MAY_LACK = {
     ("server", "snapshot"): "snapshots are made when it suits the server",
     ("server", "control"): "a request of a user",
+    ("server", "away"): _FOR_SIM,
+    ("server", "back"): _FOR_SIM,
 }
-MAY_REPEAT = {("server", "control"): "a request of a user, which may come twice"}
+MAY_REPEAT = {
+    ("server", "control"): "a request of a user, which may come twice",
+    ("server", "away"): _FOR_SIM,
+    ("server", "back"): _FOR_SIM,
+}
 
 
 class Mutation(NamedTuple):

@@ -72,6 +72,7 @@ class Simulation:
         self.seated.remove(rank)
         self.contributed.discard(rank)
         decisions = self.policy.joined(rank, 0.0)
+        self.write("enter", **self.sender(rank))
         self.unanswered.add(rank)
         self.perform(decisions)
 
@@ -88,6 +89,7 @@ class Simulation:
         self.incarnations[rank] += 1
         self.write("join", **self.sender(rank), resumed=True)
         self.policy.disconnected(rank)
+        self.write("back", **self.sender(rank))
         was_lost = rank in self.computing and self.chance.random() < 0.5
         if (undecided := self.undecided.pop(rank, None)) is not None:
             self.contribute(rank, undecided["seq"], undecided["base_version"])

@@ -13,7 +13,7 @@ def test_ssp_lets_nobody_run_ahead() -> None:
     lines = [start("ssp", staleness=1), *joined(0, 1)]
     for seq in (1, 2):
         lines += applied(0, seq, seq, 0, 1)
-    assert messages(lines) == "h:11: rank 0 may go on 2 contributions ahead of the slowest: at most 1 are allowed"
+    assert messages(lines) == "h:13: rank 0 may go on 2 contributions ahead of the slowest: at most 1 are allowed"
     lines[0] = start("ssp", staleness=2)
     assert messages(lines) == ""
 
@@ -22,6 +22,7 @@ def test_ranks_with_other_numbers_for_the_same_steps_are_compared_by_their_shift
     """After a resume from another mode."""
     lines = [start("ssp", version=10, seqs={"0": 10, "1": 0}, staleness=1, shifts={"0": -10})]
     lines += [op("join", rank, seq=seq, resumed=False) for rank, seq in ((0, 10), (1, 0))]
+    lines += [op("enter", rank, seq=seq) for rank, seq in ((0, 10), (1, 0))]
     lines += [op("reply", rank, seq=seq, version=10, outcome="START") for rank, seq in ((0, 10), (1, 0))]
     lines += applied(0, 11, 11, 0, 1)
     assert messages(lines) == ""
@@ -31,7 +32,7 @@ def test_ranks_with_other_numbers_for_the_same_steps_are_compared_by_their_shift
 
 def test_a_round_may_close_without_stragglers_only_where_that_is_allowed() -> None:
     lines = [start("sync"), *joined(0, 1), *applied(0, 1, 1, 0, 1)]
-    assert "h:7: version 1 was made without the live rank 1" in messages(lines)
+    assert "h:9: version 1 was made without the live rank 1" in messages(lines)
     lines[0]["options"] = options_of("sync", backup_workers=1)
     assert messages(lines) == ""
 
@@ -59,7 +60,8 @@ def test_a_skipped_contribution_counts_and_is_in_no_version(mode: str) -> None:
 def test_what_a_restart_takes_back_is_made_again() -> None:
     before = [start("async"), *joined(0), *applied(0, 1, 1, 0), op("snapshot", version=1, seqs={"0": 1}, path="s")]
     again = start("async", incarnation=2, version=1, seqs={"0": 1})
-    rejoined = [op("join", 0, 2, seq=1, resumed=False), op("reply", 0, 2, seq=1, version=1, outcome="START")]
+    rejoined = [op("join", 0, 2, seq=1, resumed=False), op("enter", 0, 2, seq=1)]
+    rejoined.append(op("reply", 0, 2, seq=1, version=1, outcome="START"))
     lines = [*before, *applied(0, 2, 2, 0), again, *rejoined]
     tally = verdict_of(lines).tally
     assert messages(lines) == ""
@@ -81,7 +83,7 @@ def test_an_older_snapshot_is_a_loss_unless_the_newer_was_unusable() -> None:
     for seq in (1, 2):
         lines += [*applied(0, seq, seq, 0), op("snapshot", version=seq, seqs={"0": seq}, path=f"s{seq}")]
     lines.append(start("async", incarnation=2, version=1, seqs={"0": 1}))
-    assert "h:12: the server starts at version 1, but version 2 was in a snapshot: 1 durable contributions" in messages(
+    assert "h:13: the server starts at version 1, but version 2 was in a snapshot: 1 durable contributions" in messages(
         lines
     )
     lines[-1]["skipped"] = ["s2"]
@@ -96,7 +98,7 @@ def test_snapshots_that_were_deleted_are_no_mistake_of_the_server() -> None:
     verdict = verdict_of(lines)
     assert verdict.is_good
     (message,) = verdict.deleted
-    assert message.startswith("h:12: the server starts at version 1: the newer snapshot of version 2 was deleted")
+    assert message.startswith("h:13: the server starts at version 1: the newer snapshot of version 2 was deleted")
     lines[-1]["found"] = [2, 1]
     assert "1 durable contributions are lost" in messages(lines)
     assert not verdict_of(lines).deleted
@@ -167,6 +169,7 @@ def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) ->
          "staleness": None, "version": 0, "seqs": {}, "source": None, "options": options_of("async"), "common": {},
          "options_of_ours": 0},
         {"op": "join", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "seq": 0, "resumed": False},
+        {"op": "enter", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "seq": 0},
         {"op": "reply", "role": "server", "t": 2.0, "rank": 0, "incarnation": 1, "seq": 0, "version": 0,
          "outcome": "START"},
     ]  # fmt: skip

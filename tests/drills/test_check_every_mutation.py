@@ -217,4 +217,4 @@ def test_a_file_without_line_ends_is_not_read_as_one_line(tmp_path: Path, monkey
     path = tmp_path / "h.jsonl"
     path.write_bytes(b"".join(encoded(start("async"), *joined(0))) + json.dumps("x" * 5000).encode())
     (problem,) = check_paths([str(path)], []).problems
-    assert problem.number == 4 and "a line of more than 1,000 bytes" in problem.message
+    assert problem.number == 5 and "a line of more than 1,000 bytes" in problem.message

@@ -21,13 +21,13 @@ def test_half_a_line_is_allowed_where_a_process_died() -> None:
     assert check({"h": [*encoded(*first), beginning + again]}).is_good
     later = check({"h": [*encoded(*first), beginning + encoded(*applied(0, 1, 1, 0))[0]]})
     assert [str(problem) for problem in later.problems] == [
-        "h:4: a partial line is followed by accept: only a start may follow a partial line"
+        "h:5: a partial line is followed by accept: only a start may follow a partial line"
     ]
     shared = {"op": "start", "role": "worker", "run": "r", "rank": 0, "incarnation": 1, "server_incarnation": 1}
     shared |= {"seq": 0, "version": 0}
     assert check({"h": [*encoded(*first), beginning + encoded(shared)[0]]}).is_good
     middle = check({"h": [*encoded(*first), beginning + b"\n", *encoded(*applied(0, 1, 1, 0))]})
-    assert [str(problem) for problem in middle.problems] == ["h:4: not a JSON object"]
+    assert [str(problem) for problem in middle.problems] == ["h:5: not a JSON object"]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_command(tmp_path) -> None:
     kept, broken, missing = run(good), run(bad), run(tmp_path / "none")
     assert (kept.returncode, broken.returncode, missing.returncode) == (0, 1, 2)
     assert "every contribution was applied once" in kept.stdout
-    assert f"{bad}:8: contribution 1 of rank 0 is committed again: it was on line 5" in broken.stdout
+    assert f"{bad}:9: contribution 1 of rank 0 is committed again: it was on line 6" in broken.stdout
     assert "cannot be read" in missing.stderr
 
 
