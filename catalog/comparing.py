@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.table import Column, Table
 from rich.text import Text
 
 from ..common.config.conditions import Condition, condition
-from ..common.config.sections.launching import CostConfig
 from ..common.errors import UsageError, plain
 from ..common.reporting.curve import add_trained
 from ..common.reporting.findings import findings
 from ..common.reporting.report import comparison_table, report_console
-from ..common.reporting.summary import Cost, Summary
+from ..common.reporting.summary import Summary
 from ..common.runstore.reading import IRRELEVANT_SETTINGS, RunStore, StoredRun, config_differences
+from ..web.compared import summary_of
 from ..web.report import write_report
+from ..web.stored import view_of
 from .showing import print_json
 
 _MOST_IN_A_LABEL = 2
@@ -39,7 +38,7 @@ def compare(path: Path, names: Sequence[str], report: str | None, wanted: str | 
         runs = list({run.key: run for run in map(store.find, names)}.values())
         if len(runs) < 2:
             raise UsageError("a comparison needs two runs", fix="ps-runs compare A B; ps-runs list names them")
-        summaries = [store.summary(run) or summary_so_far(store, run) for run in runs]
+        summaries = [store.summary(run) or summary_of(run, view_of(store, run)) for run in runs]
         for run, summary in zip(runs, summaries, strict=True):
             for row in store.series(run):
                 add_trained(summary.trained, row)
@@ -58,19 +57,6 @@ def compare(path: Path, names: Sequence[str], report: str | None, wanted: str | 
         _show(named, target, differs, [*texts, *notes])
     if report is not None and not as_json:
         print(f"the report is {report}/report.html")
-
-
-def summary_so_far(store: RunStore, run: StoredRun) -> Summary:
-    """Returns the results so far of a run that is in progress or crashed."""
-    found = Summary.model_validate({
-        **run.row(), "mode": run.mode, "wall_s": run.elapsed_s, "final": run.metrics, "ended_by": run.ended_by,
-        "curve": list(store.evaluations(run)), "workers": list(store.newest_workers(run)),
-    })  # fmt: skip
-    with suppress(ValidationError):  # another version wrote the configuration
-        prices = CostConfig.model_validate(store.config(run).get("cost", {}))
-        if prices.rate is not None:
-            found.cost = Cost.of(prices.currency, prices.rate, found.wall_s, found.wait_share, None)
-    return found
 
 
 def labels_of(runs: Sequence[StoredRun], differs: dict[str, list[Any]]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from ..common.config.sections.launching import CostConfig
 from ..common.reporting.metrics import Metric, Value
-from ..common.reporting.summary import Summary
+from ..common.reporting.summary import Cost, Summary
 from ..common.reporting.view import EvaluatedPoint, View
 from ..common.runstore.reading import StoredRun, relevant_settings
 from ..common.wire.json_text import finite
@@ -49,12 +51,15 @@ def curves_of(run: StoredRun, view: View, store: Store | None) -> dict[str, Any]
 def summary_of(run: StoredRun, view: View) -> Summary:
     """Returns the results so far of a run without a summary: in progress, or crashed."""
     tick = view.newest
-    workers = tick.status.workers if tick is not None else []
-    cost = tick.cost if tick is not None else None
-    return Summary.model_validate({
+    found = Summary.model_validate({
         **run.row(), "mode": run.mode, "wall_s": run.elapsed_s, "final": run.metrics, "ended_by": run.ended_by,
-        "curve": view.evaluations, "workers": workers, "cost": cost,
+        "curve": view.evaluations, "workers": tick.status.workers if tick is not None else [],
     })  # fmt: skip
+    with suppress(ValidationError):  # another version wrote the configuration
+        prices = CostConfig.model_validate(view.about.settings.get("cost", {}))
+        if prices.rate is not None:
+            found.cost = Cost.of(prices.currency, prices.rate, found.wall_s, found.wait_share, None)
+    return found
 
 
 def differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.catalog.comparing import labels_of, summary_so_far
+from paramserver.catalog.comparing import labels_of
 from paramserver.catalog.filtering import fitting
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
@@ -37,6 +37,7 @@ from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import VERSION
 from paramserver.common.runstore.writing import Beginning, RunWriter
 from paramserver.tests.cluster import Cluster
+from paramserver.web.compared import summary_of
 from paramserver.web.stored import Store, view_of
 
 EVIL = "<script>alert(1)</script> [bold red]x[/] \x1b[2J"
@@ -174,7 +175,8 @@ def test_a_run_without_a_summary_has_its_cost_so_far(folder: Path) -> None:
         db.execute("UPDATE documents SET body = json_set(body, '$.cost', json('{\"per_hour\": 360}')) "
                    "WHERE name = 'config' AND run = (SELECT key FROM runs WHERE id = 'dddd00000005')")  # fmt: skip
     with RunStore(file) as store:
-        cost = summary_so_far(store, store.find("dddd")).cost
+        run = store.find("dddd")
+        cost = summary_of(run, view_of(store, run)).cost
     assert cost is not None and (cost.total, cost.currency) == (1.0, "USD")  # of 10 s
 
 
