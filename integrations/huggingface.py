@@ -9,19 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..worker.api import connect
-from . import lacks
-from .data import (
-    PLACE,
-    catch_up,
-    check_place,
-    divide,
-    num_samples_in,
-    place_in,
-    samples_of,
-    say_clipping,
-    say_lost,
-    step_of_trainer,
-)
+from . import data, lacks
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -43,11 +31,11 @@ class ParameterServerCallback(TrainerCallback):
 
         def get_train_dataloader() -> Any:
             self._loader = make()
-            divide(self._loader, self.session)
+            data.divide(self._loader, self.session)
             return self._loader
 
         def training_step(model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-            self.session.record(num_samples=num_samples_in(inputs, self._loader))
+            self.session.record(num_samples=data.num_samples_in(inputs, self._loader))
             return compute(model, inputs, *args, **options)
 
         vars(trainer).update(get_train_dataloader=get_train_dataloader, training_step=training_step)
@@ -68,21 +56,21 @@ class ParameterServerCallback(TrainerCallback):
         take_step(session, model, optimizer, goes_on=own_step > 0)
         session.expect(state.max_steps)
         if args.max_grad_norm:
-            say_clipping(session, f"max_grad_norm={args.max_grad_norm:g}")
+            data.say_clipping(session, f"max_grad_norm={args.max_grad_norm:g}")
         if not own_step:  # otherwise the checkpoint restored scheduler and scaler
             session.state(scheduler=lr_scheduler, **({"scaler": optimizer.scaler} if optimizer.scaler else {}))
-        step = step_of_trainer(session, own_step, remembered.get(PLACE))
-        catch_up(lr_scheduler, step)
+        step = data.step_of_trainer(session, own_step, remembered.get(data.PLACE))
+        data.catch_up(lr_scheduler, step)
         self._num_before = step - session.step
-        if step != own_step and (share := divide(train_dataloader, session)) is not None:
-            accumulate, batch = args.gradient_accumulation_steps, samples_of(train_dataloader)
+        if step != own_step and (share := data.divide(train_dataloader, session)) is not None:
+            accumulate, batch = args.gradient_accumulation_steps, data.samples_of(train_dataloader)
             share.go_to(step, own_step, len(train_dataloader), batch, accumulate)
         state.global_step = step  # of the worker that it replaces, or later than its checkpoint
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        check_place(self.session)
+        data.check_place(self.session)
         remembered: Any = state.stateful_callbacks
-        remembered[PLACE] = place_in(self.session)
+        remembered[data.PLACE] = data.place_in(self.session)
         control.should_training_stop |= self.session.is_over()
         control.should_save &= self.session.rank == 0
         if control.should_training_stop:  # before the best checkpoint is loaded
@@ -95,7 +83,7 @@ class ParameterServerCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._finish()
-        say_lost(self.session, state.global_step - self._num_before)
+        data.say_lost(self.session, state.global_step - self._num_before)
 
     def _finish(self) -> None:
         if not self._is_through:

@@ -13,21 +13,7 @@ import torch
 from ..common.errors import UsageError
 from ..worker.api import connect
 from ..worker.training.session import Session
-from . import lacks
-from .data import (
-    PLACE,
-    RankSampler,
-    catch_up,
-    check_place,
-    divide,
-    num_ranks,
-    num_samples_in,
-    place_in,
-    samples_of,
-    say_clipping,
-    say_lost,
-    step_of_trainer,
-)
+from . import data, lacks
 
 try:
     from lightning.pytorch import Trainer
@@ -64,7 +50,7 @@ class ParameterServerStrategy(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
-        return num_ranks(self.session) if self.session is not None else 1
+        return data.num_ranks(self.session) if self.session is not None else 1
 
     def setup_environment(self) -> None:
         if self.session is None and self._trainer.state.fn == TrainerFn.FITTING:
@@ -94,13 +80,13 @@ class ParameterServerStrategy(ParallelStrategy):
         assert self.session is not None and self.lightning_module is not None
         self.optimizers = [self.session.optimizer(self.lightning_module, made[0])]
         if trainer.gradient_clip_val:
-            say_clipping(self.session, f"gradient_clip_val={trainer.gradient_clip_val:g}")
+            data.say_clipping(self.session, f"gradient_clip_val={trainer.gradient_clip_val:g}")
         if trainer.max_steps > 0:
             self.session.expect(trainer.max_steps)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             self.session.watched(scaler)
-        self._saved = (trainer._checkpoint_connector._loaded_checkpoint or {}).get(PLACE)
+        self._saved = (trainer._checkpoint_connector._loaded_checkpoint or {}).get(data.PLACE)
         if not trainer.ckpt_path:  # the checkpoint would load them later
             remembered: dict[str, Any] = {
                 f"scheduler{n}": config.scheduler for n, config in enumerate(self.lr_scheduler_configs)
@@ -114,17 +100,17 @@ class ParameterServerStrategy(ParallelStrategy):
         if self._trainer.training and self.session is not None:
             share, self._loader = None, dataloader
             if self._trainer._accelerator_connector.use_distributed_sampler:
-                share = divide(dataloader, self.session)
+                share = data.divide(dataloader, self.session)
             self._begin(share, len(dataloader))
         return dataloader
 
-    def _begin(self, share: RankSampler | None, num_batches: int) -> None:
+    def _begin(self, share: data.RankSampler | None, num_batches: int) -> None:
         """Move the trainer to this rank's step of the run, which may differ from its checkpoint."""
         assert self.session is not None
         trainer, accumulate = self._trainer, self._trainer.accumulate_grad_batches
         if self._begins is None:  # only for the first loader
             own_step, trainer.should_stop = trainer.global_step, self.session.is_done
-            step = step_of_trainer(self.session, own_step, self._saved)
+            step = data.step_of_trainer(self.session, own_step, self._saved)
             self._begins = own_step, step, self.session.step
             loop = trainer.fit_loop.epoch_loop
             loop._batches_that_stepped = loop.automatic_optimization.optim_progress.optimizer.step.total.completed = (
@@ -133,26 +119,26 @@ class ParameterServerStrategy(ParallelStrategy):
             if trainer.ckpt_path:
                 for config in self.lr_scheduler_configs:
                     per = -(-num_batches // accumulate) if config.interval == "epoch" else config.frequency
-                    catch_up(config.scheduler, step // per)
+                    data.catch_up(config.scheduler, step // per)
         own_step, step, step_of_run = self._begins
         if share is not None and step != own_step:
             is_first = self.session.step == step_of_run
-            share.go_to(step, own_step, num_batches, samples_of(self._loader), accumulate, is_first)
+            share.go_to(step, own_step, num_batches, data.samples_of(self._loader), accumulate, is_first)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.session is not None
-        self.session.record(num_samples=num_samples_in(batch, self._loader))
+        self.session.record(num_samples=data.num_samples_in(batch, self._loader))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
         found = super().optimizer_step(optimizer, closure, model, **options)
         assert self.session is not None
-        check_place(self.session)
+        data.check_place(self.session)
         self._trainer.should_stop |= self.session.is_over()
         return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.session is not None:
-            checkpoint[PLACE] = place_in(self.session)
+            checkpoint[data.PLACE] = data.place_in(self.session)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def on_train_end(self) -> None:
@@ -160,7 +146,7 @@ class ParameterServerStrategy(ParallelStrategy):
         self.session.finish()
         if self._begins is not None:
             _, step, step_of_run = self._begins
-            say_lost(self.session, self._trainer.global_step - step + step_of_run)
+            data.say_lost(self.session, self._trainer.global_step - step + step_of_run)
 
     # ---- collectives, which return this rank's own value ------------------------------------
 

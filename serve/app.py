@@ -21,19 +21,10 @@ from ..common.reporting.log import get_logger
 from ..common.wire.json_text import read_json, to_json
 from ..web.files import static_routes
 from ..web.guard import Rules
+from . import openai
 from .engine import End, Engine, Job, Piece
 from .errors import Refused
 from .infer import described_inputs, read_inputs, write_outputs
-from .openai import (
-    ClientRequest,
-    JsonResponse,
-    Replies,
-    Requests,
-    described_version,
-    error_response,
-    models,
-    refused_by_guard,
-)
 from .source import Follower, Source
 
 log = get_logger()
@@ -46,7 +37,7 @@ def rules(settings: ServeConfig) -> Rules:
     """Return the limits and rights of clients."""
     most = settings.slots + settings.queue + _MORE_CONNECTIONS
     return Rules(
-        settings.max_body_bytes, ("/", "/chat"), writes_need_token=False, refusal=refused_by_guard,
+        settings.max_body_bytes, ("/", "/chat"), writes_need_token=False, refusal=openai.refused_by_guard,
         max_connections=most, share_of_descriptors=2,
     )  # fmt: skip
 
@@ -78,7 +69,9 @@ class Service:
         self._meters = Meters(engine, follower)
         kind = engine.kind
         self._limit_s = settings.reply_s
-        self._requests = Requests(engine.task, self._names, kind, settings.max_tokens) if kind is not None else None
+        self._requests = (
+            openai.Requests(engine.task, self._names, kind, settings.max_tokens) if kind is not None else None
+        )
         self._inputs: list[dict[str, Any]] | None = None
 
     def routes(self) -> list[Route]:
@@ -103,12 +96,14 @@ class Service:
             try:
                 response = await handle(request)
             except Refused as refused:
-                response = error_response(refused.status, refused.message, refused.code, refused.param)
+                response = openai.error_response(refused.status, refused.message, refused.code, refused.param)
             except ClientDisconnect:
-                response = error_response(400, "the body is not whole")
+                response = openai.error_response(400, "the body is not whole")
             except Exception as error:
                 log.error("serve_failed", path=request.url.path[:80], error=f"{type(error).__name__}: {error}")
-                response = error_response(500, f"ps-serve failed: {type(error).__name__}: {error}", "internal_error")
+                response = openai.error_response(
+                    500, f"ps-serve failed: {type(error).__name__}: {error}", "internal_error"
+                )
             if request.method == "POST":
                 self._meters.replies.labels(str(response.status_code)).inc()
             return response
@@ -123,7 +118,7 @@ class Service:
             raise Refused(404, f"{message}; ask /v2/models/{self._name}/infer", "model_not_found")
         client = self._requests.read(await _json(request), is_chat)
         stream = Stream(self._engine, client, self._meters, self._limit_s)
-        replies = Replies(client, self._name, self._engine.task.decode)
+        replies = openai.Replies(client, self._name, self._engine.task.decode)
         async with _watched(request, stream):
             found = await stream.next()
             while isinstance(found, Piece) and not client.is_streamed:
@@ -137,10 +132,10 @@ class Service:
         if isinstance(found, Piece) or client.is_streamed:
             body = _sse(stream, found, replies)
             return StreamingResponse(body, media_type="text/event-stream", headers=_SSE | headers)
-        return JsonResponse(replies.whole(found), headers=headers)
+        return openai.JsonResponse(replies.whole(found), headers=headers)
 
     async def list_models(self, _: Request) -> Response:
-        return JsonResponse(models(sorted(self._names()), self._engine.versions()))
+        return openai.JsonResponse(openai.models(sorted(self._names()), self._engine.versions()))
 
     # ---- tensors ------------------------------------------------------------------------------
 
@@ -168,7 +163,7 @@ class Service:
         if isinstance(body.get("id"), str):
             reply["id"] = body["id"]
         reply["outputs"] = await asyncio.to_thread(write_outputs, outputs)
-        return JsonResponse(reply, headers={"ps-version": version.name})
+        return openai.JsonResponse(reply, headers={"ps-version": version.name})
 
     async def described(self, request: Request) -> Response:
         self._check_model(request)
@@ -176,7 +171,7 @@ class Service:
             self._inputs = await asyncio.to_thread(described_inputs, self._engine.task)
         versions = [version.name for version in self._engine.versions()]
         is_text = self._requests is not None
-        return JsonResponse(
+        return openai.JsonResponse(
             {"name": self._name, "versions": versions, "platform": f"torch-{torch.__version__}",
              "inputs": [] if is_text else self._inputs, "outputs": [], "is_text": is_text}
         )  # fmt: skip
@@ -188,7 +183,7 @@ class Service:
             raise Refused(503, "no weights have arrived yet", "not_ready")
         if self._engine.is_paused:
             raise Refused(503, f"replies pause: {self._engine.pause}", "not_ready")
-        return JsonResponse({"ready": True})
+        return openai.JsonResponse({"ready": True})
 
     async def health(self, _: Request) -> Response:
         versions = self._engine.versions()
@@ -198,8 +193,8 @@ class Service:
         if is_paused:
             found["reason"] = self._engine.pause
         if versions:
-            found |= described_version(versions[0])
-        return JsonResponse(found)
+            found |= openai.described_version(versions[0])
+        return openai.JsonResponse(found)
 
     async def metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._meters.registry), media_type="text/plain; version=0.0.4")
@@ -211,7 +206,7 @@ class Stream:
     Raises Refused if the engine does not accept the request.
     """
 
-    def __init__(self, engine: Engine, client: ClientRequest, meters: Meters, limit_s: float) -> None:
+    def __init__(self, engine: Engine, client: openai.ClientRequest, meters: Meters, limit_s: float) -> None:
         self._engine, self._meters, self._client, self._limit_s = engine, meters, client, limit_s
         self._loop = asyncio.get_running_loop()
         self._found: asyncio.Queue[Piece | End | Refused] = asyncio.Queue()
@@ -253,7 +248,7 @@ class Stream:
             self._engine.cancel(self.job)
 
 
-async def _sse(stream: Stream, first: Piece | End | Refused, replies: Replies) -> AsyncIterator[bytes]:
+async def _sse(stream: Stream, first: Piece | End | Refused, replies: openai.Replies) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a reply. Starlette closes this generator when the client is gone."""
     found = first
     try:
@@ -313,7 +308,7 @@ async def _json(request: Request) -> Any:
 
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
+    return openai.error_response(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
 
 
 def make_app(service: Service) -> Starlette:

@@ -9,36 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from ...proto import parameter_server_pb2 as pb
-from .records import (
-    NO_COMPLETION,
-    NO_RESIDUAL,
-    Base,
-    CompletionInfo,
-    Contribution,
-    ContributionId,
-    ContributionKind,
-    Counts,
-    FirstInfo,
-    GroupInfo,
-    NextWork,
-    Outcome,
-    PayloadInfo,
-    Position,
-    RateInfo,
-    Record,
-    ReferenceInfo,
-    Reply,
-    ResidualInfo,
-    Result,
-    StartInfo,
-    Timing,
-    TrainingInfo,
-    WeightsInfo,
-)
+from . import records
 from .structs import hyperparameters_from_proto, struct
 
 
-def contribution_message(contribution: Contribution) -> pb.WorkerMessage:
+def contribution_message(contribution: records.Contribution) -> pb.WorkerMessage:
     """Return the message that announces the contribution's payload."""
     message = pb.WorkerMessage()
     header = message.contribution  # setting each field takes a third of the constructor's time
@@ -48,9 +23,9 @@ def contribution_message(contribution: Contribution) -> pb.WorkerMessage:
     _write_timing(contribution.timing, header.timing)
     _write_payload(contribution.payload, header.payload)
     _write_training(contribution.training, header.training)
-    if contribution.residual is not NO_RESIDUAL:
+    if contribution.residual is not records.NO_RESIDUAL:
         write_residual(contribution.residual, header.residual)
-    if contribution.completion is not NO_COMPLETION:
+    if contribution.completion is not records.NO_COMPLETION:
         _write(contribution.completion, header.completion)
     if contribution.first is not None:
         _write(contribution.first, header.first)
@@ -59,31 +34,33 @@ def contribution_message(contribution: Contribution) -> pb.WorkerMessage:
     return message
 
 
-def read_contribution(header: pb.Contribution, sender: tuple[int, int], kind: ContributionKind) -> Contribution:
+def read_contribution(
+    header: pb.Contribution, sender: tuple[int, int], kind: records.ContributionKind
+) -> records.Contribution:
     """Return the contribution that `sender` (rank, incarnation) sent.
 
     Raises a BAD_REQUEST refusal for hyperparameters that no optimizer has.
     """
     has = header.HasField
-    return Contribution(
-        ContributionId(*sender, header.seq),
+    return records.Contribution(
+        records.ContributionId(*sender, header.seq),
         kind,
         _read_counts(header.counts),
         _read_base(header.base),
         _read_timing(header.timing),
         _read_payload(header.payload),
         _read_training(header.training),
-        read_residual(header.residual) if has("residual") else NO_RESIDUAL,
-        _read(CompletionInfo, header.completion) if has("completion") else NO_COMPLETION,
-        _read(FirstInfo, header.first) if has("first") else None,
-        _read(Position, header.position) if has("position") else None,
+        read_residual(header.residual) if has("residual") else records.NO_RESIDUAL,
+        _read(records.CompletionInfo, header.completion) if has("completion") else records.NO_COMPLETION,
+        _read(records.FirstInfo, header.first) if has("first") else None,
+        _read(records.Position, header.position) if has("position") else None,
     )
 
 
 # ---- by topic -----------------------------------------------------------------------------------------
 
 
-def _write_counts(counts: Counts, message: pb.Counts) -> None:
+def _write_counts(counts: records.Counts, message: pb.Counts) -> None:
     if counts.num_samples:
         message.num_samples = counts.num_samples
     if counts.num_training_steps is not None:
@@ -96,8 +73,8 @@ def _write_counts(counts: Counts, message: pb.Counts) -> None:
         message.num_workers = counts.num_workers
 
 
-def _read_counts(message: pb.Counts) -> Counts:
-    return Counts(
+def _read_counts(message: pb.Counts) -> records.Counts:
+    return records.Counts(
         message.num_samples,
         message.num_training_steps if message.HasField("num_training_steps") else None,
         message.num_batches if message.HasField("num_batches") else None,
@@ -106,7 +83,7 @@ def _read_counts(message: pb.Counts) -> Counts:
     )
 
 
-def _write_base(base: Base, message: pb.Base) -> None:
+def _write_base(base: records.Base, message: pb.Base) -> None:
     if base.version:
         message.version = base.version
     if base.has_all:
@@ -115,22 +92,22 @@ def _write_base(base: Base, message: pb.Base) -> None:
         message.reference = base.reference
 
 
-def _read_base(message: pb.Base) -> Base:
-    return Base(message.version, message.has_all, message.reference)
+def _read_base(message: pb.Base) -> records.Base:
+    return records.Base(message.version, message.has_all, message.reference)
 
 
-def _write_timing(timing: Timing, message: pb.Timing) -> None:
+def _write_timing(timing: records.Timing, message: pb.Timing) -> None:
     if timing.compute_s:
         message.compute_s = timing.compute_s
     if timing.transfer_s:
         message.transfer_s = timing.transfer_s
 
 
-def _read_timing(message: pb.Timing) -> Timing:
-    return Timing(message.compute_s, message.transfer_s)
+def _read_timing(message: pb.Timing) -> records.Timing:
+    return records.Timing(message.compute_s, message.transfer_s)
 
 
-def _write_payload(payload: PayloadInfo, message: pb.PayloadInfo) -> None:
+def _write_payload(payload: records.PayloadInfo, message: pb.PayloadInfo) -> None:
     if payload.codec:  # even without bytes: a fragment may have no tensor on a shard
         message.codec = payload.codec
     if payload.num_bytes:
@@ -141,12 +118,12 @@ def _write_payload(payload: PayloadInfo, message: pb.PayloadInfo) -> None:
         message.without_gradient.extend(payload.without_gradient)
 
 
-def _read_payload(message: pb.PayloadInfo) -> PayloadInfo:
+def _read_payload(message: pb.PayloadInfo) -> records.PayloadInfo:
     without = tuple(message.without_gradient) if message.without_gradient else ()
-    return PayloadInfo(message.codec, message.num_bytes, message.in_shared_memory, without)
+    return records.PayloadInfo(message.codec, message.num_bytes, message.in_shared_memory, without)
 
 
-def _write_training(training: TrainingInfo, message: pb.TrainingInfo) -> None:
+def _write_training(training: records.TrainingInfo, message: pb.TrainingInfo) -> None:
     if training.hyperparameters:
         message.hyperparameters.extend(struct(group) for group in training.hyperparameters)
     if training.clip_norm:
@@ -159,28 +136,30 @@ def _write_training(training: TrainingInfo, message: pb.TrainingInfo) -> None:
         message.evaluates = True
 
 
-def _read_training(message: pb.TrainingInfo) -> TrainingInfo:
+def _read_training(message: pb.TrainingInfo) -> records.TrainingInfo:
     hyperparameters = tuple(hyperparameters_from_proto(message.hyperparameters)) if message.hyperparameters else ()
-    return TrainingInfo(hyperparameters, message.clip_norm, message.loss, message.wants_weights, message.evaluates)
+    return records.TrainingInfo(
+        hyperparameters, message.clip_norm, message.loss, message.wants_weights, message.evaluates
+    )
 
 
-def write_residual(residual: ResidualInfo, message: pb.ResidualInfo) -> None:
+def write_residual(residual: records.ResidualInfo, message: pb.ResidualInfo) -> None:
     if residual.norm:
         message.norm = residual.norm
     if residual.num_lost:
         message.num_lost, message.lost_norm = residual.num_lost, residual.lost_norm
 
 
-def read_residual(message: pb.ResidualInfo) -> ResidualInfo:
-    return ResidualInfo(message.norm, message.num_lost, message.lost_norm)
+def read_residual(message: pb.ResidualInfo) -> records.ResidualInfo:
+    return records.ResidualInfo(message.norm, message.num_lost, message.lost_norm)
 
 
 # ---- replies ------------------------------------------------------------------------------------------
 
-_OUTCOMES = {int(outcome): outcome for outcome in Outcome}
+_OUTCOMES = {int(outcome): outcome for outcome in records.Outcome}
 
 
-def reply_message(reply: Reply) -> pb.ServerMessage:
+def reply_message(reply: records.Reply) -> pb.ServerMessage:
     """Return the message of a reply. It also announces the weights, if there are any."""
     message = pb.ServerMessage()
     header = message.reply
@@ -195,29 +174,29 @@ def reply_message(reply: Reply) -> pb.ServerMessage:
     return message
 
 
-def read_reply(header: pb.Reply) -> Reply:
+def read_reply(header: pb.Reply) -> records.Reply:
     has = header.HasField
-    return Reply(
+    return records.Reply(
         _read_result(header.result),
         _read_next_work(header.next_work),
         read_weights(header.weights) if has("weights") else None,
-        _read(GroupInfo, header.group) if has("group") else None,
+        _read(records.GroupInfo, header.group) if has("group") else None,
         _read_start(header.start) if has("start") else None,
     )
 
 
-def _write_result(result: Result, message: pb.Result) -> None:
+def _write_result(result: records.Result, message: pb.Result) -> None:
     message.outcome = result.outcome.value  # type: ignore[assignment]
     message.seq, message.version, message.staleness = result.seq, result.version, result.staleness
     message.gate_wait_s, message.reason = result.gate_wait_s, result.reason
 
 
-def _read_result(message: pb.Result) -> Result:
+def _read_result(message: pb.Result) -> records.Result:
     outcome = _OUTCOMES[message.outcome]
-    return Result(outcome, message.seq, message.version, message.staleness, message.gate_wait_s, message.reason)
+    return records.Result(outcome, message.seq, message.version, message.staleness, message.gate_wait_s, message.reason)
 
 
-def _write_next_work(work: NextWork, message: pb.NextWork) -> None:
+def _write_next_work(work: records.NextWork, message: pb.NextWork) -> None:
     message.local_steps, message.training_steps = work.local_steps, work.training_steps
     message.num_workers, message.worker_index = work.num_workers, work.worker_index
     message.run_steps, message.has_evaluator = work.run_steps or 0, work.has_evaluator
@@ -225,15 +204,15 @@ def _write_next_work(work: NextWork, message: pb.NextWork) -> None:
         message.same_batches_as = work.same_batches_as
 
 
-def _read_next_work(message: pb.NextWork) -> NextWork:
-    return NextWork(
+def _read_next_work(message: pb.NextWork) -> records.NextWork:
+    return records.NextWork(
         message.local_steps, message.training_steps, message.num_workers, message.worker_index,
         message.run_steps or None, message.has_evaluator,
         message.same_batches_as if message.HasField("same_batches_as") else None,
     )  # fmt: skip
 
 
-def write_weights(weights: WeightsInfo, message: pb.WeightsInfo) -> None:
+def write_weights(weights: records.WeightsInfo, message: pb.WeightsInfo) -> None:
     message.num_bytes, message.codec = weights.num_bytes, weights.codec
     if weights.segment is not None:
         message.segment.CopyFrom(weights.segment)
@@ -243,17 +222,17 @@ def write_weights(weights: WeightsInfo, message: pb.WeightsInfo) -> None:
         target.left_out.extend(pb.LeftOut(tensors=tensors) for tensors in reference.left_out)
 
 
-def read_weights(message: pb.WeightsInfo) -> WeightsInfo:
+def read_weights(message: pb.WeightsInfo) -> records.WeightsInfo:
     segment = message.segment if message.HasField("segment") else None
     reference = None
     if message.HasField("reference"):
         found = message.reference
         left_out = tuple(tuple(item.tensors) for item in found.left_out)
-        reference = ReferenceInfo(found.number, found.checked, found.crc, left_out)
-    return WeightsInfo(message.num_bytes, message.codec, segment, reference)
+        reference = records.ReferenceInfo(found.number, found.checked, found.crc, left_out)
+    return records.WeightsInfo(message.num_bytes, message.codec, segment, reference)
 
 
-def _write_start(start: StartInfo, message: pb.StartInfo) -> None:
+def _write_start(start: records.StartInfo, message: pb.StartInfo) -> None:
     message.in_step = start.in_step
     if start.num_batches is not None:
         message.num_batches = start.num_batches
@@ -263,13 +242,13 @@ def _write_start(start: StartInfo, message: pb.StartInfo) -> None:
         _write(start.position, message.position)
 
 
-def _read_start(message: pb.StartInfo) -> StartInfo:
+def _read_start(message: pb.StartInfo) -> records.StartInfo:
     has = message.HasField
-    return StartInfo(
+    return records.StartInfo(
         message.num_batches if has("num_batches") else None,
         message.in_step,
-        _read(RateInfo, message.rates) if has("rates") else None,
-        _read(Position, message.position) if has("position") else None,
+        _read(records.RateInfo, message.rates) if has("rates") else None,
+        _read(records.Position, message.position) if has("position") else None,
     )
 
 
@@ -286,7 +265,7 @@ def _write(record: Any, message: Any) -> None:
             setattr(message, name, value)
 
 
-def _read(kind: type[Record], message: Any) -> Record:
+def _read(kind: type[records.Record], message: Any) -> records.Record:
     """Return the record that `_write` wrote. An absent optional field is None."""
     fields = message.DESCRIPTOR.fields_by_name
     return kind(*(_value(message, fields[name]) for name in kind.__annotations__))

@@ -16,15 +16,8 @@ from torch import nn
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, UsageError, raise_first
 from ...common.reporting.curve import Point
+from ...common.tensors import optimizers
 from ...common.tensors.layout import copy_of
-from ...common.tensors.optimizers import (
-    Hyperparameters,
-    build_optimizer,
-    current_hyperparameters,
-    describe_optimizer,
-    plain_step,
-    without_compiler,
-)
 from ...common.user_code import user_code
 from ...common.wire.records import TrainingInfo
 from ...common.wire.segments import private_segment
@@ -61,8 +54,8 @@ class _Machine:
             self.net: nn.Module = task.model()
         self.net.train()
         groups = [{"params": list(self.net.parameters())}]
-        self.optimizer = build_optimizer(config.optimizer.name, groups, config.optimizer.arguments())
-        self.step = plain_step(type(self.optimizer))
+        self.optimizer = optimizers.build_optimizer(config.optimizer.name, groups, config.optimizer.arguments())
+        self.step = optimizers.plain_step(type(self.optimizer))
         self.tensors = ModelTensors(self.net)
         self.transfer = DirectTransfer(self.tensors)
         self.anchor: Anchor | None = None
@@ -91,7 +84,7 @@ class _Rank:
     without: frozenset[str] = frozenset()  # a gradient
     sent: tuple[torch.Tensor, frozenset[str]] | None = None  # payload, and names without a gradient, in transit
     num_samples: int = 0
-    hyperparameters: tuple[Hyperparameters, ...] | None = None
+    hyperparameters: tuple[optimizers.Hyperparameters, ...] | None = None
     version: int = 0  # received last
     up: Up | None = None  # None: contributions are raw
 
@@ -101,7 +94,7 @@ class Learner:
 
     def __init__(self, config: Config, num_workers: int) -> None:
         """Raises UsageError for settings with which a simulation cannot learn."""
-        without_compiler()
+        optimizers.without_compiler()
         policy = make_policy(config)
         self.kind = policy.kind
         _check_possible(config, policy)
@@ -118,7 +111,7 @@ class Learner:
         self._shares.num_batches(num_workers)  # raises for too few samples
         self._thread = _Inline(_fail)
         self.model = Model(config, self._thread, policy)
-        self._described = describe_optimizer(first.optimizer, first.tensors.names)
+        self._described = optimizers.describe_optimizer(first.optimizer, first.tensors.names)
         check(config, self.kind, self._described)
         self.model.adopt(layout, self._described)
         begin = private_segment(layout.total_bytes)
@@ -166,7 +159,7 @@ class Learner:
             if self.kind.worker_steps:
                 machine.step(machine.optimizer)
         if not self.kind.worker_steps:
-            groups = [current_hyperparameters(group) for group in machine.optimizer.param_groups]
+            groups = [optimizers.current_hyperparameters(group) for group in machine.optimizer.param_groups]
             item.hyperparameters = tuple(groups) if item.up is None else item.up.hyperparameters(groups)
             names = [entry.spec.name for entry in machine.tensors.layout.entries]
             item.without = frozenset(names[index] for index in machine.tensors.without_gradient())

@@ -10,22 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...common.wire.records import (
-    Base,
-    Contribution,
-    Counts,
-    PayloadInfo,
-    ResidualInfo,
-    TrainingInfo,
-    WeightsInfo,
-    changed,
-)
+from ...common.wire import records
 from ...ps.core import effects
 
 INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: payloads up to this size are in the message that announces them
 CHUNK_BYTES = 1 << 20  # of a payload in one message of a stream
 OUT_OF_BAND_BYTES = 8 << 20  # of a payload behind one message of a direct connection
-_RESIDUAL = ResidualInfo(1.0)
+_RESIDUAL = records.ResidualInfo(1.0)
 
 
 class Extra(NamedTuple):
@@ -52,7 +43,7 @@ class Framing:
     extra: Extra = NOTHING
     _found: dict[tuple[Any, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def up(self, contribution: Contribution, is_cut_short: bool = False) -> float:
+    def up(self, contribution: records.Contribution, is_cut_short: bool = False) -> float:
         """Returns the bytes of a contribution: its messages and its payload."""
         counts, timing = contribution.counts, contribution.timing
         key = (
@@ -65,19 +56,19 @@ class Framing:
             found = self._found[key] = self._up_of(contribution, is_cut_short)
         return found
 
-    def _up_of(self, contribution: Contribution, is_cut_short: bool) -> float:
+    def _up_of(self, contribution: records.Contribution, is_cut_short: bool) -> float:
         from ...common.wire.messages import contribution_message
 
         counts, num, is_direct = contribution.counts, self.up_bytes, self.is_direct and self.codec == "raw"
-        sent = changed(
+        sent = records.changed(
             contribution,
-            counts=Counts(counts.num_samples, counts.num_training_steps if is_cut_short else None),
-            base=Base(contribution.base.version, self.has_base),
-            payload=PayloadInfo(self.codec, num, is_direct and num > INLINE_BYTES),
-            training=TrainingInfo(wants_weights=contribution.training.wants_weights),
+            counts=records.Counts(counts.num_samples, counts.num_training_steps if is_cut_short else None),
+            base=records.Base(contribution.base.version, self.has_base),
+            payload=records.PayloadInfo(self.codec, num, is_direct and num > INLINE_BYTES),
+            training=records.TrainingInfo(wants_weights=contribution.training.wants_weights),
         )
         if self.codec != "raw" and contribution.id.seq > 1:
-            sent = changed(sent, residual=_RESIDUAL)
+            sent = records.changed(sent, residual=_RESIDUAL)
         return contribution_message(sent).ByteSize() + _payload(num, is_direct) + self.extra.up
 
     def down(self, effect: effects.SendReply) -> float:
@@ -102,7 +93,7 @@ class Framing:
             num, codec, extra = self.start_bytes, "", 0.0
         if not effect.has_weights or not num:
             return reply_message(effect.reply).ByteSize()
-        message = reply_message(changed(effect.reply, weights=WeightsInfo(num, codec)))
+        message = reply_message(records.changed(effect.reply, weights=records.WeightsInfo(num, codec)))
         is_direct = self.is_direct and not self.reply_codec and not effect.is_start
         return message.ByteSize() + _payload(num, is_direct) + extra
 
