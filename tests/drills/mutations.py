@@ -46,11 +46,7 @@ MAY_LACK = {
     ("server", "away"): _FOR_SIM,
     ("server", "back"): _FOR_SIM,
 }
-MAY_REPEAT = {
-    ("server", "control"): "a request of a user, which may come twice",
-    ("server", "away"): _FOR_SIM,
-    ("server", "back"): _FOR_SIM,
-}
+MAY_REPEAT = MAY_LACK.keys() - {("server", "snapshot")}
 
 
 class Mutation(NamedTuple):
