@@ -116,3 +116,23 @@ def test_a_run_needs_no_streams_and_no_utf8(cluster: Cluster) -> None:
     done = subprocess.run(["sh", "-c", shell], cwd=cluster.folder, timeout=240, check=False, env=environ)
     assert done.returncode == 0
     assert '"version": 4' in (cluster.folder / "s.json").read_text(encoding="utf-8")
+
+
+def test_an_unreachable_server_is_reported_with_the_proxy_on_the_way(cluster: Cluster) -> None:
+    words = [sys.executable, "-m", "paramserver.worker", "--server", "192.0.2.1:50051", "--rank", "0"]
+    environ = {**os.environ, "https_proxy": "http://127.0.0.1:1", "PS_WORKER__GIVE_UP_S": "2"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environ)
+    assert done.returncode == 15
+    assert "through the proxy that https_proxy names (no_proxy=192.0.2.1 goes without)" in done.stderr
+
+
+def test_a_job_in_a_folder_that_is_not_utf8_resumes(cluster: Cluster) -> None:
+    folder = os.fsencode(cluster.folder) + b"/caf\xe9"
+    os.mkdir(folder)
+    words = [sys.executable, "-m", "paramserver.launch", "-n", "1", "--task", "linear", "--mode", "sync"]
+    for steps, version in ((3, b""), (5, b"version=3")):
+        words[7:] = ["--mode", "sync", "--steps", str(steps), "--checkpoint-dir", "snap"]
+        done = subprocess.run(words, capture_output=True, timeout=120, check=False, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert version in done.stdout + done.stderr
+    assert b"resumed" in done.stdout + done.stderr
