@@ -113,6 +113,10 @@ def test_state_is_the_servers_where_it_steps_and_changes_of_it_are_refused() -> 
     assert len(optimizer.state) == 2 and not inner.state
     with pytest.raises(UsageError, match="the server keeps it"):
         optimizer.state = {}
+    for parameter, state in optimizer.state.items():  # as trainers do at their end
+        optimizer.state[parameter] = {key: value.clone() for key, value in state.items()}
+    with pytest.raises(UsageError, match="the server keeps it"):
+        optimizer.state[model.weight] = {"exp_avg": torch.zeros(2, 3)}
     optimizer.state[model.weight]["exp_avg"].zero_()
     with pytest.raises(UsageError, match="the server keeps it"):
         optimizer.step()

@@ -72,11 +72,25 @@ class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
     def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, Any]:
         return self._fetch().get(parameter, MappingProxyType({}))  # torch's state has no missing keys, too
 
+    def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Accepts the state that is there: a trainer at its end writes each back, after it moved it to another device.
+
+        Raises UsageError for another state."""
+        held = self[parameter]
+        if held.keys() != state.keys() or not all(_is_equal(state[key], value) for key, value in held.items()):
+            raise _state_is_the_servers()
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._fetch())
 
     def __len__(self) -> int:
         return len(self._fetch())
+
+
+def _is_equal(value: Any, held: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor):
+        return torch.equal(value.to(held.device), held)
+    return bool(value == held)
 
 
 def _state_is_the_servers() -> UsageError:
