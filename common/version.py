@@ -2,8 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-PROTOCOL_VERSION = 3  # of proto/parameter_server.proto, in its package's name
-SNAPSHOT_VERSION = 2  # `format` of a manifest
+PROTOCOL_VERSION = 4  # of proto/parameter_server.proto, in its package's name
+SNAPSHOT_VERSION = 3  # `format` of a manifest
 STORE_VERSION = 4  # of the tables of the run store
 try:
     PROGRAM_VERSION = version("paramserver")  # pyproject.toml has it

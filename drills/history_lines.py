@@ -13,28 +13,31 @@ from typing import Any
 
 from ..common.registry import MODES, mode_anywhere
 from ..common.wire.json_text import read_json
+from ..common.wire.records import Row
 
 # Fields of each operation by role, with their kinds (`_KINDS`); after "?", those that a line may lack. Other fields are
 # not used.
 FIELDS = {
     "server": {
-        "start": "run:text server_incarnation mode:text version seqs:seqs options:values common:values "
-        "? staleness:perhaps workers:perhaps skipped:list found:list shifts:shifts",
+        "start": "run:text server_incarnation mode:text version rows:rows options:values common:values "
+        "? staleness:perhaps workers:perhaps skipped:list found:list",
         "join": "rank incarnation seq ? resumed:switch",
         "enter": "rank incarnation seq",
         "away": "rank incarnation seq",
         "back": "rank incarnation seq",
         "leave": "rank incarnation how:text ? finished:switch",
-        "accept": "rank incarnation seq base_version version outcome:text ? samples:perhaps num_steps part run_steps",
+        "accept": "rank incarnation seq base_version version outcome:text num_steps num_batches "
+        "? samples:perhaps part run_steps",
         "commit": "version contributions:triples members:ranks ? samples",
-        "reply": "rank incarnation seq version outcome:text ? last:switch weights:switch newer:switch reference",
-        "snapshot": "version seqs:seqs",
+        "reply": "rank incarnation seq version outcome:text training_steps "
+        "? last:switch weights:switch newer:switch reference",
+        "snapshot": "version rows:rows",
         "control": "do:text ? done:switch name:text",
-        "end": "version seqs:seqs ? begun:switch over:switch",
+        "end": "version rows:rows ? begun:switch over:switch",
     },
     "worker": {
         "start": "run:text rank incarnation server_incarnation seq version",
-        "send": "rank incarnation seq base_version ? samples:perhaps num_steps part",
+        "send": "rank incarnation seq base_version num_steps num_batches ? samples:perhaps part",
         "replied": "rank incarnation seq version outcome:text",
         "end": "rank seq",
     },
@@ -54,12 +57,9 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
-def _size(value: Any) -> Any:
-    return abs(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _are_shifts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_rank, value)) and _are_whole([*map(_size, value.values())])
+def _is_row(value: Any) -> bool:
+    is_long = isinstance(value, list) and len(value) == len(Row._fields)
+    return is_long and all(_is_whole(item) or (item is None and at == 2) for at, item in enumerate(value))
 
 
 def _are_whole(value: Any) -> bool:
@@ -71,11 +71,10 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "text": ("text", lambda value: isinstance(value, str)),
     "values": ("{name: value}", lambda value: isinstance(value, dict)),
     "ranks": ("[rank, ...]", _are_whole),
-    "seqs": (
-        "{rank: seq}",
-        lambda value: isinstance(value, dict) and all(map(_is_rank, value)) and _are_whole([*value.values()]),
+    "rows": (
+        f"{{rank: [{', '.join(Row._fields)}]}}",
+        lambda value: isinstance(value, dict) and all(map(_is_rank, value)) and all(map(_is_row, value.values())),
     ),
-    "shifts": ("{rank: number}", _are_shifts),
     "perhaps": ("a whole number or null", lambda value: value is None or _is_whole(value)),
     "switch": ("true or false", lambda value: isinstance(value, bool)),
     "list": ("a list", lambda value: isinstance(value, list)),
@@ -112,14 +111,13 @@ class Line:
         return self.fields[key]
 
     @property
-    def seqs(self) -> dict[int, int]:
-        """`seqs` with ranks as numbers, because keys in JSON are strings."""
-        return {int(rank): seq for rank, seq in self.fields["seqs"].items()}
+    def rows(self) -> dict[int, Row]:
+        """`rows` with ranks as numbers, because keys in JSON are strings."""
+        return {int(rank): Row(*row) for rank, row in self.fields["rows"].items()}
 
     @property
-    def shifts(self) -> dict[int, int]:
-        """`shifts` with ranks as numbers; empty if the line has none."""
-        return {int(rank): shift for rank, shift in self.fields.get("shifts", {}).items()}
+    def seqs(self) -> dict[int, int]:
+        return {rank: row.seq for rank, row in self.rows.items()}
 
 
 def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Problem]]:

@@ -69,13 +69,13 @@ class Lineage:
     def __contains__(self, rank: int) -> bool:
         return rank in self._ranks
 
-    def begin(self, rank: int, number: int) -> None:
-        """A new rank starts at `number`."""
-        self._ranks.setdefault(rank, _Rank(number))
+    def begin(self, rank: int) -> None:
+        """A new rank begins, whose first contribution is number 1."""
+        self._ranks.setdefault(rank, _Rank(0))
 
     def add(self, rank: int, number: int, version: int, line: int, *, is_skipped: bool = False) -> str | None:
         """Add a commit, or a contribution that was skipped in it. Returns its problem as a sentence, if any."""
-        known = self._ranks.setdefault(rank, _Rank(max(0, number - 1)))
+        known = self._ranks.setdefault(rank, _Rank(0))
         last, problem = self.number(rank), None
         if number <= last:
             before = next((f" on line {commit.line}" for commit in known.commits if commit.number == number), "")
@@ -122,7 +122,7 @@ class Lineage:
             if not kept and rank not in numbers:
                 del self._ranks[rank]
         for rank, number in numbers.items():
-            self.begin(rank, number)
+            self._ranks.setdefault(rank, _Rank(number))
         return voided
 
     def contributions(self, version: int | None = None) -> set[tuple[int, int]]:

@@ -91,7 +91,7 @@ class Replay(Seats):
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
         self._empty, self._snapshots, self._has_ended = set(), set(), False
         self._rules = self._rules_of(line.fields)
-        self._shifts = line.shifts
+        self._steps = {rank: row.steps for rank, row in line.rows.items()} if has_source else {}
         self._is_cut = True
 
     def _rules_of(self, started: dict[str, Any]) -> list[Rule]:
@@ -160,11 +160,11 @@ class Replay(Seats):
         The commits are of single contributions, or of rounds.
         """
         for rank in numbers:
-            self.lineage.begin(rank, numbers[rank])
+            self.lineage.begin(rank)
         if version <= self.version:
             return
         self.has_gaps = True
-        known = self.lineage.numbers()
+        known = {rank: self.lineage.number(rank) for rank in numbers}
         num_missing = sum(max(0, numbers.get(rank, 0) - number) for rank, number in known.items())
         if num_missing > _MAX_MISSING:
             self._report(f"the server starts with {num_missing:,} contributions that no line has")

@@ -40,7 +40,8 @@ class Accept(NamedTuple):
     samples: int | None
     part: int
     outcome: str
-    num_steps: int | None
+    num_steps: int
+    num_batches: int
     line: Line
 
 
@@ -91,7 +92,7 @@ class Seats(Follower):
         self._rules: list[Rule] = []
         self._policy: Policy | None = None  # a fresh one of the run's mode; None: it is not known here
         self._members: dict[int, Member] = {}
-        self._shifts: dict[int, int] = {}  # added to a rank's number when it is compared with another rank's
+        self._steps: dict[int, int] = {}  # by rank: training steps that count; absent: not known yet
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
         self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
         self._skipped: set[tuple[int, int]] = set()  # accepted (rank, number) without a fold
@@ -108,7 +109,7 @@ class Seats(Follower):
                 self._report(f"rank {rank} joins as incarnation {incarnation} after {newest}: it must grow")
         self._newest[rank] = max(incarnation, newest or 0)
         before = self._members.get(rank)
-        known = self._known_number(rank) or 0
+        known = self._known_number(rank)
         if number != known:
             self._report(f"rank {rank} joins at number {number}: it is at {known}")
         if not line.fields.get("resumed"):
@@ -128,26 +129,21 @@ class Seats(Follower):
         """A member after a problem: nothing else of it is reported that follows from that problem."""
         return Member(incarnation, number, is_member=True, pending=None, bases=None)
 
-    def _known_number(self, rank: int) -> int | None:
-        """Returns the last accepted number of a rank, or None for a new rank."""
-        if rank in self._open:
-            return max(self._open[rank])
-        return self.lineage.number(rank) if rank in self.lineage else None
+    def _known_number(self, rank: int) -> int:
+        """Returns the last accepted number of a rank."""
+        return max(self._open[rank]) if rank in self._open else self.lineage.number(rank)
 
     def _on_enter(self, line: Line) -> None:
         rank, number = line["rank"], line["seq"]
         member = self._current(line, "enters")
         if member.is_member:
             self._report(f"rank {rank} enters, and is a member already")
-        known = self._known_number(rank)
-        if known is None:
-            members = [self._compared(other) for other, it in self._members.items() if it.is_member]
-            slowest = min(members, default=number)
-            if number > slowest and not any(rule.begins_late for rule in self._rules):
-                self._report(f"rank {rank} is new and begins at number {number}; the slowest is at {slowest}")
-            self.lineage.begin(rank, number)
-        elif number != known:
+        if number != (known := self._known_number(rank)):
             self._report(f"rank {rank} enters at number {number}: it is at {known}")
+        steps = [self._steps[other] for other, it in self._members.items() if it.is_member and other in self._steps]
+        if rank not in self._steps and steps:
+            self._steps[rank] = min(steps)
+        self.lineage.begin(rank)
         member.number, member.is_member = number, True
 
     def _on_leave(self, line: Line) -> None:
@@ -182,8 +178,8 @@ class Seats(Follower):
             self._report(f"contribution {number} of rank {rank} has the outcome '{outcome}', which does not exist")
             return
         member = self._current(line, f"{outcome} contribution {number}")
-        samples, num_steps = line.fields.get("samples"), line.fields.get("num_steps")
-        noted = Accept(number, base, samples, line.fields.get("part", 0), outcome, num_steps, line)
+        samples, part = line.fields.get("samples"), line.fields.get("part", 0)
+        noted = Accept(number, base, samples, part, outcome, line["num_steps"], line["num_batches"], line)
         self.accepts.setdefault(self._seat(line), []).append(noted)
         self._check_number(rank, number, outcome, member)
         self._check_base(rank, number, base, outcome, member)
@@ -208,6 +204,8 @@ class Seats(Follower):
             self._report(f"contribution {number} of rank {rank} comes after a reply that grants it no steps")
         self._report(*(rule.counted(rank, number, base, self.version) for rule in self._rules))
         member.number, member.is_member = number, True
+        if rank in self._steps:
+            self._steps[rank] += line["num_steps"]
         self._open.setdefault(rank, {})[number] = line["incarnation"]
         (self._empty.add if outcome == "skipped" else self._empty.discard)(rank)
 
@@ -254,6 +252,7 @@ class Seats(Follower):
         if outcome == "START" and not member.is_member:
             self._report(f"rank {rank} gets its START, and has not entered")
             member.is_member = True
+        self._check_steps(rank, line["training_steps"])
         if number != member.number:
             self._report(f"rank {rank} gets its reply for contribution {number}: it is at {member.number}")
         self._check_reply(rank, number, outcome, member)
@@ -261,9 +260,10 @@ class Seats(Follower):
             self._report(f"rank {rank} is given version {version}: the newest is {self.version}")
         if sent.reference is not None and sent.reference >= version:
             self._report(f"rank {rank} is given version {version} with older weights, of version {sent.reference}")
-        slowest = min((self._compared(other) for other, it in self._members.items() if it.is_member), default=0)
+        others = [self._steps[other] for other, it in self._members.items() if it.is_member and other in self._steps]
+        ahead = line["training_steps"] - min(others)
         if not line.fields.get("last"):  # a worker without further steps does not block the others
-            self._report(*(rule.replied(rank, self._compared(rank) - slowest) for rule in self._rules))
+            self._report(*(rule.replied(rank, ahead) for rule in self._rules))
         member.pending, member.is_through = None, bool(line.fields.get("last"))
         self._has_weights(member, sent)
 
@@ -294,8 +294,15 @@ class Seats(Follower):
             return 0
         return 1 if self._policy.common.delayed_update else self._policy.outstanding
 
-    def _compared(self, rank: int) -> int:
-        return self._members[rank].number + self._shifts.get(rank, 0)
+    def _check_steps(self, rank: int, steps: int) -> None:
+        """Check the training steps with which a rank goes on. In rounds those are of the round.
+
+        Those of a new rank are the slowest member's, so that it does not repeat what the others have done.
+        """
+        known, self._steps[rank] = self._steps.get(rank), steps
+        is_compared = self._policy is not None and not self._policy.has_rounds
+        if is_compared and known is not None and steps != known:
+            self._report(f"rank {rank} goes on at training step {steps}: its contributions have {known}")
 
     def _seat(self, line: Line) -> Seat:
         return self.run or "", self.server_incarnation, line["rank"], line["incarnation"]
@@ -306,7 +313,7 @@ class Seats(Follower):
         member = self._members.get(rank)
         if member is None:
             self._report(f"rank {rank} {text}, but is no member")
-            member = self._members[rank] = self._unknown(incarnation, self._known_number(rank) or 0)
+            member = self._members[rank] = self._unknown(incarnation, self._known_number(rank))
         elif incarnation != member.incarnation:
             self._report(
                 f"rank {rank} {text} as incarnation {incarnation}; incarnation {member.incarnation} has joined since"

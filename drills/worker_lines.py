@@ -34,7 +34,7 @@ class _Worker(Follower):
         self._waits = False  # it has sent a contribution, and received no reply
         self._num_received = 0  # replies on this seat
         self._sent: set[int] = set()
-        self._sends: dict[Seat, Counter[tuple[int, int, int | None, int]]] = {}
+        self._sends: dict[Seat, Counter[tuple[int | None, ...]]] = {}
         self._bases: list[int] = []  # versions that it has weights of, the newest last
         self._highest: dict[int, int] = {}  # server incarnation to the highest version seen from it
         self._has_ended = False
@@ -77,7 +77,8 @@ class _Worker(Follower):
             self._report(f"{text}: it had version {had}")
         self._sent.add(number)
         self._waits = True
-        sent = number, line["base_version"], line.fields.get("samples"), line.fields.get("part", 0)
+        counts = line.fields.get("part", 0), line["num_steps"], line["num_batches"]
+        sent = number, line["base_version"], line.fields.get("samples"), *counts
         self._sends.setdefault(self._seat, Counter())[sent] += 1
 
     def _on_replied(self, line: Line) -> None:
@@ -131,9 +132,9 @@ class _Worker(Follower):
     def finish(self) -> list[Problem]:
         """Returns the problems, with those of contributions that the server took and this worker did not send."""
         for seat, sends in self._sends.items():
-            last = max(seq for seq, *_ in sends)
+            last = max(seq for seq, *_ in sends if seq is not None)
             for accept in self._replay.accepts.get(seat, []):
-                item = (accept.seq, accept.base, accept.samples, accept.part)
+                item = accept.seq, accept.base, accept.samples, accept.part, accept.num_steps, accept.num_batches
                 if sends[item] > 0:
                     sends[item] -= 1
                 elif accept.outcome != "repeated" and accept.seq <= last:  # a worker that asks again sends nothing
@@ -142,7 +143,8 @@ class _Worker(Follower):
 
     def _differs(self, accept: Accept) -> None:
         self._line = accept.line
-        text = f"of {accept.samples} samples, computed on version {accept.base}"
+        work = f"{accept.samples} samples in {accept.num_steps} steps and {accept.num_batches} batches"
+        text = f"of {work}, computed on version {accept.base}"
         self._report(f"contribution {accept.seq} of rank {accept.line['rank']} {text}: its worker sent no such one")
 
 

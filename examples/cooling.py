@@ -44,6 +44,6 @@ class Cooling(SinglePolicy):
     def saved_state(self):
         return {"scale": self.scale}
 
-    def restore(self, version, contributions, state):
-        super().restore(version, contributions, state)
+    def restore(self, version, rows, state):
+        super().restore(version, rows, state)
         self.scale = state.get("scale", 1.0)  # absent in a snapshot of another mode

@@ -282,18 +282,18 @@ class Contribution(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., base: _Optional[_Union[Base, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., payload: _Optional[_Union[PayloadInfo, _Mapping]] = ..., training: _Optional[_Union[TrainingInfo, _Mapping]] = ..., residual: _Optional[_Union[ResidualInfo, _Mapping]] = ..., completion: _Optional[_Union[CompletionInfo, _Mapping]] = ..., first: _Optional[_Union[FirstInfo, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
 
 class Counts(_message.Message):
-    __slots__ = ("num_samples", "num_training_steps", "num_batches", "part", "num_workers")
+    __slots__ = ("num_samples", "num_steps", "num_batches", "part", "num_workers")
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    NUM_TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_BATCHES_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     num_samples: int
-    num_training_steps: int
+    num_steps: int
     num_batches: int
     part: int
     num_workers: int
-    def __init__(self, num_samples: _Optional[int] = ..., num_training_steps: _Optional[int] = ..., num_batches: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_samples: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_batches: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class Base(_message.Message):
     __slots__ = ("version", "has_all", "reference")
@@ -326,18 +326,20 @@ class PayloadInfo(_message.Message):
     def __init__(self, codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., in_shared_memory: _Optional[bool] = ..., without_gradient: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TrainingInfo(_message.Message):
-    __slots__ = ("hyperparameters", "clip_norm", "loss", "wants_weights", "evaluates")
+    __slots__ = ("hyperparameters", "clip_norm", "loss", "wants_weights", "evaluates", "iteration")
     HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
     CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     WANTS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     EVALUATES_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_FIELD_NUMBER: _ClassVar[int]
     hyperparameters: _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]
     clip_norm: float
     loss: float
     wants_weights: bool
     evaluates: bool
-    def __init__(self, hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., clip_norm: _Optional[float] = ..., loss: _Optional[float] = ..., wants_weights: _Optional[bool] = ..., evaluates: _Optional[bool] = ...) -> None: ...
+    iteration: int
+    def __init__(self, hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., clip_norm: _Optional[float] = ..., loss: _Optional[float] = ..., wants_weights: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., iteration: _Optional[int] = ...) -> None: ...
 
 class ResidualInfo(_message.Message):
     __slots__ = ("norm", "num_lost", "lost_norm")

@@ -137,11 +137,11 @@ class Server:
         self._restored()
         engine.tell(
             RunStarted(
-                run.name, run.incarnation, run.mode, run.policy.version, run.policy.num_committed(),
+                run.name, run.incarnation, run.mode, run.policy.version, dict(run.policy.committed),
                 config.run.workers, run.policy.staleness_bound, source=model.source or None,
                 skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
                 common=asdict(run.policy.common),
-                found=self._found, shifts=run.policy.shifts,
+                found=self._found,
             )
         )  # fmt: skip
         self._has_begun = True
@@ -229,7 +229,7 @@ class Server:
         if stop_when and not self._run.curve.points:
             log.warning("never_evaluated", reason=f"run.stop_when is '{stop_when}'")
         is_over = self._run.is_done and not self._run.roster.workers
-        engine.tell(RunEnded(policy.version, policy.num_committed(), self._has_begun, is_over))
+        engine.tell(RunEnded(policy.version, dict(policy.committed), self._has_begun, is_over))
         self._bus.close()
         if self.goes_back:
             return

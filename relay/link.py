@@ -190,10 +190,10 @@ class Link:
             self.model.set_gradients(contribution.payload, contribution.without)
         elif contribution.payload is not None:
             self.model.load(contribution.payload)
-        num_steps = contribution.num_steps if contribution.num_steps != self.progress.local_steps else None
+        num_steps = contribution.num_steps
         record = Contribution(
             kind=self.settings.kind,
-            counts=Counts(contribution.num_samples, num_steps, num_workers=contribution.num_workers),
+            counts=Counts(contribution.num_samples, num_steps, num_steps, num_workers=contribution.num_workers),
             training=contribution.training,
             first=FirstInfo(work=contribution.work) if self._sent_first_for != self.progress.num_starts else None,
             position=Position(contribution.step, contribution.num_steps),

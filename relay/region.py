@@ -94,7 +94,7 @@ class Region(Keeper):
         run.restore(saved["version"], names_of(link.model.layout, link.optimizer), saved, model.source)
         run.incarnation = link.incarnation + 1
         payloads = {int(rank): bytes(item.numpy()) for rank, item in state["states"].items()}
-        self._engine.states.restore(saved["contributions"], saved["training"]["places"], payloads)
+        self._engine.states.restore(run.policy.rows, saved["training"]["places"], payloads)
         restore_traffic(self._engine, saved["training"])
         self.pace.steps = run.policy.min_steps_done
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
@@ -207,7 +207,9 @@ class Region(Keeper):
         ahead = self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
         num_bytes = sum(item.num_sent + item.num_received for item in self._engine.traffic.values())
         stats = self._run.roster.stats.values()
-        staleness = sum(item.staleness_sum for item in stats) / max(1, sum(item.contributions for item in stats))
+        staleness = sum(item.staleness_sum for item in stats) / max(
+            1, sum(row.seq for row in self._run.policy.rows.values())
+        )
         values = {"region_workers": len(self._run.policy.members), "region_ahead": ahead, "region_bytes": num_bytes}
         self._link.readings.note({**values, "region_staleness": staleness})
 

@@ -21,15 +21,17 @@ def contribution_of(
     seq: int,
     version: int = 0,
     num_samples: int = 1,
-    num_steps: int | None = None,
+    num_steps: int = 1,
     part: int = 0,
     *,
+    num_batches: int | None = None,
     seat: tuple[int, int] = (0, 1),
     **facts: Any,
 ) -> Contribution:
-    """Facts are fields of any topic, or whole topics, or the kind."""
+    """Facts are fields of any topic, or whole topics, or the kind. Each step has one batch unless it is said."""
+    num_batches = num_steps if num_batches is None else num_batches
     topics: dict[str, dict[str, Any]] = {
-        "counts": {"num_samples": num_samples, "num_training_steps": num_steps, "part": part},
+        "counts": {"num_samples": num_samples, "num_steps": num_steps, "num_batches": num_batches, "part": part},
         "base": {"version": version},
     }
     whole = {name: facts.pop(name) for name in list(facts) if name in _TOPICS or name == "kind"}
@@ -48,7 +50,7 @@ def contributed(rank: int, incarnation: int, seq: int, version: int, **facts: An
 
 def contribution_proto(seq: int, **facts: Any) -> pb.Contribution:
     """The message; facts are fields of it or of any of its topics."""
-    message = pb.Contribution(seq=seq)
+    message = pb.Contribution(seq=seq, counts=pb.Counts(num_steps=1, num_batches=1))
     topics = {field.name: field.message_type for field in message.DESCRIPTOR.fields if field.name in _TOPICS}
     for fact, value in facts.items():
         if fact in message.DESCRIPTOR.fields_by_name:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..common.errors import UnreachableError
-from ..common.wire.records import Outcome, Position, RateInfo, Reply, StartInfo
+from ..common.wire.records import NO_ROW, Outcome, Position, RateInfo, Reply, Row, StartInfo
 
 # Back-off between attempts to reach the server; it doubles from the first value to the last.
 _FIRST_DELAY_S = 0.05
@@ -31,19 +31,15 @@ class Progress:
     process: str = ""  # random; distinguishes the joins of this process from those of others
     rank: int | None = None
     incarnation: int = 0
-    num_counted: int = 0  # contributions that count; the next sequence number is one more
+    row: Row = NO_ROW  # as the newest reply says; batches and part: as the newest START
     version: int = 0
     num_received: int = 0  # times that weights arrived; two arrivals of one version may differ (a lossy reply codec)
     steps_left: int = 0  # local steps before the next contribution
     local_steps: int = 0  # training steps in the next contribution
-    is_cut_short: bool = False  # the next contribution has fewer steps than the server expects
     num_workers: int = 1
     worker_index: int = 0
-    training_steps: int = 0  # steps of this rank that count
     has_evaluator: bool = False  # an evaluator process evaluates instead of the workers
     total_steps: int | None = None  # of each worker; None: its loop decides, or it is not known yet
-    batches: int = 0  # the rank's position in its data at the newest start
-    in_step: int = 0  # contributions that count already, of the training step in which this process starts
     is_done: bool = False
     outcome: Outcome = Outcome.START  # of the newest reply
     pull_every: int = 1
@@ -67,24 +63,22 @@ class Progress:
     def replied(self, reply: Reply) -> None:
         """The server lets the worker continue. A reply without weights leaves the version as it is."""
         work = reply.next_work
-        self.num_counted, self.outcome = reply.result.seq, reply.result.outcome
+        self.row = self.row._replace(seq=reply.result.seq, steps=work.training_steps)
+        self.outcome = reply.result.outcome
         if reply.has_new_weights:
             self.received(reply.result.version)
         self.steps_left = self.local_steps = work.local_steps
-        self.is_cut_short = False
         self.is_done = work.local_steps == 0
         self.after_replay = None
         self.total_steps = work.run_steps or self.total_steps
         self.has_evaluator = work.has_evaluator
         self.num_workers, self.worker_index = work.num_workers, work.worker_index
-        self.training_steps = work.training_steps
 
     def started(self, reply: Reply) -> None:
         """The first reply of a stream, handled after `replied`: it says where this process starts."""
         start = reply.start or StartInfo()
         self.num_starts += 1
-        self.batches = self.training_steps if start.num_batches is None else start.num_batches
-        self.in_step = start.in_step
+        self.row = self.row._replace(batches=start.num_batches, part=start.in_step)
         rates = start.rates or RateInfo((), (), 0)
         self.first_rates, self.last_rates = list(rates.first), list(rates.last)
         self.num_rate_changes = rates.num_changes
@@ -93,7 +87,7 @@ class Progress:
         """No training step follows: contribute the steps taken so far. Returns False if there are none."""
         if self.is_done or self.steps_left == self.local_steps:
             return False
-        self.local_steps, self.steps_left, self.is_cut_short = self.local_steps - self.steps_left, 0, True
+        self.local_steps, self.steps_left = self.local_steps - self.steps_left, 0
         return True
 
     def limit(self, total_steps: int) -> None:
@@ -102,7 +96,6 @@ class Progress:
         beyond = self.steps_left - max(0, total_steps - self.position)
         if beyond > 0:
             self.steps_left, self.local_steps = self.steps_left - beyond, self.local_steps - beyond
-            self.is_cut_short = True
 
     def took_step(self) -> bool:
         """Count a training step. Returns whether a contribution is due."""
@@ -111,20 +104,21 @@ class Progress:
 
     def replay(self, position: Position) -> None:
         """Begin to compute the last counted contribution again, without sending it."""
-        self.after_replay = (self.training_steps, self.local_steps, self.is_done)
-        self.training_steps, self.is_done = position.step, False
+        self.after_replay = (self.row.steps, self.local_steps, self.is_done)
+        self.row, self.is_done = self.row._replace(steps=position.step), False
         self.local_steps = self.steps_left = position.local_steps
 
     def replayed(self) -> int:
         """End the replay. Returns the training steps that the run took meanwhile without this worker."""
         assert self.after_replay is not None
-        replayed = self.training_steps + self.local_steps
-        self.training_steps, self.local_steps, self.is_done = self.after_replay
+        replayed = self.row.steps + self.local_steps
+        steps, self.local_steps, self.is_done = self.after_replay
+        self.row = self.row._replace(steps=steps)
         self.steps_left, self.after_replay = self.local_steps, None
         if self.total_steps is not None:
             self.limit(self.total_steps)
             self.is_done |= not self.local_steps
-        return max(0, self.training_steps - replayed)
+        return max(0, steps - replayed)
 
     @property
     def is_replaying(self) -> bool:
@@ -144,23 +138,22 @@ class Progress:
 
         The next contribution has `next_local_steps`, or as many local steps as this one. The last one may be shorter.
         """
-        self.num_counted += 1
-        self.training_steps += self.local_steps
-        self.local_steps, self.is_cut_short = self.local_steps if next_local_steps is None else next_local_steps, False
+        self.row = self.row._replace(seq=self.row.seq + 1, steps=self.row.steps + self.local_steps)
+        self.local_steps = self.local_steps if next_local_steps is None else next_local_steps
         if self.total_steps is not None:
-            self.local_steps = max(0, min(self.local_steps, self.total_steps - self.training_steps))
+            self.local_steps = max(0, min(self.local_steps, self.total_steps - self.row.steps))
         self.steps_left = self.local_steps
         return self.steps_left == 0
 
     @property
     def position(self) -> int:
         """Training steps of this rank: those that count, and those of its next contribution."""
-        return self.training_steps + self.local_steps - self.steps_left
+        return self.row.steps + self.local_steps - self.steps_left
 
     @property
     def next_number(self) -> int:
         """The sequence number of the next contribution."""
-        return self.num_counted + 1
+        return self.row.seq + 1
 
     @property
     def wants_weights(self) -> bool:

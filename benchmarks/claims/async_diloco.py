@@ -98,7 +98,7 @@ class Run:
             version, _, steps = self._taken[rank]
             self._staged[rank] = self._delta(rank)
             taken += steps
-            id, counts = ContributionId(rank, 1, policy.num_counted[rank] + 1), Counts(steps * BATCH, steps)
+            id, counts = ContributionId(rank, 1, policy.seq(rank) + 1), Counts(steps * BATCH, steps, steps)
             contribution = Contribution(id, counts=counts, base=Base(version))
             self._perform(policy.contributed(rank, contribution, now), now)
         _load(self._layout, self._store.weights, self._tensors)

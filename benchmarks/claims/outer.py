@@ -208,7 +208,7 @@ class Run:
                 worker.step()
             worker.measure()
             self.sent += num_framed(worker.way.num_sent - worker.num_left_out)
-            counts = Counts(worker.to_take, worker.to_take)
+            counts = Counts(worker.to_take, worker.to_take, worker.to_take)
             contribution = Contribution(
                 ContributionId(rank, 1, worker.number), counts=counts, base=Base(worker.version)
             )

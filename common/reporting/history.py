@@ -4,7 +4,7 @@ The file is opened for appending. The lines of a killed process stay, and a rest
 file. A worker writes each line at once. A server's lines come from its event bus a moment later, so a killed server may
 lose its last few lines. `drills/check.py` reads the file.
 
-    server  start     run, server_incarnation, mode, staleness, workers, version, seqs {rank: seq}, source,
+    server  start     run, server_incarnation, mode, staleness, workers, version, rows {rank: row}, source,
                       skipped [damaged snapshots], options {name: value} of the mode, common {name: value} of every
                       mode (training steps, num_workers, min_workers, weighting, delayed_update)
             join      rank, incarnation, seq, resumed
@@ -16,21 +16,24 @@ lose its last few lines. `drills/check.py` reads the file.
                       every reply)
             accept    rank, incarnation, seq, base_version, version, outcome: accepted | dropped | repeated
                       | rejected | skipped | refused; samples (null: unknown), compute_s (computing it),
-                      transfer_s (of the previous exchange, without the wait for the mode), num_steps
-                      (training steps in it, if known), part (of a model in parts), run_steps
+                      transfer_s (of the previous exchange, without the wait for the mode), num_steps, num_batches
+                      (training steps and batches in it), part (of a model in parts), run_steps
                       (training steps of the run, if known), bytes [sent, received] (traffic, if counted)
             commit    version, contributions [[rank, incarnation, seq], ...], members [rank, ...], samples (in all of
                       them; 1 for an unknown number)
-            reply     rank, incarnation, seq, version, outcome; last (true: no steps follow), weights (false: none),
-                      newer (true: the weights of a large model may be of a newer version), reference (the version of
-                      the weights, if a reply codec sends those of an older one)
-            snapshot  version, seqs {rank: seq}, path, sha256 (of the weights)
+            reply     rank, incarnation, seq, version, outcome, training_steps (of the rank, that count); last (true: no
+                      steps follow), weights (false: none), newer (true: the weights of a large model may be of a
+                      newer version), reference (the version of the weights, if a reply codec sends those of an older
+                      one)
+            snapshot  version, rows {rank: row}, path, sha256 (of the weights)
             control   do, rank, name, value (the request), result (a sentence), done (false: refused)
-            end       version, seqs {rank: seq}; over (true: all workers have left after the final weights)
+            end       version, rows {rank: row}; over (true: all workers have left after the final weights)
     worker  start     run, rank, incarnation, server_incarnation, seq, version
-            send      rank, incarnation, seq, base_version; samples, num_steps, part as in accept
+            send      rank, incarnation, seq, base_version; num_steps, num_batches, samples, part as in accept
             replied   rank, incarnation, seq, version, outcome (START is a `start` line)
             end       rank, seq
+
+A row has what counts of a rank: [seq, steps, samples, batches, part] (`Row` in `common/wire/records.py`).
 
 Every line also has `op`, `role` ("server" or "worker") and `t`, monotonic seconds of its host.
 

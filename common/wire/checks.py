@@ -175,6 +175,7 @@ COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.Contribution: ("seq",),
     pb.Begin: ("continues",),
     pb.Counts: ("num_batches",),
+    pb.TrainingInfo: ("iteration",),
     pb.Base: ("version",),
     pb.CompletionInfo: ("generation", "peer_bytes"),
     pb.FirstInfo: ("num_samples", "run_steps"),
@@ -293,6 +294,7 @@ def _is_sound_contribution(contribution: pb.Contribution) -> bool:
         and 0 <= contribution.training.clip_norm <= _MAX_NORM
         and counts.num_samples <= _MAX_SAMPLES
         and counts.num_batches <= MAX_COUNT
+        and contribution.training.iteration <= MAX_COUNT
         and counts.num_workers <= MAX_RANK
         and contribution.seq <= MAX_COUNT
         and contribution.base.version <= MAX_COUNT

@@ -63,10 +63,7 @@ def read_contribution(
 def _write_counts(counts: records.Counts, message: pb.Counts) -> None:
     if counts.num_samples:
         message.num_samples = counts.num_samples
-    if counts.num_training_steps is not None:
-        message.num_training_steps = counts.num_training_steps
-    if counts.num_batches is not None:
-        message.num_batches = counts.num_batches
+    message.num_steps, message.num_batches = counts.num_steps, counts.num_batches
     if counts.part:
         message.part = counts.part
     if counts.num_workers > 1:
@@ -74,13 +71,8 @@ def _write_counts(counts: records.Counts, message: pb.Counts) -> None:
 
 
 def _read_counts(message: pb.Counts) -> records.Counts:
-    return records.Counts(
-        message.num_samples,
-        message.num_training_steps if message.HasField("num_training_steps") else None,
-        message.num_batches if message.HasField("num_batches") else None,
-        message.part,
-        message.num_workers or 1,
-    )
+    num_workers = message.num_workers or 1
+    return records.Counts(message.num_samples, message.num_steps, message.num_batches, message.part, num_workers)
 
 
 def _write_base(base: records.Base, message: pb.Base) -> None:
@@ -134,12 +126,14 @@ def _write_training(training: records.TrainingInfo, message: pb.TrainingInfo) ->
         message.wants_weights = True
     if training.evaluates:
         message.evaluates = True
+    if training.iteration:
+        message.iteration = training.iteration
 
 
 def _read_training(message: pb.TrainingInfo) -> records.TrainingInfo:
     hyperparameters = tuple(hyperparameters_from_proto(message.hyperparameters)) if message.hyperparameters else ()
     return records.TrainingInfo(
-        hyperparameters, message.clip_norm, message.loss, message.wants_weights, message.evaluates
+        hyperparameters, message.clip_norm, message.loss, message.wants_weights, message.evaluates, message.iteration
     )
 
 
@@ -233,9 +227,7 @@ def read_weights(message: pb.WeightsInfo) -> records.WeightsInfo:
 
 
 def _write_start(start: records.StartInfo, message: pb.StartInfo) -> None:
-    message.in_step = start.in_step
-    if start.num_batches is not None:
-        message.num_batches = start.num_batches
+    message.num_batches, message.in_step = start.num_batches, start.in_step
     if start.rates is not None:
         _write(start.rates, message.rates)
     if start.position is not None:
@@ -245,7 +237,7 @@ def _write_start(start: records.StartInfo, message: pb.StartInfo) -> None:
 def _read_start(message: pb.StartInfo) -> records.StartInfo:
     has = message.HasField
     return records.StartInfo(
-        message.num_batches if has("num_batches") else None,
+        message.num_batches,
         message.in_step,
         _read(records.RateInfo, message.rates) if has("rates") else None,
         _read(records.Position, message.position) if has("position") else None,

@@ -60,20 +60,52 @@ class Counts:
     """Samples, training steps and batches of a contribution. The policy and the counters read it."""
 
     num_samples: int = 1  # weight in a mean; 0: unknown, which weighs as 1
-    num_training_steps: int | None = None  # None: as many as the server's last reply requested
-    num_batches: int | None = None  # batches that the worker used; None: one for each training step
+    num_steps: int = 1  # training steps; 0: the rank's previous contribution, of another part, has the step
+    num_batches: int = 1  # batches that the worker used
     part: int = 0  # number of the optimizer that steps a part of the model, from 1; 0: one optimizer steps all
     num_workers: int = 1  # workers whose mean this is; several in a contribution of a region's relay
 
     @property
     def continues_step(self) -> bool:
         """Whether the contribution belongs to the same training step as the rank's previous one, of another part."""
-        return self.part > 0 and self.num_training_steps == 0
+        return self.part > 0 and self.num_steps == 0
 
     @property
     def new_samples(self) -> int | None:
         """Samples that no contribution of the same training step has counted; None: unknown."""
         return 0 if self.continues_step else (self.num_samples or None)
+
+
+class Row(NamedTuple):
+    """What counts of one rank. The server keeps it as counted and as committed, and the worker as of the newest reply.
+
+    A rank that is new, or that missed a round, is at the training step and the batch of the others.
+    """
+
+    seq: int = 0  # sequence number of its newest contribution
+    steps: int = 0  # training steps
+    samples: int | None = 0  # in its contributions; None: one came without a number
+    batches: int = 0
+    part: int = 0  # contributions of its newest training step, of a model that is stepped in parts
+
+    def plus(self, counts: Counts) -> Row:
+        """Returns the row with one more contribution."""
+        seq, steps, samples, batches, part = self
+        if not counts.part:
+            new = counts.num_samples
+            samples = samples + new if new and samples is not None else None
+            return Row(seq + 1, steps + counts.num_steps, samples, batches + counts.num_batches)
+        added = counts.new_samples
+        samples = None if samples is None or added is None else samples + added
+        part = part + 1 if counts.continues_step else 1
+        return Row(seq + 1, steps + counts.num_steps, samples, batches + counts.num_batches, part)
+
+    def at(self, other: Row) -> Row:
+        """Returns the row of a rank that goes on at the training step and the batch of another one."""
+        return self._replace(steps=other.steps, batches=other.batches, part=other.part)
+
+
+NO_ROW = Row()
 
 
 @record(frozen=True)
@@ -112,6 +144,7 @@ class TrainingInfo:
     loss: float = math.nan  # mean since the last contribution
     wants_weights: bool = True  # the reply must carry weights
     evaluates: bool = False  # the worker will evaluate the weights of the reply
+    iteration: int = 0  # steps of the process's loop, taken or not: where its schedules are; 0: unknown
 
 
 @record(frozen=True)
@@ -263,7 +296,7 @@ class GroupInfo:
 class StartInfo:
     """The position where a new process begins."""
 
-    num_batches: int | None = None  # batches that the rank used before; None: as many as training steps
+    num_batches: int = 0  # batches that the rank used before
     in_step: int = 0  # counted contributions of the training step that the process continues
     rates: RateInfo | None = None
     position: Position | None = None  # only for a script that saves state

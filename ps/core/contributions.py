@@ -7,7 +7,7 @@ contribution is folded.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +19,9 @@ from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refu
 from ..policies.shared.decisions import Accept, Wait
 from ..policies.shared.late import momentum_left
 from . import effects
-from .counting.drawn import Data, Drawn
+from .counting.data import Data
 from .counting.rates import Rates
+from .counting.schedules import Schedules
 from .counting.stats import WorkerStats, bin_of, restored_bins
 from .effects import Effect, Log
 from .events import AskedAgain, Contributed
@@ -48,21 +49,13 @@ class Pending:
 
     contribution: Contribution
     hyperparameters: tuple[dict[str, Any], ...] | None  # the newest of its worker
-    num_steps: int  # training steps in it
-    num_contributed: int  # contributions of its process, which tell how far its schedule is
     judgement: Judgement
-    counted: tuple[int | None, int, int]  # samples, staleness and training steps, as its rank's sums have them
+    staleness: int
     weight: float = 0.0
 
     @property
     def rank(self) -> int:
         return self.contribution.id.rank
-
-    @property
-    def num_batches(self) -> int:
-        """Batches drawn for this contribution."""
-        num = self.contribution.counts.num_batches
-        return self.num_steps if num is None else num
 
     @property
     def clip_norm(self) -> float:
@@ -83,11 +76,11 @@ class Contributions:
         self._mode = mode
         self._max_rejected = max_rejected
         self._pending: dict[int, Pending] = {}  # by rank, until the policy folds it
-        self.drawn = Drawn()
+        self._schedules = Schedules()
         self.data = Data()
         self.rates = Rates()
-        # Contributions whose decision is pending, by rank, with the version at arrival and the training steps.
-        self._undecided: dict[int, tuple[Worker, Contributed, int, int]] = {}
+        # Contributions whose decision is pending, by rank, with the version at arrival.
+        self._undecided: dict[int, tuple[Worker, Contributed, int]] = {}
         # Since the newest commit; several of one rank where the mode replies before that.
         self._in_mean: list[Pending] = []
         self._empty: dict[int, str] = {}  # by rank: why nothing of its newest counted contribution is folded
@@ -101,6 +94,7 @@ class Contributions:
         self._started_at: float | None = None
         self._ended_at: float | None = None  # of the newest contribution
         self._begun_steps = 0  # of the slowest, when training began
+        self._done = 0, 0  # samples and training steps of all, in this process
         # When all had taken their first training step; then the slowest's steps, and samples and steps of all.
         self._first: tuple[float, int, int, int] | None = None
 
@@ -128,23 +122,23 @@ class Contributions:
         found: list[Effect] = []
         if math.isfinite(training.loss):
             stats.loss = training.loss
-        if (first := contribution.first) is not None and not worker.num_contributed:
+        if (first := contribution.first) is not None:
             if (other_data := self.data.differs(rank, first.num_samples)) is not None:
                 return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, other_data)]
             found += self.data.record(rank, contribution.base.version, first.digest)
-        if contribution.counts.num_training_steps is None and (num_assigned := policy.assigned_steps(rank)) is not None:
-            counts = replace(contribution.counts, num_training_steps=num_assigned)
-            contribution = event.contribution = replace(contribution, counts=counts)
+        if training.iteration and worker.hyperparameters is not None:
+            steps = policy.steps_done(rank), training.iteration
+            if (differ := self._schedules.differ(rank, steps, worker.hyperparameters)) is not None:
+                return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, differ)]
         worker.staleness = policy.staleness(rank, contribution)
-        num_counted, version = policy.num_counted[rank], policy.version
-        num_steps = self._steps_in(contribution)
+        num_counted, version = policy.seq(rank), policy.version
         decisions = policy.contributed(rank, contribution, at)
         if decisions and isinstance(decisions[0], Wait):
-            self._undecided[rank] = worker, event, version, num_steps
-        elif policy.num_counted[rank] > num_counted:
+            self._undecided[rank] = worker, event, version
+        elif policy.seq(rank) > num_counted:
             outcome = "accepted" if event.judgement.is_taken else "skipped"
             found.append(self._note(event, outcome, version))
-            self._counted(worker, stats, event, num_steps, found)
+            self._counted(worker, stats, event, found)
         else:
             outcome = "repeated" if contribution.id.seq == num_counted else "dropped"
             if any(isinstance(decision, Refuse) for decision in decisions):
@@ -157,22 +151,19 @@ class Contributions:
         """Discard a contribution whose sender may not contribute now."""
         return [effects.Discard(event.contribution.id), self._note(event, "refused", self.policy.version)]
 
-    def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed, steps: int, found: list[Effect]) -> None:
-        """Keep a contribution that counts until it is folded, and log a problem that was found in it.
-
-        `steps` is its number of training steps."""
+    def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed, found: list[Effect]) -> None:
+        """Keep a contribution that counts until it is folded, and log a problem that was found in it."""
         rank, judged, contribution = worker.rank, event.judgement, event.contribution
-        worker.num_contributed += 1
         counts, hyperparameters, staleness = contribution.counts, worker.hyperparameters, worker.staleness
-        num_steps = self.policy.local_steps if counts.num_training_steps is None else counts.num_training_steps
-        counted = counts.new_samples, staleness, steps
-        self._pending[rank] = Pending(contribution, hyperparameters, num_steps, worker.num_contributed, judged, counted)
+        self._pending[rank] = Pending(contribution, hyperparameters, judged, staleness)
+        samples, steps = self._done
+        self._done = samples + (counts.new_samples or 0), steps + counts.num_steps
         self.rates.counted(rank, hyperparameters, contribution.first.rates if contribution.first is not None else ())
-        stats.accepted(staleness, counts.new_samples, self.policy.lead(rank), event.at, steps)
+        stats.accepted(staleness, counts.new_samples, self.policy.lead(rank), event.at)
         self.staleness[bin_of(staleness)] += 1
         self._ended_at = event.at
         if self._first is None and (min_steps := self.policy.min_steps_done) > self._begun_steps:
-            self._first = event.at, min_steps, *self._sums()
+            self._first = event.at, min_steps, self._done[0], self._done[1]
         if self._empty:
             self._empty.pop(rank, None)
         if judged.is_clipped:
@@ -211,7 +202,7 @@ class Contributions:
         at, version = event.at, self.policy.version
         worker.waiting_since = at
         contribution_id = records.ContributionId(worker.rank, worker.incarnation, event.seq)
-        contribution = Contribution(contribution_id, base=records.Base(version), counts=records.Counts(0))
+        contribution = Contribution(contribution_id, base=records.Base(version), counts=records.Counts(0, 0, 0))
         decisions = self.policy.contributed(worker.rank, contribution, at)
         repeated = effects.ContributionTaken(contribution, version, "repeated", -1.0)
         return [repeated, *self.perform(decisions, at)]
@@ -238,11 +229,11 @@ class Contributions:
             elif isinstance(decision, Commit):
                 self._commit(decision, found)
             elif isinstance(decision, Accept):
-                worker, event, version, num_steps = self._undecided.pop(decision.rank)
+                worker, event, version = self._undecided.pop(decision.rank)
                 found.append(self._note(event, "accepted", version))
-                self._counted(worker, self._roster.stats[worker.rank], event, num_steps, found)
+                self._counted(worker, self._roster.stats[worker.rank], event, found)
             elif isinstance(decision, Discard) and decision.rank in self._undecided:
-                _, event, version, _ = self._undecided.pop(decision.rank)
+                _, event, version = self._undecided.pop(decision.rank)
                 found += [self._note(event, "dropped", version), effects.Discard(event.contribution.id)]
             elif isinstance(decision, Refuse):
                 refused = self._roster.workers.get(decision.rank)
@@ -253,7 +244,8 @@ class Contributions:
 
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
-        hyperparameters, clip_norm = self._commit_drawn(in_mean)
+        self._schedules.committed()
+        hyperparameters, clip_norm = self._newest_schedule(in_mean)
         if policy.has_rounds and policy.kind.holds_gradients and not self._clip_norms_differed:
             self._compare_clip_norms(in_mean, clip_norm, found)
         folded = [(pending.rank, pending.weight if pending.judgement.is_taken else 0.0) for pending in in_mean]
@@ -283,19 +275,12 @@ class Contributions:
             policy.num_active if not policy.has_rounds else len(policy.committed_by or ()),
         ))  # fmt: skip
 
-    def _commit_drawn(self, in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
-        """Count the batches of these contributions as committed; returns the commit's hyperparameters and clip_norm."""
-        policy = self.policy
-        drawn: dict[int, tuple[int, int]] = {}  # by rank: batches, training steps
-        for item in in_mean:
-            num_batches, num_steps = drawn.get(item.rank, (0, 0))
-            drawn[item.rank] = num_batches + item.num_batches, num_steps + item.num_steps
-        for rank, (num_batches, num_steps) in drawn.items():
-            self.drawn.committed(rank, num_batches, num_steps, policy.steps_done(rank))
-        # A round steps under one schedule: that of the process with the most contributions, then of the lowest rank.
-        # A replacement has begun its schedule anew, and must not set the run back.
+    @staticmethod
+    def _newest_schedule(in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
+        """Returns the commit's hyperparameters and clip_norm: those of the process with the most steps, then of the
+        lowest rank. A replacement may have begun its schedule anew, and must not set the run back."""
         candidates = [pending for pending in in_mean if pending.hyperparameters is not None]
-        newest = max(candidates, key=lambda pending: (pending.num_contributed, -pending.rank), default=None)
+        newest = max(candidates, key=lambda item: (item.contribution.training.iteration, -item.rank), default=None)
         return (None, 0.0) if newest is None else (newest.hyperparameters, newest.clip_norm)
 
     def _compare_clip_norms(self, in_mean: list[Pending], used: float, found: list[Effect]) -> None:
@@ -335,7 +320,7 @@ class Contributions:
         elif self._started_at is None:
             self._started_at, self._begun_steps = at, policy.min_steps_done
             found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
-        steps_done, (num_workers, index) = policy.steps_done(rank), self._roster.division(rank)
+        row, (num_workers, index) = policy.row(rank), self._roster.division(rank)
         has_evaluator = bool(self._roster.evaluators)
         is_asked = not index and not has_evaluator
         # Exchanges overlap: metrics requested by one reply may arrive after newer replies.
@@ -343,23 +328,19 @@ class Contributions:
             worker.num_asked = policy.outstanding + _ASKED_FOR
         elif worker.num_asked:
             worker.num_asked -= 1
-        has_peers, counted = policy.kind.has_peers, policy.num_counted.get(rank, 0)
+        has_peers = policy.kind.has_peers
         reply = records.Reply(
-            records.Result(outcome, counted, policy.version, worker.staleness, gate_wait_s, reason),
+            records.Result(outcome, policy.seq(rank), policy.version, worker.staleness, gate_wait_s, reason),
             records.NextWork(
-                policy.next_local_steps(rank), steps_done, num_workers, index, policy.training_steps, has_evaluator,
+                policy.next_local_steps(rank), row.steps, num_workers, index, policy.training_steps, has_evaluator,
                 self.data.twins.pop(rank, None) if self.data.twins else None,
             ),
             group=self._group(rank) if has_peers else None,
-            start=self._start(rank, steps_done) if is_start else None,
+            start=records.StartInfo(row.batches, row.part, self.rates.of(rank)) if is_start else None,
         )  # fmt: skip
         is_wanted = is_start or (not has_peers and (worker.wants_weights or outcome is not Outcome.APPLIED))
         found.append(effects.SendReply(rank, worker.incarnation, reply, is_wanted, worker.evaluates))
         worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
-
-    def _start(self, rank: int, steps_done: int) -> records.StartInfo:
-        num_batches = self.drawn.num_batches(rank, steps_done)
-        return records.StartInfo(num_batches, self.policy.in_step_of(rank), self.rates.of(rank))
 
     def _group(self, rank: int) -> records.GroupInfo | None:
         group = self.policy.group_info(rank)
@@ -380,12 +361,9 @@ class Contributions:
         num_steps = self.policy.min_steps_done - steps
         return (self._ended_at - at) / num_steps if num_steps > 0 else 0.0
 
-    def uncommitted(self) -> defaultdict[int, list[tuple[int | None, int, int]]]:
-        """Returns what counts and is in no version yet, by rank: samples, staleness, training steps."""
-        found: defaultdict[int, list[tuple[int | None, int, int]]] = defaultdict(list)
-        for pending in (*self._in_mean, *self._pending.values()):
-            found[pending.rank].append(pending.counted)
-        return found
+    def uncommitted(self) -> list[Pending]:
+        """Returns what counts and is in no version yet."""
+        return [*self._in_mean, *self._pending.values()]
 
     def steady(self) -> tuple[float, int, int]:
         """Returns seconds, samples and training steps of all workers, from the moment when all had taken their first
@@ -393,20 +371,7 @@ class Contributions:
         if self._first is None or self._ended_at is None or self._ended_at <= self._first[0]:
             return 0.0, 0, 0
         at, _, samples, steps = self._first
-        now_samples, now_steps = self._sums()
-        return self._ended_at - at, now_samples - samples, now_steps - steps
-
-    def _sums(self) -> tuple[int, int]:
-        """Samples and training steps of all workers."""
-        stats = self._roster.stats.values()
-        return sum(of_rank.samples for of_rank in stats), sum(of_rank.training_steps for of_rank in stats)
-
-    def _steps_in(self, contribution: Contribution) -> int:
-        """Returns the training steps in a contribution that is taken now."""
-        if contribution.counts.num_training_steps is not None:
-            return contribution.counts.num_training_steps
-        most, total = self.policy.local_steps, self.policy.training_steps
-        return most if total is None else max(0, min(most, total - self.policy.steps_done(contribution.id.rank)))
+        return self._ended_at - at, self._done[0] - samples, self._done[1] - steps
 
     def elapsed_s(self, at: float, is_over: bool) -> float:
         """Seconds from the first reply to the newest contribution, or to now while the run goes on."""
@@ -420,7 +385,6 @@ class Contributions:
         elapsed_s, stats = training.get("elapsed_s"), training.get("stats")
         if isinstance(elapsed_s, int | float):
             self._elapsed_before_s = float(elapsed_s)
-        self.drawn.restore(training.get("batches"))
         if isinstance(num_samples := training.get("data_samples"), int):
             self.data.num_samples = num_samples
         self.rates.restore(training.get("rates"))

@@ -12,7 +12,7 @@ from typing import Any
 from ...common.errors import ParamServerError
 from ...common.reporting.curve import Point
 from ...common.reporting.status import Status
-from ...common.wire.records import Contribution, ContributionId, Outcome, Reply
+from ...common.wire.records import Contribution, ContributionId, Outcome, Reply, Row
 from .events import Controlled
 
 
@@ -260,7 +260,7 @@ class RunStarted(Fact):
     server_incarnation: int
     mode: str
     version: int
-    contributions: dict[int, int]  # in that version, by rank
+    rows: dict[int, Row]  # of that version, by rank
     num_workers: int | None
     staleness_bound: int | None
     source: str | None
@@ -268,13 +268,12 @@ class RunStarted(Fact):
     options: dict[str, Any]  # of the mode, as JSON: its rules may depend on them
     common: dict[str, Any] = field(default_factory=dict)  # the settings of every mode (`policies.Common`)
     found: tuple[int, ...] = ()  # versions of the snapshots that it found, the newest first
-    shifts: dict[int, int] = field(default_factory=dict)  # `Ledger.shifts`
 
 
 @dataclass(slots=True)
 class SnapshotTaken(Fact):
     version: int
-    contributions: dict[int, int]  # in it, by rank
+    rows: dict[int, Row]  # of it, by rank
     path: str
     sha256: str  # of the weights
 
@@ -289,6 +288,6 @@ class StatusTaken(Fact):
 @dataclass(slots=True)
 class RunEnded(Fact):
     version: int
-    contributions: dict[int, int]  # in it, by rank
+    rows: dict[int, Row]  # of it, by rank
     has_begun: bool = True  # False: this server has ended before there was a RunStarted
     is_over: bool = False  # all workers have had the final weights; False: the server was stopped, or failed

@@ -134,7 +134,7 @@ class Ending(Saving):
         stats.note_residual(event.residual)
         self.roster.finished(worker)
         worker.can_evaluate, worker.waiting_since = event.can_evaluate, None
-        yield Log("routine", "finished", {"rank": worker.rank, "steps": stats.training_steps})
+        yield Log("routine", "finished", {"rank": worker.rank, "steps": policy.steps_done(rank)})
         if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
             yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
             yield from self.performed(policy.finished(rank, event.at), event.at)

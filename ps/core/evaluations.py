@@ -47,7 +47,8 @@ class Evaluations:
         if self._run.curve.points and self._run.curve.points[-1].version == evaluated:
             return
         elapsed_s = round(self._run.contributions.elapsed_s(at, self._run.has_training_ended), 3)
-        samples = total_or_unknown([stats_entry.known_samples for stats_entry in self._run.roster.stats.values()])
+        policy = self._run.policy
+        samples = total_or_unknown([policy.row(rank).samples for rank in policy.rows])
         point = Point(step=step, version=evaluated, elapsed_s=elapsed_s, metrics=metrics, samples=samples)
         is_best = self._run.curve.add(point)
         yield effects.Evaluated(point, is_best)

@@ -52,7 +52,6 @@ class Worker:
     evaluates: bool = False  # the weights of that reply
     num_asked: int = 0  # replies during which it may send the metrics of a requested evaluation
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # the newest ones that it sent
-    num_contributed: int = 0  # contributions of this process, which tell how far its schedules are
 
     @property
     def has_offered(self) -> bool:
@@ -64,7 +63,7 @@ class Worker:
         self.model, self.staleness, self.wants_weights = old.model, old.staleness, old.wants_weights
         self.rendezvous = old.rendezvous
         self.evaluates, self.num_asked = old.evaluates, old.num_asked
-        self.hyperparameters, self.num_contributed = old.hyperparameters, old.num_contributed
+        self.hyperparameters = old.hyperparameters
 
 
 class Roster:

@@ -120,7 +120,7 @@ class Run(Ending):
             if may_resume:
                 worker.goes_on_from(old)
             yield from self._displace(old, worker, joined.at)
-        number = self.policy.num_counted.get(worker.rank, 0)
+        number = self.policy.seq(worker.rank)
         yield effects.Seated(joined.stream, worker.rank, worker.incarnation, may_resume, number)
 
     def _check_join(self, joined: events.Joined, may_resume: bool) -> None:
@@ -179,7 +179,7 @@ class Run(Ending):
         if worker.is_resumed:
             worker.is_away = False
             yield self._moved(worker, "back")
-            yield Log("info", "resumed", {"rank": worker.rank, "seq": self.policy.num_counted[worker.rank]})
+            yield Log("info", "resumed", {"rank": worker.rank, "seq": self.policy.seq(worker.rank)})
         elif not self.is_holding:
             if self.has_weights and self.initializer is None:
                 yield from self._enter(worker, event.at)
@@ -222,11 +222,11 @@ class Run(Ending):
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)
         yield self._moved(worker, "enter")
-        yield Log("routine", "admitted", {"rank": worker.rank, "seq": self.policy.num_counted[worker.rank]})
+        yield Log("routine", "admitted", {"rank": worker.rank, "seq": self.policy.seq(worker.rank)})
         yield from self.performed(decisions, at)
 
     def _moved(self, worker: Worker, how: str) -> Effect:
-        return effects.WorkerMoved(worker.rank, worker.incarnation, how, self.policy.num_counted.get(worker.rank, 0))
+        return effects.WorkerMoved(worker.rank, worker.incarnation, how, self.policy.seq(worker.rank))
 
     # ---- contributions --------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Run(Ending):
         return announced + found if announced else found
 
     def _asked_again(self, worker: Worker, event: events.AskedAgain) -> Iterable[Effect]:
-        seq, counted = event.seq, self.policy.num_counted.get(worker.rank, 0)
+        seq, counted = event.seq, self.policy.seq(worker.rank)
         if worker.rank not in self.policy.members or seq != counted:
             message = f"rank {worker.rank} asks again about contribution {seq}; the last that counts is {counted}"
             return self.expel(worker, refusal(Reason.SEQ_GAP, message), event.at)
@@ -270,10 +270,12 @@ class Run(Ending):
         """The run above decides the division of the data and the end of the run."""
         self.roster.elsewhere = event.num_before, event.num_others
         for rank in event.lost:
-            self.roster.stats[rank].newest_dropped()
+            stats = self.roster.stats[rank]
+            stats.dropped += 1
+            self.policy.uncount(rank, (stats.recent[-1].samples or 0) if stats.recent else 0)
         if event.is_final:
             self.rhythm.needs_final, self.may_evaluate = False, event.evaluates
-        ranks = self.policy.num_counted
+        ranks = self.policy.rows
         is_through = ranks and all(map(self.policy.is_through, ranks))
         if event.is_over and not (is_through or self.policy.is_stopping):
             return self.stop(ABOVE_IS_OVER, event.at)

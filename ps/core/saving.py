@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from ...common.errors import CheckpointError
+from ...common.wire.records import Row
 from . import changes
 from .counting.stats import bin_of
 from .state import RunState
@@ -18,19 +19,16 @@ class Saving(RunState):
 
     def saved(self, at: float) -> dict[str, Any]:
         """Returns the JSON that a snapshot keeps beside the tensors. Contributions of an open round are not in it."""
-        committed = self.policy.num_committed()
-        stats, behind = {}, Counter(self.contributions.staleness)
-        uncommitted = self.contributions.uncommitted()
-        for rank, stats_entry in self.roster.stats.items():
-            num_open = self.policy.num_counted.get(rank, 0) - committed.get(rank, 0)
-            unsaved = uncommitted[rank][-num_open:] if num_open else []
-            stats[str(rank)] = stats_entry.saved(unsaved)
-            behind.subtract(bin_of(staleness) for _, staleness, _ in unsaved)
+        behind = Counter(self.contributions.staleness)
+        stats = {str(rank): entry.saved() for rank, entry in self.roster.stats.items()}
+        for pending in self.contributions.uncommitted():
+            stats[str(pending.rank)]["staleness_sum"] -= pending.staleness
+            behind[bin_of(pending.staleness)] -= 1
         return {
             "run": self.name,
             "server_incarnation": self.incarnation,
             "policy": self.policy.saved_state(),
-            "contributions": committed,
+            "rows": dict(self.policy.committed),
             "num_joins": dict(self.roster.num_joins),
             "training": {
                 "elapsed_s": self.contributions.elapsed_s(at, self.has_training_ended),
@@ -40,11 +38,8 @@ class Saving(RunState):
                 **self.length.saved(),
                 "curve": self.curve.saved(),
                 "controls": changes.saved(self),
-                "batches": self.contributions.drawn.saved(),
                 "data_samples": self.contributions.data.num_samples,
                 "rates": self.contributions.rates.saved(),
-                "in_step": {str(rank): number for rank, number in self.policy.in_step.items()},
-                "steps_done": {str(rank): steps for rank, steps in self.policy.committed_steps().items()},
             },
         }
 
@@ -56,10 +51,8 @@ class Saving(RunState):
         self.roster.restore(saved["num_joins"])
         self.policy.finished_ranks = {rank for rank in saved["training"].get("out", ()) if isinstance(rank, int)}
         try:
-            self.policy.restore(version, saved["contributions"], saved["policy"])
-            self.policy.in_step = _by_rank(saved["training"], "in_step") or {}
-            if (steps := _by_rank(saved["training"], "steps_done")) is not None:
-                self.policy.count_from(steps)
+            rows = {int(rank): Row(*row) for rank, row in saved["rows"].items()}
+            self.policy.restore(version, rows, saved["policy"])
         except Exception as error:
             raise CheckpointError(
                 f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of {saved['policy']!r:.80} "
@@ -71,7 +64,7 @@ class Saving(RunState):
         self.curve.restore(saved["training"].get("curve"))
         changes.restore(self, saved["training"].get("controls"))
         self.rhythm.restore(version, self.policy.min_steps_done)
-        ranks = sorted(self.policy.num_counted.keys() - self.policy.finished_ranks)
+        ranks = sorted(self.policy.rows.keys() - self.policy.finished_ranks)
         self.returning = [rank for rank in ranks if not self.policy.is_through(rank)]
         self.has_weights = self.may_change_optimizer = True
 
@@ -89,14 +82,6 @@ class Saving(RunState):
         state = [self.policy.full_state(), seats, set_, self.roster.num_joins, flags, end, self.rhythm.state()]
         text = json.dumps(state, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _by_rank(training: dict[str, Any], name: str) -> dict[int, int] | None:
-    """Returns the counts of each rank, as `Run.saved` keeps them; None where they are absent or malformed."""
-    saved = training.get(name)
-    if not isinstance(saved, dict) or not all(type(count) is int and count >= 0 for count in saved.values()):
-        return None
-    return {int(rank): count for rank, count in saved.items() if rank.removeprefix("-").isdecimal()}
 
 
 def not_json(state: dict[str, Any]) -> str:

@@ -82,13 +82,13 @@ class RunState:
     @property
     def is_any_rank_through(self) -> bool:
         """Whether some rank has taken all its training steps: its script may then leave without a goodbye."""
-        return any(map(self.policy.is_through, self.policy.num_counted))
+        return any(map(self.policy.is_through, self.policy.rows))
 
     @property
     def was_over_before(self) -> bool:
         """Whether the snapshot was taken at the end: every needed rank had taken all its training steps, or had
         finished by itself. With another configured length, ranks of the second kind are asked again."""
-        counted = self.policy.num_counted
+        counted = self.policy.rows
         is_complete = len(counted) >= (self.options.num_workers or 1)
         ranks = counted.keys() - (() if self.length.is_reconfigured else self.policy.finished_ranks)
         return is_complete and all(map(self.policy.is_through, ranks))

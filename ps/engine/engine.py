@@ -231,7 +231,7 @@ class Engine:
         worker = workers.get(rank)
         if worker is None or worker.incarnation != incarnation or (rank, incarnation) in self.peers:
             raise refusal(Reason.NOT_JOINED, f"the coordinator released rank {rank}, incarnation {incarnation}")
-        return self._attach(Peer(rank, incarnation, worker.is_resumed, self.run.policy.num_counted.get(rank, 0)))
+        return self._attach(Peer(rank, incarnation, worker.is_resumed, self.run.policy.seq(rank)))
 
     def _attach(self, peer: Peer) -> Peer:
         if not peer.is_resumed:
@@ -328,7 +328,7 @@ class Engine:
             self.states.forget(discard.id)
 
     def _counted(self, id: ContributionId) -> None:
-        self.states.counted(id, self.run.policy.committed_of(id.rank))
+        self.states.counted(id, self.run.policy.committed[id.rank].seq)
 
     def _evaluated(self, found: effects.Evaluated) -> None:
         own_bytes = sum(value.num_sent + value.num_received for value in self.traffic.values())
@@ -375,7 +375,7 @@ class Engine:
             if str(rank) in stats:
                 stats[str(rank)] |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
                 stats[str(rank)]["peer_bytes"] = traffic.num_peers
-        states = self.states.saved(saved["contributions"])
+        states = self.states.saved({rank: row.seq for rank, row in saved["rows"].items()})
         places = {str(rank): kept.position for rank, kept in states.items()}
         curve, num_bytes = saved["training"]["curve"], self.bytes_when
         points = [{**item, "num_bytes": num_bytes.get(item["version"], item["num_bytes"])} for item in curve["points"]]

@@ -6,7 +6,6 @@ import contextlib
 from typing import Any
 
 from ...common.config.schema import Config
-from ...common.errors import CheckpointError
 from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
 from ..core.counting.sources import Traffic
@@ -30,13 +29,8 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
         has_changed = mode_anywhere(config.run.mode) != mode_anywhere(saved["mode"])
-        if has_changed and "steps_done" not in saved["training"]:
-            raise CheckpointError(
-                f"{model.source} does not say how many training steps each rank has done in mode {saved['mode']}",
-                fix="resume in that mode, or start a new run with --resume never",
-            )
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
-        states.restore(saved["contributions"], saved["training"].get("places"), saved["states"])
+        states.restore(run.policy.rows, saved["training"].get("places"), saved["states"])
         restore_traffic(engine, saved["training"])
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps

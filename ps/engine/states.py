@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...common.wire.records import ContributionId
+from ...common.wire.records import ContributionId, Row
 
 
 class Kept(NamedTuple):
@@ -60,9 +60,9 @@ class States:
         found = {rank: self.at(rank, number) for rank, number in contributions.items()}
         return {rank: item for rank, item in found.items() if item is not None}
 
-    def restore(self, contributions: Mapping[int, int], places: Any, payloads: Mapping[int, bytes]) -> None:
+    def restore(self, rows: Mapping[int, Row], places: Any, payloads: Mapping[int, bytes]) -> None:
         """Restore the states of a snapshot; malformed positions are dropped."""
         for rank, payload in payloads.items():
             position = places.get(str(rank)) if isinstance(places, dict) else None
             if isinstance(position, dict) and all(type(number) is int and number >= 0 for number in position.values()):
-                self._of_rank[rank] = {contributions.get(rank, 0): Kept(position, payload)}
+                self._of_rank[rank] = {rows[rank].seq if rank in rows else 0: Kept(position, payload)}

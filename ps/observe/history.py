@@ -53,7 +53,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
                 "rank": rank, "incarnation": incarnation, "seq": seq, "base_version": contribution.base.version,
                 "version": fact.version, "outcome": fact.outcome, "samples": counts.new_samples,
                 "compute_s": round(timing.compute_s, 6), "transfer_s": round(timing.transfer_s, 6),
-                **({} if counts.num_training_steps is None else {"num_steps": counts.num_training_steps}),
+                "num_steps": counts.num_steps, "num_batches": counts.num_batches,
                 **({"part": counts.part} if counts.part else {}),
                 **({"run_steps": first.run_steps} if first is not None and first.run_steps else {}),
                 **({"bytes": fact.traffic} if any(fact.traffic) else {}),
@@ -65,7 +65,7 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
             result, reference = reply.result, fact.reference_version
             return "reply", {
                 "rank": rank, "incarnation": incarnation, "seq": result.seq, "version": result.version,
-                "outcome": result.outcome.name,
+                "outcome": result.outcome.name, "training_steps": reply.next_work.training_steps,
                 **({} if reply.next_work.local_steps else {"last": True}),
                 **({} if has_weights or reply.group is not None else {"weights": False}),
                 **({} if reference in (None, result.version) else {"reference": reference}),
@@ -80,18 +80,18 @@ def line_of(fact: effects.Fact) -> tuple[str, dict[str, Any]]:
         case effects.WorkerLeft(rank, incarnation, how):
             finished = {"finished": True} if fact.has_finished else {}
             return "leave", {"rank": rank, "incarnation": incarnation, "how": how, **finished}
-        case effects.SnapshotTaken(version, contributions, path, sha256):
-            return "snapshot", {"version": version, "seqs": contributions, "path": path, "sha256": sha256}
+        case effects.SnapshotTaken(version, rows, path, sha256):
+            return "snapshot", {"version": version, "rows": rows, "path": path, "sha256": sha256}
         case effects.RunStarted():
             return "start", {
                 "run": fact.run, "server_incarnation": fact.server_incarnation, "mode": fact.mode,
                 "staleness": fact.staleness_bound, "workers": fact.num_workers, "version": fact.version,
-                "seqs": fact.contributions, "source": fact.source, "skipped": fact.skipped, "options": fact.options,
-                "common": fact.common, "found": fact.found, **({"shifts": fact.shifts} if fact.shifts else {}),
+                "rows": fact.rows, "source": fact.source, "skipped": fact.skipped, "options": fact.options,
+                "common": fact.common, "found": fact.found,
             }  # fmt: skip
-        case effects.RunEnded(version, contributions):
+        case effects.RunEnded(version, rows):
             return "end", {
-                "version": version, "seqs": contributions, **({} if fact.has_begun else {"begun": False}),
+                "version": version, "rows": rows, **({} if fact.has_begun else {"begun": False}),
                 **({"over": True} if fact.is_over else {}),
             }  # fmt: skip
     return "", {}

@@ -71,7 +71,7 @@ def _listed(run: Run) -> list[int]:
         return sorted(stats)
     if policy.members:
         return sorted(policy.slowest_members(_MOST_LISTED))
-    return sorted(nsmallest(_MOST_LISTED, stats, key=lambda rank: policy.num_counted.get(rank, 0)))
+    return sorted(nsmallest(_MOST_LISTED, stats, key=policy.steps_done))
 
 
 def _at_this_moment(engine: Engine, source: WorkerSource, why: str) -> WorkerStatus:

@@ -28,7 +28,7 @@ from pydantic import Field
 
 from ...common.config.option import Section
 from ...common.kinds import ContributionKind
-from ...common.wire.records import GroupInfo
+from ...common.wire.records import Counts, GroupInfo, Row
 from .base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, Refuse, names
 from .rules import GroupRule
 from .shared.decisions import Accept, Wait
@@ -44,6 +44,7 @@ class AllreduceOptions(Section):
 class _Report:
     """A member's completion: only facts that are equal on all shards, since shards compare their states."""
 
+    counts: Counts
     weight: float  # in the mean
     has_failed: bool
     has_weights: bool
@@ -77,8 +78,8 @@ class AllreducePolicy(Policy):
     def staleness_bound(self) -> int | None:
         return self.options.staleness or None
 
-    def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
-        super().restore(version, contributions, state)
+    def restore(self, version: int, rows: Mapping[int, Row], state: Mapping[str, Any]) -> None:
+        super().restore(version, rows, state)
         self._brought = version
 
     @property
@@ -100,14 +101,14 @@ class AllreducePolicy(Policy):
         """A stopped run takes one more step, whose weights are uploaded."""
         if not self.is_stopping or self.has_newest_weights:
             return super().next_local_steps(rank)
-        return 1 if self.training_steps is None else min(1, self.training_steps - self.steps_done(rank))
+        return 1 if self.training_steps is None else max(0, min(1, self.training_steps - self.steps_done(rank)))
 
     def disconnected(self, rank: int) -> None:
         super().disconnected(rank)
         self._reports.pop(rank, None)  # it will complete again
 
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
-        if contribution.id.seq == self.num_counted.get(rank):  # a repeat: it lost the reply
+        if contribution.id.seq == self.seq(rank):  # a repeat: it lost the reply
             self._reports.pop(rank, None)
         return super().contributed(rank, contribution, now)
 
@@ -124,7 +125,8 @@ class AllreducePolicy(Policy):
         if rank in self._outside or generation != self.generation or contribution.counts.part:
             return [Discard(rank)]
         has_weights = contribution.kind.has_payload
-        self._reports[rank] = _Report(self._weight(contribution), contribution.completion.failed, has_weights)
+        weight, has_failed = self._weight(contribution), contribution.completion.failed
+        self._reports[rank] = _Report(contribution.counts, weight, has_failed, has_weights)
         return [Wait(rank)]
 
     def _joined(self, rank: int) -> list[Decision]:
@@ -167,7 +169,7 @@ class AllreducePolicy(Policy):
     def _close(self) -> list[Decision]:
         """Close the round."""
         for rank in self.group:
-            self._count(self.members[rank])
+            self._count(self.members[rank], self._reports[rank].counts)
         decisions: list[Decision] = [Accept(rank) for rank in self.group]
         decisions += [Fold(rank, self._reports[rank].weight) for rank in self.group]
         self.committed_by = self.group

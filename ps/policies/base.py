@@ -19,7 +19,7 @@ the reason that a worker must wait before its next one (`_gate`).
 A contribution gets its reply after its commit, or, with `replies_before_commit` (a buffer), once it is folded. It
 counts from `_count` on. When it comes again because its reply was lost, it gets a reply and is not folded. When its
 sender dies, the next commit has it nevertheless. A snapshot has the contributions of its version. After a crash the
-workers begin where the snapshot has them (`num_committed`), and compute later contributions again. So nothing is lost,
+workers begin where the snapshot has them (`committed`), and compute later contributions again. So nothing is lost,
 and nothing counts twice. When the last worker has taken all its training steps, the mode commits what is folded.
 
 The cost of an event does not grow with the number of workers: sums over members are kept up to date.
@@ -33,15 +33,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common.config.option import Section
-from ...common.wire.records import Contribution, Outcome
+from ...common.wire.records import Contribution, Counts, Outcome, Row
 from .shared.decisions import Commit, Decision, Discard, Fold, Outer, Refuse, Reply
 from .shared.gates import Gates
-from .shared.ledger import ROUNDS
 from .shared.members import Common, Member, canonical, names
 from .shared.waiting import Closed
 
 __all__ = [
-    "ROUNDS",
     "Closed",
     "Commit",
     "Common",
@@ -72,27 +70,22 @@ class Policy(Gates, ABC):
         settings = ("common", "options")
         return {name: canonical(value) for name, value in sorted(vars(self).items()) if name not in settings}
 
-    def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
-        super().restore(version, contributions, state)
+    def restore(self, version: int, rows: Mapping[int, Row], state: Mapping[str, Any]) -> None:
+        super().restore(version, rows, state)
         self._needed = self._num_needed()
 
     # ---- events ------------------------------------------------------------------------
 
     def joined(self, rank: int, now: float) -> list[Decision]:
-        """Admit a worker that is ready for weights. A known rank continues at its own number. A new rank in a running
-        job starts at the slowest live rank's number, so that it neither stalls the others nor repeats their work. A
-        live rank's older process has left."""
+        """Admit a worker that is ready for weights. A known rank continues where it was, a new rank in a running job at
+        the slowest live rank's training step. A live rank's older process has left."""
         decisions = self.left(rank, now)
-        if rank not in self.num_counted and self.in_step and not self.has_rounds:
-            # Contributions differ from training steps.
-            self._offsets[rank] = self.min_steps_done - self.slowest * self.local_steps
-        number = self.num_counted.setdefault(rank, self.slowest)
+        self._admit(rank)
         self.members[rank] = member = Member(rank)
         insort(self._ranks, rank)
         self.committed_by = None
         self.finished_ranks.discard(rank)
         self._needed = self._num_needed()
-        self._standing.put(rank, number + self.shifts.get(rank, 0))
         self._owe(member, Outcome.START)
         return decisions + self._joined(rank) + self._settle(now)
 
@@ -101,11 +94,9 @@ class Policy(Gates, ABC):
         if self.members.pop(rank, None) is None:
             return []
         del self._ranks[bisect_left(self._ranks, rank)]
-        if not (self.members or self.has_rounds):
-            self._start_number = self._standing.number_of[rank]
         self.committed_by = None
         self._needed = self._num_needed()
-        self._standing.remove(rank)
+        self._standing.remove(rank, self.steps_done(rank))
         self._waiting.remove(rank)
         self.paused.discard(rank)
         return self._left(rank) + self._settle(now)
@@ -137,8 +128,7 @@ class Policy(Gates, ABC):
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
         """Decide on a staged contribution: fold it, or discard it with a reply or a refusal."""
         member, seq, counts = self.members.get(rank), contribution.id.seq, contribution.counts
-        counted = self.num_counted.get(rank, 0)
-        if member is not None and seq == counted:
+        if member is not None and seq == self.seq(rank):
             # It was applied before, and its reply was lost. If it still waits for its round, so does the repeat.
             self._owe(member, Outcome.REPEATED)
             return [Discard(rank), *self._settle(now)]
@@ -148,22 +138,15 @@ class Policy(Gates, ABC):
         if counts.part and not self.may_step_by_turns:
             message = "session.optimizers(): several optimizers step by turns only in --mode sync, async and localsgd"
             return [Discard(rank), Refuse(rank, "OPTIMIZER_UNSUPPORTED", message)]
-        num_steps = counts.num_training_steps
-        if num_steps is not None and num_steps < self.local_steps and not counts.continues_step:
-            self._missing_steps[rank] = self.local_steps - num_steps
-        elif self._missing_steps:
-            self._missing_steps.pop(rank, None)
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
-        if counts.part and not self.has_rounds and self.num_counted[rank] > counted:
-            self._count_part(rank, counts.continues_step)
         decisions += self._settle(now)
         return decisions
 
     def rejected(self, rank: int, now: float) -> list[Decision]:
         """Note that the rank's next contribution cannot be used, and that nothing of it is staged. It does not count.
         The worker computes it anew once its gate is open."""
-        if (refusal := self._refusal(rank, self.num_counted.get(rank, 0) + 1)) is not None:
+        if (refusal := self._refusal(rank, self.seq(rank) + 1)) is not None:
             return [refusal]
         self._owe(self.members[rank], Outcome.REJECTED)
         return self._settle(now)
@@ -202,9 +185,9 @@ class Policy(Gates, ABC):
 
     # ---- shared moves ---------------------------------------------------------------------
 
-    def _count(self, member: Member) -> None:
+    def _count(self, member: Member, counts: Counts) -> None:
         """Count the member's next contribution."""
-        self._count_contribution(member.rank)
+        self._count_contribution(member.rank, counts)
         self._owe(member, Outcome.APPLIED)
 
     def _owe(self, member: Member, outcome: Outcome) -> None:
@@ -230,7 +213,7 @@ class Policy(Gates, ABC):
         member = self.members.get(rank)
         if member is None:
             return Refuse(rank, "NOT_JOINED", f"rank {rank} left; it must join again first")
-        counted = self.num_counted[rank]
+        counted = self.rows[rank].seq
         if number != counted + 1:
             return Refuse(rank, "SEQ_GAP", f"rank {rank} sent contribution {number}; the next one is {counted + 1}")
         # A worker may send a contribution again that does not count, if it never received that reply. Any other

@@ -51,7 +51,7 @@ class BufferedPolicy(Policy):
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         scale = SCALES["polynomial"](self.staleness(member.rank, contribution))
         weight = self._weight(contribution)
-        self._count(member)
+        self._count(member, contribution.counts)
         self._buffer.append(member.rank)
         self._weights += weight
         self._scaled += weight * scale

@@ -52,9 +52,9 @@ class DsspPolicy(SspPolicy):
         return self.options.staleness_most
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
-        rank, number = member.rank, self.num_counted[member.rank]
+        rank, number = member.rank, self.seq(member.rank)
         decisions = super()._take(member, contribution, now)
-        if self.num_counted[rank] > number:
+        if self.seq(rank) > number:
             before = self._times.get(rank)
             self._times[rank] = now, before[0] if before is not None else None
             self._allow(rank)
@@ -73,7 +73,7 @@ class DsspPolicy(SspPolicy):
         if ahead <= self.options.staleness:
             self._extra.pop(rank, None)
             return
-        if not self._extra.get(rank) and self._standing.most == self._standing.number_of[rank]:
+        if not self._extra.get(rank) and self._standing.most == self.steps_done(rank):
             self._extra[rank] = self._most_useful(rank)
         if self._extra.get(rank):
             self._extra[rank] -= 1

@@ -8,13 +8,11 @@ that follow. For a mode in a file its user names the file (--mode). Your own rul
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 
 class Rule:
     """One rule. `start` has the fields of the history's start line, and `options` the mode's options in that run."""
-
-    begins_late: ClassVar[bool] = False  # a new worker's START may wait while the others continue, or leave
 
     def __init__(self, start: Mapping[str, Any]) -> None:
         self.start = start
@@ -35,7 +33,7 @@ class Rule:
         return None
 
     def replied(self, rank: int, lead: int) -> str | None:
-        """Check a reply to a rank that is `lead` contributions ahead of the slowest live one."""
+        """Check a reply to a rank that is `lead` training steps ahead of the slowest live one."""
         return None
 
 
@@ -59,8 +57,6 @@ class RoundRule(Rule):
 
 class GroupRule(RoundRule):
     """A version is one contribution of every member of a group. A new worker is a member from the next round on."""
-
-    begins_late = True
 
     def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
         bound = int(self.options["staleness"])

@@ -36,7 +36,7 @@ class SinglePolicy(Policy):
                 self._owe(member, Outcome.DROPPED)
                 return [Discard(rank)]
             scales = (scale(tau),) if scale is not None else ()
-        self._count(member)
+        self._count(member, contribution.counts)
         commit = self._commit((rank,), f"contribution {contribution.id.seq} of rank {rank}", scales)
         return [Fold(rank, self._weight(contribution)), commit]
 

@@ -55,7 +55,7 @@ class SspPolicy(SinglePolicy):
         ahead = self._ahead(member.rank)
         if ahead <= self.options.staleness:
             return None
-        return Closed(self.slowest + ahead - self.options.staleness, lambda: self._why_ahead(ahead))
+        return Closed(self.min_steps_done + ahead - self.options.staleness, lambda: self._why_ahead(ahead))
 
     def _ahead(self, rank: int) -> int:
         """Returns the lead with which the rank begins its next contribution."""
@@ -65,11 +65,11 @@ class SspPolicy(SinglePolicy):
         counted, bound = " with the one in flight" if self.common.delayed_update else "", self.options.staleness
         return (
             f"{ahead} contributions ahead{counted}; the next may begin at most {bound} ahead; slowest is "
-            f"rank {names(self._standing.slowest_ranks)} at {self.slowest}"
+            f"rank {names(self._standing.slowest_ranks)} at {self.min_steps_done}"
         )
 
     def _progress(self) -> int:
-        return self.slowest
+        return self.min_steps_done
 
 
 ENTRY = SspPolicy

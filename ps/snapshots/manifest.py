@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -41,6 +41,7 @@ FileName = Literal[
 _FIX = "resume from an older snapshot (--resume PATH), or start a new run with --resume never"
 Tensors = Mapping[str, torch.Tensor]  # by name
 Files = Mapping[FileName, Tensors]
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def state_file(rank: int) -> str:
@@ -69,13 +70,15 @@ class ShareEntry(_Strict):
 class Manifest(_Strict):
     """One moment of a run. `write` sets `files` and `states`, and `manifest_of` the other fields."""
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     run: str = Field(pattern=RUN_NAME, description="name of the run")
     server_incarnation: int = Field(ge=0, lt=2**63)
     version: int = Field(ge=0, lt=2**63)
     mode: str
     policy: dict[str, JsonValue] = Field(default_factory=dict, description="state of the policy; {}: its initial state")
-    contributions: dict[int, int] = Field(description="number of contributions of each rank in the weights")
+    rows: dict[int, tuple[_Count, _Count, _Count | None, _Count, _Count]] = Field(
+        description="of each rank, what the weights have: seq, steps, samples, batches, part (`Row`)"
+    )
     num_joins: dict[int, int] = Field(description="newest incarnation of each rank")
     training: dict[str, JsonValue] = Field(description="other state of the server")
     tensors: tuple[TensorSpec, ...] = Field(description="tensors in the model's order")
@@ -112,7 +115,7 @@ def read_manifest(text: bytes) -> Manifest:
         first = error.errors()[0]
         if first["loc"] == ("format",):
             raise CheckpointError(
-                f"it has format {first['input']!r}, this version of paramserver reads format 2",
+                f"it has format {first['input']!r}, this version of paramserver reads format 3",
                 fix="resume with the version of paramserver that wrote it",
             ) from None
         where = ".".join(map(str, first["loc"]))

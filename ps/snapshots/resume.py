@@ -22,7 +22,7 @@ log = get_logger()
 
 _INCARNATION, _LINE = "incarnation", "line"
 # Fields of the manifest that `Snapshots.take` got, and the mode and the version.
-_SAVED = {"mode", "run", "server_incarnation", "version", "policy", "contributions", "num_joins", "training"}
+_SAVED = {"mode", "run", "server_incarnation", "version", "policy", "rows", "num_joins", "training"}
 
 
 def resume_model(config: Config, available: Available, name: SnapshotName, model: Model) -> dict[str, Any]:

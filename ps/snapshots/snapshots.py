@@ -101,7 +101,7 @@ class Snapshots(Keeper):
         self.num_written += 1
         took_s = round(time.monotonic() - began, 3)
         log.info("snapshot", version=version, path=str(path), megabytes=round(num_bytes / 1e6, 1), seconds=took_s)
-        self._taken = SnapshotTaken(version, saved["contributions"], str(path), sha256)
+        self._taken = SnapshotTaken(version, saved["rows"], str(path), sha256)
         done(version)
 
     def _write(self, saved: dict[str, Any], states: Mapping[int, bytes], captured: Captured) -> Written:

@@ -278,6 +278,8 @@ class Receiver:
         if contribution.base.version > policy.version:
             problem = f"a contribution of rank {rank} on version {contribution.base.version}, which does not exist"
             raise refusal(Reason.BAD_REQUEST, f"{problem}: the newest is {policy.version}")
+        if wrong := policy.wrong_counts(rank, contribution.counts, self._peer.is_relay):
+            raise refusal(Reason.BAD_REQUEST, wrong)
         model.check_hyperparameters(contribution.training.hyperparameters)
         if contribution.first is not None:
             self._peer.traffic.work = contribution.first.work

@@ -201,7 +201,7 @@ class Learner:
         if is_start or rank.division != (work.num_workers, work.worker_index):
             rank.division = work.num_workers, work.worker_index
         if is_start:
-            first = work.training_steps if start is None or start.num_batches is None else start.num_batches
+            first = work.training_steps if start is None else start.num_batches
             rank.batches = sharded_batches(self._shares, lambda: rank.division, first)
         if is_start and self.kind.worker_steps:  # a new process begins with a new optimizer
             rank.machine = _Machine(self._config, self.task)

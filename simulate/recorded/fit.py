@@ -37,7 +37,7 @@ class Cycle(NamedTuple):
     exchange_s: float
     gate_wait_s: float
     staleness: int
-    num_steps: int = 0  # training steps; 0: not in the history, and equal for all
+    num_steps: int = 0  # training steps; 0: of a later part of a step
     number: int = 0  # of the rank
     num_sent: int = -1  # bytes of the contribution; -1: not recorded
     num_received: int = -1  # bytes of the reply to the contribution before
@@ -193,7 +193,7 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
             exchange_s = max(0.0, at - free_at[rank] - compute_s)
             staleness = fields["version"] - fields["base_version"]
             open_[rank] = at, Cycle(
-                rank, at, compute_s, exchange_s, 0.0, staleness, fields.get("num_steps") or 0, fields["seq"],
+                rank, at, compute_s, exchange_s, 0.0, staleness, fields["num_steps"], fields["seq"],
                 *_since(counted.get(rank), fields.get("bytes")),
             )  # fmt: skip
             counted[rank] = fields.get("bytes", ())

@@ -116,7 +116,7 @@ class _Replay(Follower):
                 note = f"mode {mode} has state in snapshots that the history lacks: later decisions may differ"
                 self.verdict.notes = list(dict.fromkeys([*self.verdict.notes, note]))
             saved = {"run": run.name, "server_incarnation": run.incarnation - 1, "policy": {}, "training": {}}
-            saved |= {"contributions": line.seqs, "num_joins": dict.fromkeys(line.seqs, 0)}
+            saved |= {"rows": line.rows, "num_joins": dict.fromkeys(line.rows, 0)}
             run.restore(line["version"], ("model", "optimizer"), saved)
 
     def _apply(self, event: events.Event) -> None:
@@ -180,7 +180,7 @@ class _Replay(Follower):
         contribution = Contribution(
             ContributionId(rank, line["incarnation"], line["seq"]),
             self._run.policy.kind,
-            Counts(get("samples", None) or 1, get("num_steps"), part=get("part", 0)),
+            Counts(get("samples", None) or 1, line["num_steps"], line["num_batches"], get("part", 0)),
             Base(line["base_version"]),
             Timing(get("compute_s", 0.0), get("transfer_s", 0.0)),
             first=FirstInfo(run_steps=get("run_steps", 0)),

@@ -39,8 +39,8 @@ def config_of(lines: Sequence[Line], config: Config) -> Config:
     mode = next((name for name in config.run.modes if mode_anywhere(name) == start["mode"]), start["mode"])
     counted = [line for line in lines[at:] if line.op == "accept"]
     run_steps = next((line.fields["run_steps"] for line in counted if "run_steps" in line.fields), None)
-    local_steps = getattr(policy.options(mode), "local_steps", 1)
-    steps = common.get("training_steps") or run_steps or max((line["seq"] for line in counted), default=1) * local_steps
+    taken = max((line["training_steps"] for line in lines[at:] if line.op == "reply"), default=1)
+    steps = common.get("training_steps") or run_steps or taken
     run = config.run.model_copy(update={"mode": mode, "steps": steps, "workers": start.get("workers")})
     return config.model_copy(update={"run": run, "policy": policy})
 

@@ -71,7 +71,7 @@ def metrics(simulation: Simulation) -> dict[str, float]:
     """Returns the metrics of a simulation.
 
     `steps/s`: training steps per second of all workers. `of ideal`: the same, relative to workers that only compute.
-    Staleness and skew are in versions, leads in contributions. `policy us`: microseconds of the run's rules for a
+    Staleness and skew are in versions, leads in training steps. `policy us`: microseconds of the run's rules for a
     contribution.
     """
     stats, staleness = simulation.run.roster.stats.values(), simulation.tally.staleness
@@ -118,8 +118,8 @@ def ideal_rate(simulation: Simulation) -> float:
     """Returns training steps a second if workers only computed, each at its mean pace."""
     if simulation.world.ideal:
         return simulation.world.ideal
-    stats = simulation.run.roster.stats.values()
-    return sum(stats_entry.training_steps / stats_entry.compute_s for stats_entry in stats if stats_entry.compute_s)
+    stats, policy = simulation.run.roster.stats.items(), simulation.policy
+    return sum(policy.steps_done(rank) / entry.compute_s for rank, entry in stats if entry.compute_s)
 
 
 def percentile(counts: Counter[int], part: float) -> int:

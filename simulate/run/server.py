@@ -87,10 +87,7 @@ class Server:
         if framing is None:
             worker.num_sent += self._world.up_bytes
         else:
-            contribution = event.contribution
-            num_steps = contribution.counts.num_training_steps
-            is_cut_short = num_steps is not None and worker.sent_steps != self._policy.local_steps
-            worker.num_sent += framing.up(contribution, is_cut_short)
+            worker.num_sent += framing.up(event.contribution)
         self._arrived(worker, None)
 
     # ---- tensor work --------------------------------------------------------

@@ -192,10 +192,8 @@ class Simulation:
         if self.learner is not None:
             num_samples, training = self.learner.send(worker.rank)
         wants_weights = pull_every == 1 or number % pull_every == 0
-        # The old number of steps, if a reply changed it too late.
-        num_steps = worker.steps if worker.steps != worker.next_steps else None
-        if self._counts.num_samples != num_samples or self._counts.num_training_steps != num_steps:
-            self._counts = Counts(num_samples, num_steps)
+        if self._counts.num_samples != num_samples or self._counts.num_steps != worker.steps:
+            self._counts = Counts(num_samples, worker.steps, worker.steps)
         version = worker.version if self._is_of_newest else worker.base
         if self._base.version != version:
             self._base = Base(version)
@@ -208,7 +206,6 @@ class Simulation:
             training=training if wants_weights else replace(training, wants_weights=False),
         )
         worker.event = events.Contributed(contribution)
-        worker.sent_steps = worker.steps
         worker.is_ready, worker.is_in_flight, worker.sent_at = False, True, self._agenda.now
         worker.done_steps += worker.steps
         self._server.take(worker)
@@ -305,7 +302,7 @@ class Simulation:
         rank, _, number = taken.contribution.id
         tally = self.tally
         if taken.outcome == "accepted":
-            tally.num_steps += self.workers[rank].sent_steps
+            tally.num_steps += taken.contribution.counts.num_steps
             if tally.num_steps >= self._sampled_at:
                 self._sample()
         tally.note((self._agenda.now, taken.outcome, rank, number, taken.contribution.base.version))

@@ -29,7 +29,6 @@ class Worker:
     is_staged: bool = False
     is_finished: bool = False
     event: events.Contributed | None = None  # sent last
-    sent_steps: int = 0  # local steps of it
     sent_at: float = 0.0
     begun_at: float = 0.0  # the upload
     decided_at: float = 0.0

@@ -43,29 +43,30 @@ class Framing:
     extra: Extra = NOTHING
     _found: dict[tuple[Any, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def up(self, contribution: records.Contribution, is_cut_short: bool = False) -> float:
+    def up(self, contribution: records.Contribution) -> float:
         """Returns the bytes of a contribution: its messages and its payload."""
         counts, timing = contribution.counts, contribution.timing
         key = (
             contribution.id.seq == 1, contribution.id.seq.bit_length(), counts.num_samples.bit_length(),
-            counts.num_training_steps if is_cut_short else None, contribution.base.version.bit_length(),
+            counts.num_steps, contribution.base.version.bit_length(),
             timing.compute_s > 0, timing.transfer_s > 0, contribution.training.wants_weights,
         )  # fmt: skip
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._up_of(contribution, is_cut_short)
+            found = self._found[key] = self._up_of(contribution)
         return found
 
-    def _up_of(self, contribution: records.Contribution, is_cut_short: bool) -> float:
+    def _up_of(self, contribution: records.Contribution) -> float:
         from ...common.wire.messages import contribution_message
 
-        counts, num, is_direct = contribution.counts, self.up_bytes, self.is_direct and self.codec == "raw"
+        num, is_direct = self.up_bytes, self.is_direct and self.codec == "raw"
         sent = records.changed(
             contribution,
-            counts=records.Counts(counts.num_samples, counts.num_training_steps if is_cut_short else None),
             base=records.Base(contribution.base.version, self.has_base),
             payload=records.PayloadInfo(self.codec, num, is_direct and num > INLINE_BYTES),
-            training=records.TrainingInfo(wants_weights=contribution.training.wants_weights),
+            training=records.TrainingInfo(
+                wants_weights=contribution.training.wants_weights, iteration=contribution.id.seq
+            ),
         )
         if self.codec != "raw" and contribution.id.seq > 1:
             sent = records.changed(sent, residual=_RESIDUAL)

@@ -37,6 +37,7 @@ class Worker:
 
     rank: int
     seq: int
+    num_granted: int = 1  # training steps of its next contribution
     base_version: int = 0  # of its next contribution
     held_version: int = 0  # of the weights in its model; delayed_update, that contribution is computed already
     is_fresh: bool = True  # nothing contributed since it joined
@@ -65,7 +66,8 @@ class ModelStore:
     committed: set[tuple[int, int]] = field(default_factory=set)
     version: int = 0
     has_started: bool = False
-    max_lead_replied: int = 0
+    steps: dict[int, int] = field(default_factory=dict)  # that count, by rank, live or not
+    of_round: dict[int, int] = field(default_factory=dict)  # in a round that is open
 
     # ---- what the hold and the lead mean, computed without the policy ----
 
@@ -77,7 +79,23 @@ class ModelStore:
         return len(self.live) < self.common.min_workers
 
     def lead(self, rank: int) -> int:
-        return self.live[rank].seq - min(worker.seq for worker in self.live.values())
+        return self.steps[rank] - min(self.steps[other] for other in self.live)
+
+    def count(self, rank: int, num_steps: int) -> None:
+        """In rounds a contribution counts with its round."""
+        if self.policy.has_rounds:
+            self.of_round[rank] = num_steps
+        else:
+            self.steps[rank] += num_steps
+
+    def close_round(self) -> None:
+        """Ranks that are not in the round go on where it has led."""
+        for rank, num_steps in self.of_round.items():
+            self.steps[rank] += num_steps
+        newest = max(self.steps[rank] for rank in self.of_round)
+        for rank in self.steps.keys() - self.of_round.keys():
+            self.steps[rank] = max(self.steps[rank], newest)
+        self.of_round.clear()
 
     # ---- carrying out ----
 
@@ -105,6 +123,7 @@ class ModelStore:
                     self.undecided.remove(rank)
                     self.accepted[self.staged[rank]] += 1
                     self.live[rank].seq += 1
+                    self.count(rank, self.live[rank].num_granted)
                     self.live[rank].counts_for_nothing = False
                     accepted_now.add(rank)
                 case Discard(rank):
@@ -125,6 +144,8 @@ class ModelStore:
                     self.committed.update(self.in_mean)
                     self.in_mean = []
                     self.version += 1
+                    if self.policy.has_rounds:
+                        self.close_round()
                 case Reply(rank, outcome):
                     assert rank in self.live, f"reply to rank {rank}, which is not live"
                     assert rank not in replied, f"rank {rank} replied twice in one event"
@@ -169,13 +190,14 @@ class ModelStore:
             # DelayedUpdate, it hands over the step that it computed meanwhile, and starts the one after.
             ahead = self.lead(worker.rank) + self.common.delayed_update
             assert ahead <= bound, f"rank {worker.rank} starts a step {ahead} ahead"
-        worker.state = "finished" if self.policy.next_local_steps(worker.rank) == 0 else "computing"
+        worker.num_granted = self.policy.next_local_steps(worker.rank)
+        worker.state = "finished" if worker.num_granted == 0 else "computing"
         is_computed = self.common.delayed_update and not self.policy.kind.worker_steps and outcome != Outcome.START
         worker.base_version = worker.held_version if is_computed else self.version
         worker.held_version = self.version
         worker.unanswered, worker.is_repeat, worker.was_admitted_before_return = None, False, False
         worker.counts_for_nothing, worker.generation = False, generation_of(self.policy, worker.rank)
-        assert self.policy.num_counted[worker.rank] == worker.seq
+        assert self.policy.seq(worker.rank) == worker.seq
 
     def _may_be_replied(self, key: tuple[int, int] | None) -> bool:
         """It is folded, and no version holds it yet."""
@@ -196,7 +218,6 @@ class World:
         self.events: list[tuple[Callable[..., list[Any]], tuple[Any, ...]]] = []
         self.decided: list[list[Any]] = []
         self.last_seqs: dict[int, int] = {}
-        self.last_left = 0  # the number of the last live rank, once it has left a mode without rounds
         self.is_sound = True  # False from the first broken promise on
 
     def event(
@@ -218,10 +239,11 @@ class World:
     # ---- events ----
 
     def join(self, rank: int) -> None:
-        # A rank new to a running job starts where the slowest live one is, or the last was. One that returns goes on.
-        slowest = min((worker.seq for worker in self.store.live.values()), default=self.last_left)
-        seq = self.last_seqs.setdefault(rank, slowest)
-        if seq < slowest:
+        # A rank new to a running job starts where the slowest live one is, or the run was. One that returns goes on.
+        steps = self.store.steps
+        slowest = min((steps[other] for other in self.store.live), default=max(steps.values(), default=0))
+        seq = self.last_seqs.setdefault(rank, 0)
+        if steps.setdefault(rank, slowest) < slowest:
             for worker in self.store.live.values():
                 worker.was_admitted_before_return = True
         self.store.live[rank] = Worker(rank, seq)
@@ -229,8 +251,6 @@ class World:
 
     def leave(self, rank: int) -> None:
         worker = self.store.live.pop(rank, None)
-        if worker is not None and not self.store.live and not self.policy.has_rounds:
-            self.last_left = self.last_seqs[rank]
         self.store.forget(rank)
         decisions = self.event("left", rank)
         assert worker is not None or decisions == []
@@ -241,14 +261,15 @@ class World:
         worker = self.store.live[rank]
         base = worker.base_version if base_version is None else base_version
         contribution = contribution_of(
-            worker.seq + 1, base, num_samples, generation=worker.generation * self.says_generations, failed=is_broken
-        )
+            worker.seq + 1, base, num_samples, max(1, worker.num_granted),
+            generation=worker.generation * self.says_generations, failed=is_broken,
+        )  # fmt: skip
         key = (rank, contribution.id.seq)
         assert rank not in self.store.staged, "a worker that computes has nothing staged"
         self.store.staged[rank] = key
         self.store.weights[key] = float(num_samples) if self.common.weighting == "samples" else 1.0
         worker.state, worker.unanswered, worker.is_away = "waiting", contribution, False
-        before, self.is_sound = self.policy.num_counted[rank], False
+        before, self.is_sound = self.policy.seq(rank), False
         staleness = self.policy.staleness(rank, contribution)
         assert staleness >= 0
         # Weights contain the average they were last built on, but delayed_update they were computed before it came.
@@ -259,7 +280,7 @@ class World:
         decisions = getattr(self.policy, "contributed")(rank, contribution, self.now)  # noqa: B009
         self.events.append(("contributed", (rank, contribution, self.now)))
         self.decided.append(decisions)
-        grown = self.policy.num_counted[rank] - before
+        grown = self.policy.seq(rank) - before
         if Wait(rank) in decisions:
             worker.counts_for_nothing, grown = True, 0
         assert grown in (0, 1)
@@ -268,6 +289,7 @@ class World:
             assert self.store.accepted[key] == 1, f"{key} accepted twice"
             worker.seq += 1
             self.last_seqs[rank] = worker.seq
+            self.store.count(rank, contribution.counts.num_steps)
             bound = lead_bound(self.policy)
             if bound is not None and not worker.was_admitted_before_return:
                 assert self.store.lead(rank) <= bound + 1 - self.common.delayed_update
@@ -305,20 +327,20 @@ class World:
         """A contribution that must be refused, whole and without effect on anyone."""
         held_back = self.store.staged.pop(rank, None)
         self.store.staged[rank] = (rank, seq)
-        version, last = self.policy.version, dict(self.policy.num_counted)
+        version, last = self.policy.version, dict(self.policy.rows)
         decisions = self.event("contributed", rank, contribution_of(seq, version), rank=rank, held_back=held_back)
         assert [type(decision) for decision in decisions] == [Discard, Refuse]
         assert decisions[1].kind == kind
-        assert (self.policy.version, self.policy.num_counted) == (version, last)
+        assert (self.policy.version, self.policy.rows) == (version, last)
 
     def reject(self, rank: int) -> None:
         """Its next contribution has come, and cannot be used."""
         worker = self.store.live[rank]
         worker.unanswered = contribution_of(worker.seq + 1, worker.base_version)
         worker.state, worker.is_away, worker.counts_for_nothing = "waiting", False, True
-        counted = dict(self.policy.num_counted)
+        counted = dict(self.policy.rows)
         self.event("rejected", rank, rank=rank)
-        assert self.policy.num_counted == counted
+        assert self.policy.rows == counted
 
     def disconnect(self, rank: int) -> None:
         """Its connection is lost; it is a member still."""
@@ -349,18 +371,19 @@ class World:
         store, policy = self.store, self.policy
         assert policy.version == store.version, "version is not the number of commits"
         assert set(policy.members) == set(store.live)
-        assert policy.num_counted == {rank: self.last_seqs[rank] for rank in policy.num_counted}
+        assert {rank: row.seq for rank, row in policy.rows.items()} == self.last_seqs
+        assert {rank: policy.steps_done(rank) for rank in policy.rows} == store.steps
         for rank, worker in store.live.items():
             assert policy.lead(rank) == store.lead(rank)
-            assert policy.num_counted[rank] == worker.seq
+            assert policy.seq(rank) == worker.seq
             assert 0 <= policy.next_local_steps(rank) <= policy.local_steps
             assert 0 <= policy.steps_done(rank) <= self.common.training_steps
             assert policy.upload_position(rank) >= 0
-        live = policy.members or policy.num_counted
+        live = policy.members or policy.rows
         assert policy.min_steps_done == min(map(policy.steps_done, live), default=0)
         staged = [tensor for rank, tensor in store.staged.items() if rank not in store.undecided]
         uncommitted = Counter(rank for rank, _ in [*staged, *store.in_mean])
-        assert policy.num_committed() == {rank: n - uncommitted[rank] for rank, n in policy.num_counted.items()}
+        assert {rank: row.seq + uncommitted[rank] for rank, row in policy.committed.items()} == self.last_seqs
         for state in (policy.saved_state(), policy.full_state()):
             assert json.loads(json.dumps(state)) == state
         waiting = {rank for rank, worker in store.live.items() if worker.state == "waiting" and not worker.is_away}
@@ -382,8 +405,8 @@ class World:
         computing = {rank for rank in busy if self.store.live[rank].state != "finished"}  # or away, and asks again
         assert computing, f"{sorted(waiting)} wait, and nobody else will ever contribute"
         if lead_bound(self.policy) is not None:
-            slowest = min(worker.seq for worker in self.store.live.values())
-            assert any(self.store.live[rank].seq == slowest for rank in computing)
+            slowest = min(self.store.steps[rank] for rank in self.store.live)
+            assert any(self.store.steps[rank] == slowest for rank in computing)
 
     def replay(self) -> None:
         """The same events on a fresh policy give the same decisions."""

@@ -77,7 +77,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ranks("computing", "waiting"))
     @rule(pick=st.integers(0, 20))
     def repeats(self, pick: int) -> None:
-        ranks = [r for r in self.ranks("computing", "waiting") if self.world.policy.num_counted[r] > 0]
+        ranks = [r for r in self.ranks("computing", "waiting") if self.world.policy.seq(r) > 0]
         if ranks:
             self.world.repeat(ranks[pick % len(ranks)])
 
@@ -86,7 +86,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def skips_a_step(self, pick: int, gap: int) -> None:
         computing = self.ranks("computing")
         rank = computing[pick % len(computing)]
-        seq = self.world.policy.num_counted[rank] + gap
+        seq = self.world.policy.seq(rank) + gap
         if seq >= 1:
             self.world.refuse(rank, seq, "SEQ_GAP")
             self.world.leave(rank)  # a refused call ends
@@ -117,12 +117,12 @@ class PolicyMachine(RuleBasedStateMachine):
     def goes_on_without_asking(self, pick: int) -> None:
         rank = self.owed()[pick % len(self.owed())]
         if not self.world.store.live[rank].counts_for_nothing:
-            self.world.refuse(rank, self.world.policy.num_counted[rank] + 1, "SEQ_GAP")
+            self.world.refuse(rank, self.world.policy.seq(rank) + 1, "SEQ_GAP")
 
     @rule(rank=st.integers(0, 9))
     def speaks_without_having_joined(self, rank: int) -> None:
         if rank not in self.world.store.live and rank not in self.world.store.staged:
-            self.world.refuse(rank, self.world.policy.num_counted.get(rank, 0) + 1, "NOT_JOINED")
+            self.world.refuse(rank, self.world.policy.seq(rank) + 1, "NOT_JOINED")
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 1.9, 2.0, 100.0]))
     def time_passes(self, seconds: float) -> None:

@@ -118,7 +118,7 @@ def test_every_version_is_folded_in_rank_order_whoever_leaves_and_returns(mode: 
         action, rank = data.draw(st.sampled_from(actions))
         if action == "contribute":
             ready.remove(rank)
-            carry_out(policy.contributed(rank, contribution_of(policy.num_counted[rank] + 1, policy.version), 0.0))
+            carry_out(policy.contributed(rank, contribution_of(policy.seq(rank) + 1, policy.version), 0.0))
         elif action == "leave":
             ready.discard(rank)
             carry_out(policy.left(rank, 0.0))

@@ -63,7 +63,7 @@ def test_a_worker_takes_exactly_its_steps(mode: str, steps: int, local_steps: in
         taken += num
         step += 1
         for rank in (0, 1):
-            policy.contributed(rank, contribution_of(step, policy.version), 0.0)
+            policy.contributed(rank, contribution_of(step, policy.version, num_steps=num), 0.0)
         assert step <= steps
     assert taken == steps
     assert policy.steps_done(0) == policy.steps_done(1) == steps
@@ -80,7 +80,7 @@ def test_finished_workers_hold_nobody_back(mode: str) -> None:
         policy.contributed(0, contribution_of(seq, policy.version), 0.0)
         if policy.waiting(0.0):
             policy.contributed(1, contribution_of(seq, policy.version), 0.0)
-    for seq in range(policy.num_counted[1] + 1, 5):
+    for seq in range(policy.seq(1) + 1, 5):
         policy.contributed(1, contribution_of(seq, policy.version), 0.0)
         assert policy.waiting(0.0) == {}
     assert policy.next_local_steps(0) == policy.next_local_steps(1) == 0
@@ -98,12 +98,13 @@ def test_delayed_update_workers_guess_their_steps_right(mode: str, steps: int, l
     progress.replied(reply_of(0, 0, policy.next_local_steps(0)))
     is_last = False
     while not is_last:
+        num = progress.local_steps
         is_last = progress.assume_counted()
-        policy.contributed(0, contribution_of(progress.num_counted, policy.version), 0.0)
+        policy.contributed(0, contribution_of(progress.row.seq, policy.version, num_steps=num), 0.0)
         assert progress.local_steps == progress.steps_left == policy.next_local_steps(0)
-        assert progress.training_steps == policy.steps_done(0)
+        assert progress.row.steps == policy.steps_done(0)
         assert is_last == (policy.next_local_steps(0) == 0)
-    assert progress.num_counted == policy.num_counted[0]
+    assert progress.row.seq == policy.seq(0)
 
 
 # ---- scales ------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def test_a_restored_policy_decides_as_the_saved_one_would(mode: str, options: di
     saved = world.policy
     state = json.loads(json.dumps(saved.saved_state()))
     restored = policy_of(mode, world.settings)
-    restored.restore(saved.version, saved.num_committed(), state)
+    restored.restore(saved.version, saved.committed, state)
     assert restored.saved_state() == saved.saved_state()
     for rank in sorted(world.store.live):
         world.leave(rank)

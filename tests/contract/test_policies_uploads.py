@@ -54,7 +54,7 @@ class Uploads:
 
     def complete(self, rank: int) -> None:
         self.staged[rank] = self.payloads.pop(rank)
-        contribution = contribution_of(self.policy.num_counted[rank] + 1, self.policy.version)
+        contribution = contribution_of(self.policy.seq(rank) + 1, self.policy.version)
         self.perform(self.policy.contributed(rank, contribution, 0.0))
 
     async def leave(self, rank: int) -> None:

@@ -22,16 +22,16 @@ class Naive:
     mode: str
     bound: int
     num_workers: int
-    numbers: dict[int, int] = field(default_factory=dict)  # by rank, kept when it leaves
+    numbers: dict[int, int] = field(default_factory=dict)  # training steps by rank, kept when it leaves
     live: dict[int, bool] = field(default_factory=dict)  # by rank: a reply is due
     in_round: set[int] = field(default_factory=set)  # ranks, of those that have left too
     vacant: set[int] = field(default_factory=set)  # that have left the round without a contribution
     late: set[int] = field(default_factory=set)  # live ones that are in the next round only
     has_started: bool = False
-    last_left: int = 0  # the number of the last live rank, once it has left; in modes without rounds
 
     def join(self, rank: int) -> None:
-        self.numbers.setdefault(rank, min((self.numbers[other] for other in self.live), default=self.last_left))
+        newest = max(self.numbers.values(), default=0)
+        self.numbers.setdefault(rank, min((self.numbers[other] for other in self.live), default=newest))
         if self.mode in ("sync", "localsgd") and rank not in self.in_round | self.vacant:
             order = sorted((self.live.keys() - self.late) | self.vacant | self.in_round)
             folded = list(takewhile(self.in_round.__contains__, order))
@@ -41,8 +41,6 @@ class Naive:
 
     def leave(self, rank: int) -> None:
         del self.live[rank]
-        if not self.live and self.mode in ("async", "ssp"):
-            self.last_left = self.numbers[rank]
         self.vacant |= {rank} - self.in_round - self.late
         self.late.discard(rank)
 
@@ -88,7 +86,7 @@ def test_those_wait_who_must(mode: str, data: st.DataObject) -> None:
             decisions = policy.left(rank, 0.0)
             naive.leave(rank)
         else:
-            contribution = contribution_of(naive.numbers[rank] + 1, based_on[rank])
+            contribution = contribution_of(policy.seq(rank) + 1, based_on[rank])
             decisions = policy.contributed(rank, contribution, 0.0)
             naive.contribute(rank)
         found = [decision.rank for decision in decisions if isinstance(decision, Reply)]

@@ -28,6 +28,11 @@ def options_of(mode: str, **values: Any) -> dict[str, Any]:
     return MODES.load(mode).Options(**values).model_dump(mode="json")
 
 
+def rows_of(seqs: dict[str, int]) -> dict[str, list[int]]:
+    """Rows of ranks whose contributions are one step, one sample and one batch each."""
+    return {rank: [seq, seq, seq, seq, 0] for rank, seq in seqs.items()}
+
+
 def start(mode: str, *, incarnation: int = 1, version: int = 0, seqs: dict | None = None, **more: Any) -> Line:
     options = options_of(mode, **({"staleness": more["staleness"]} if more.get("staleness") is not None else {}))
     settings = {"run": "r", "server_incarnation": incarnation, "mode": mode, "workers": 2}
@@ -38,14 +43,21 @@ def start(mode: str, *, incarnation: int = 1, version: int = 0, seqs: dict | Non
         "role": "server",
         **settings,
         "version": version,
-        "seqs": seqs or {},
+        "rows": rows_of(seqs or {}),
         "source": source,
         **more,
     }
 
 
 def op(name: str, rank: int | None = None, incarnation: int = 1, **fields: Any) -> Line:
+    """`seqs` are rows, and where nothing else is said, each contribution has one step of one batch."""
     identity = {} if rank is None else {"rank": rank, "incarnation": incarnation}
+    if "seqs" in fields:
+        fields["rows"] = rows_of(fields.pop("seqs"))
+    if name == "accept":
+        fields = {"num_steps": 1, "num_batches": 1, **fields}
+    if name == "reply":
+        fields = {"training_steps": fields["seq"], **fields}
     return {"op": name, "role": "server", **identity, **fields}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 from paramserver.common.registry import MODES
+from paramserver.common.wire.records import Row
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Discard, Refuse, Reply
 from paramserver.ps.policies.shared.decisions import Accept, Wait
@@ -28,8 +29,8 @@ class Simulation:
         self.mode, self.chance, self.num_workers = mode, chance, num_workers
         self.options = {"training_steps": 10_000, "staleness": staleness, "local_steps": 1}
         self.lines: list[Line] = []
-        self.snapshots: list[tuple[int, dict[int, int]]] = []
-        self.being_written: list[tuple[int, dict[int, int]]] = []
+        self.snapshots: list[tuple[int, dict[int, Row]]] = []
+        self.being_written: list[tuple[int, dict[int, Row]]] = []
         self.incarnations: dict[int, int] = {}
         self.seated: set[int] = set()  # have joined, and have not said what they train
         self.contributed: set[int] = set()  # have contributed since they were let in
@@ -45,22 +46,22 @@ class Simulation:
     def start(self) -> None:
         self.server_incarnation += 1
         self.policy = policy_of(self.mode, self.options)
-        version, seqs = self.snapshots[-1] if self.snapshots else (0, {})
+        version, rows = self.snapshots[-1] if self.snapshots else (0, {})
         if self.snapshots:
-            self.policy.restore(version, seqs, {})
+            self.policy.restore(version, rows, {})
         self.computing, self.unanswered, self.being_written, self.seated, self.undecided = {}, set(), [], set(), {}
         self.written: set[int] = set()  # versions of the snapshots since this start
         self.open: list[list[int]] = []  # accepted, and in no version: rank, incarnation, number
         self.write(
             "start", run="r", server_incarnation=self.server_incarnation, mode=self.mode,
             staleness=self.policy.staleness_bound, workers=None, version=version,
-            seqs={str(rank): seq for rank, seq in seqs.items()}, source="s" if self.snapshots else None,
+            rows={str(rank): list(row) for rank, row in rows.items()}, source="s" if self.snapshots else None,
             options=self.policy.options.model_dump(mode="json"),
             common={"training_steps": 10_000, "num_workers": None},
         )  # fmt: skip
 
     def sender(self, rank: int) -> Line:
-        return {"rank": rank, "incarnation": self.incarnations[rank], "seq": self.policy.num_counted.get(rank, 0)}
+        return {"rank": rank, "incarnation": self.incarnations[rank], "seq": self.policy.seq(rank)}
 
     def join(self, rank: int) -> None:
         self.incarnations[rank] = self.incarnations.get(rank, 0) + 1
@@ -94,21 +95,22 @@ class Simulation:
         if (undecided := self.undecided.pop(rank, None)) is not None:
             self.contribute(rank, undecided["seq"], undecided["base_version"])
         elif rank in self.contributed and (was_lost or rank in self.unanswered):
-            self.contribute(rank, self.policy.num_counted[rank], self.policy.version)
+            self.contribute(rank, self.policy.seq(rank), self.policy.version)
         elif rank in self.unanswered:  # it was never told where to start
             self.leave(rank, "replaced")
 
     def contribute(self, rank: int, seq: int, base_version: int) -> None:
-        counted, version = self.policy.num_counted[rank], self.policy.version
+        counted, version = self.policy.seq(rank), self.policy.version
         if seq != counted:  # else it asks again
             sent = {"rank": rank, "incarnation": self.incarnations[rank], "seq": seq, "base_version": base_version}
+            sent |= {"num_steps": 1, "num_batches": 1}
             self.write("send", "worker", **sent)
         decisions = self.policy.contributed(rank, contribution_of(seq, base_version), 0.0)
         discarded = any(isinstance(decision, Discard) for decision in decisions)
         refused = any(isinstance(decision, Refuse) for decision in decisions)
         noted = {
             "rank": rank, "incarnation": self.incarnations[rank], "seq": seq, "base_version": base_version,
-            "version": version,
+            "version": version, "num_steps": 1, "num_batches": 1,
         }  # fmt: skip
         outcome = "refused" if refused else "accepted" if not discarded else "repeated" if seq == counted else "dropped"
         if Wait(rank) in decisions:
@@ -141,11 +143,11 @@ class Simulation:
                 case Reply(rank, outcome):
                     identity = {"rank": rank, "incarnation": self.incarnations[rank]}
                     settings: Line = {
-                        "seq": self.policy.num_counted[rank],
+                        "seq": self.policy.seq(rank),
                         "version": self.policy.version,
                         "outcome": outcome.name,
                     }
-                    self.write("reply", **identity, **settings)
+                    self.write("reply", **identity, **settings, training_steps=self.policy.steps_done(rank))
                     if outcome.name == "START":
                         server = {"run": "r", "server_incarnation": self.server_incarnation}
                         settings = {"seq": settings["seq"], "version": settings["version"]}
@@ -175,20 +177,20 @@ class Simulation:
         elif roll < 0.25 and live:
             self.resume(chance.choice(live))
         elif roll < 0.32 and self.policy.version not in [version for version, _ in self.being_written]:
-            self.being_written.append((self.policy.version, self.policy.num_committed()))
+            self.being_written.append((self.policy.version, dict(self.policy.committed)))
         elif roll < 0.40 and self.being_written:
-            version, seqs = self.being_written.pop(0)
+            version, rows = self.being_written.pop(0)
             if version in self.written:
                 return
             self.written.add(version)
-            self.snapshots.append((version, seqs))
-            settings = {str(rank): seq for rank, seq in seqs.items()}
-            self.write("snapshot", version=version, seqs=settings, path="s", sha256="0")
+            self.snapshots.append((version, rows))
+            settings = {str(rank): list(row) for rank, row in rows.items()}
+            self.write("snapshot", version=version, rows=settings, path="s", sha256="0")
         elif roll < 0.43 and self.snapshots:
             self.start()
         elif computing:
             rank = chance.choice(computing)
-            seq, base_version = self.policy.num_counted[rank] + 1, self.computing[rank]
+            seq, base_version = self.policy.seq(rank) + 1, self.computing[rank]
             self.contribute(rank, seq, base_version)
 
 
@@ -197,7 +199,8 @@ def simulate(mode: str, chance: random.Random, *, num_events: int = 80) -> list[
     for _ in range(num_events):
         run.act()
     if chance.random() < 0.5:
-        run.write("end", version=run.policy.version, seqs={str(r): s for r, s in run.policy.num_committed().items()})
+        rows = {str(rank): list(row) for rank, row in run.policy.committed.items()}
+        run.write("end", version=run.policy.version, rows=rows)
     return run.lines
 
 

@@ -305,7 +305,7 @@ def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     failures = ["ended without being killed: worker 0 failed: exit code 13", nothing_carried, "there is no history"]
     assert judge(ending, trial) == failures
     identity = {"role": "server", "rank": 0, "incarnation": 1}
-    start = {"run": "r", "server_incarnation": 1, "mode": "async", "version": 0, "seqs": {}, "source": None}
+    start = {"run": "r", "server_incarnation": 1, "mode": "async", "version": 0, "rows": {}, "source": None}
     start |= {"options": options_of("async"), "common": {}}
     history = [
         {"op": "start", "role": "server", **start},

@@ -18,12 +18,15 @@ def test_ssp_lets_nobody_run_ahead() -> None:
     assert messages(lines) == ""
 
 
-def test_ranks_with_other_numbers_for_the_same_steps_are_compared_by_their_shifts() -> None:
+def test_ranks_with_other_numbers_for_the_same_steps_are_compared_by_their_steps() -> None:
     """After a resume from another mode."""
-    lines = [start("ssp", version=10, seqs={"0": 10, "1": 0}, staleness=1, shifts={"0": -10})]
+    rows = {"0": [10, 10, 10, 10, 0], "1": [0, 10, 0, 10, 0]}
+    lines = [start("ssp", version=10, staleness=1, rows=rows)]
     lines += [op("join", rank, seq=seq, resumed=False) for rank, seq in ((0, 10), (1, 0))]
     lines += [op("enter", rank, seq=seq) for rank, seq in ((0, 10), (1, 0))]
-    lines += [op("reply", rank, seq=seq, version=10, outcome="START") for rank, seq in ((0, 10), (1, 0))]
+    lines += [
+        op("reply", rank, seq=seq, version=10, outcome="START", training_steps=10) for rank, seq in ((0, 10), (1, 0))
+    ]
     lines += applied(0, 11, 11, 0, 1)
     assert messages(lines) == ""
     lines += applied(0, 12, 12, 0, 1)
@@ -128,7 +131,7 @@ def test_commits_that_only_the_snapshot_knows_are_counted() -> None:
     lines.insert(-1, op("end", version=1, seqs={"0": 1, "1": 0}))  # nothing was cut
     assert "the server starts at version 3, but only 1 versions were committed" in messages(lines)
     del lines[-2]
-    lines[-1]["seqs"]["0"] = 0
+    lines[-1]["rows"]["0"][0] = 0
     assert "rank 0 at number 0, committed were 1" in messages(lines)
 
 
@@ -139,9 +142,9 @@ def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> N
         *joined(0),
         {"op": "start", **settings, "run": "r", "server_incarnation": 1, "seq": 0, "version": 0},
         *applied(0, 1, 1, 0),
-        {"op": "send", **settings, "seq": 1, "base_version": 0},
+        {"op": "send", **settings, "seq": 1, "base_version": 0, "num_steps": 1, "num_batches": 1},
         {"op": "replied", **settings, "seq": 1, "version": 1, "outcome": "APPLIED"},
-        {"op": "send", **settings, "seq": 2, "base_version": 1},
+        {"op": "send", **settings, "seq": 2, "base_version": 1, "num_steps": 1, "num_batches": 1},
         {"op": "replied", **settings, "seq": 2, "version": 2, "outcome": "APPLIED"},
     ]
     assert messages(lines) == ""
@@ -166,16 +169,22 @@ def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(type(MODES), "load", lambda self, name: kind)
     lines: list[Line] = [
         {"op": "start", "role": "server", "t": 0.0, "run": "r", "server_incarnation": 1, "mode": "own", "workers": None,
-         "staleness": None, "version": 0, "seqs": {}, "source": None, "options": options_of("async"), "common": {},
+         "staleness": None, "version": 0, "rows": {}, "source": None, "options": options_of("async"), "common": {},
          "options_of_ours": 0},
         {"op": "join", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "seq": 0, "resumed": False},
         {"op": "enter", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "seq": 0},
         {"op": "reply", "role": "server", "t": 2.0, "rank": 0, "incarnation": 1, "seq": 0, "version": 0,
-         "outcome": "START"},
+         "outcome": "START", "training_steps": 0},
     ]  # fmt: skip
     assert "rank 0 is as far ahead as it must not be" in messages(lines)
     lines[0]["options_of_ours"] = 3
     assert "as far ahead as it must not be" not in messages(lines)
+
+
+def test_a_reply_names_the_steps_of_the_ranks_contributions() -> None:
+    lines = [start("async"), *joined(0), *applied(0, 1, 1, 0)]
+    lines[-1]["training_steps"] = 2
+    assert messages(lines) == "h:7: rank 0 goes on at training step 2: its contributions have 1"
 
 
 def test_who_takes_no_more_steps_is_ahead_of_nobody() -> None:

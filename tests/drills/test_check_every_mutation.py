@@ -14,7 +14,17 @@ import pytest
 
 from paramserver.common.registry import MODES
 from paramserver.drills.check import check
-from paramserver.tests.drills.histories import Line, applied, encoded, joined, messages, options_of, start, verdict_of
+from paramserver.tests.drills.histories import (
+    Line,
+    applied,
+    encoded,
+    joined,
+    messages,
+    options_of,
+    rows_of,
+    start,
+    verdict_of,
+)
 from paramserver.tests.drills.mutations import mutations, read
 from paramserver.tests.drills.simulation import ALL_MODES, simulate
 from paramserver.tests.simulate.histories import recorded
@@ -91,9 +101,9 @@ def whole_run() -> list[Line]:
     bases = [0, 0]
     for version in range(1, 9):
         rank, seq = version % 2, (version + 1) // 2
-        sent = {"rank": rank, "seq": seq, "base_version": bases[rank]}
+        sent = {"rank": rank, "seq": seq, "base_version": bases[rank], "num_steps": 1, "num_batches": 1}
         accept, commit, reply = applied(rank, seq, version, 0, 1)
-        accept["base_version"] = bases[rank]
+        accept["base_version"], reply["training_steps"] = bases[rank], seq
         lines += [{"op": "send", **begun, **sent}, accept, commit, reply]
         lines.append({"op": "replied", **begun, "rank": rank, "seq": seq, "version": version, "outcome": "APPLIED"})
         bases[rank] = version
@@ -101,7 +111,7 @@ def whole_run() -> list[Line]:
         lines.append({"op": "end", "role": "worker", "rank": rank, "seq": 4})
         left = {"op": "leave", "role": "server", "rank": rank, "incarnation": 1, "how": "goodbye", "finished": True}
         lines.append(left)
-    return [*lines, {"op": "end", "role": "server", "version": 8, "seqs": {"0": 4, "1": 4}, "over": True}]
+    return [*lines, {"op": "end", "role": "server", "version": 8, "rows": rows_of({"0": 4, "1": 4}), "over": True}]
 
 
 def of_server(lines: list[Line], op: str) -> list[Line]:
@@ -166,7 +176,7 @@ VALUES = ["²", "٣", "x", "", -1, 1.5, 10**12, 2**63, 10**400, None, True, [], 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_field_of_any_other_value_ends_in_sentences_with_line_numbers(value: Any) -> None:
     lines = whole_run()
-    lines[0] |= {"shifts": {}, "found": [], "skipped": []}
+    lines[0] |= {"found": [], "skipped": []}
     chosen = [lines[0], *({line["op"] + line["role"]: line for line in lines}.values())]
     control = {"op": "control", "role": "server", "do": "set", "name": "late_cut", "value": 3, "done": True}
     lines.insert(3, control)

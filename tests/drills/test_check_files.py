@@ -36,8 +36,8 @@ def test_half_a_line_is_allowed_where_a_process_died() -> None:
         ({"op": "jump", "role": "server"}, "operation 'jump' of role 'server'"),
         ({"op": "join", "role": "cook"}, "operation 'join' of role 'cook'"),
         ({"op": "leave", "role": "server", "rank": 0, "incarnation": 1}, "leave without 'how'"),
-        ({"op": "end", "role": "server", "version": -1, "seqs": {}}, "it must be a whole number"),
-        ({"op": "end", "role": "server", "version": 1, "seqs": {"a": 1}}, "it must be {rank: seq}"),
+        ({"op": "end", "role": "server", "version": -1, "rows": {}}, "it must be a whole number"),
+        ({"op": "end", "role": "server", "version": 1, "rows": {"a": [1, 1, 1, 1, 0]}}, "it must be {rank: [seq,"),
     ],
 )
 def test_a_line_of_another_form_is_named(line: Line, message: str) -> None:
@@ -69,7 +69,7 @@ def test_the_command(tmp_path) -> None:
 
 def test_a_history_without_the_runs_end_is_said_to_be_cut(capsys: pytest.CaptureFixture[str]) -> None:
     whole = [start("async"), *joined(0), *applied(0, 1, 1, 0)]
-    end = {"op": "end", "role": "server", "version": 1, "seqs": {"0": 1}}
+    end = {"op": "end", "role": "server", "version": 1, "rows": {"0": [1, 1, 1, 1, 0]}}
     for lines, is_cut in (([*whole, end], False), (whole, True), ([*whole[:-1]], True)):
         verdict = check({"h": encoded(*lines)})
         show(verdict)

@@ -101,14 +101,14 @@ def join_at_another_number(lines: list[Line], chance: random.Random) -> None:
 
 
 def snapshot_of_other_numbers(lines: list[Line], chance: random.Random) -> None:
-    at = pick(lines, chance, lambda i: is_op(lines, i, "snapshot") and lines[i]["seqs"])
-    lines[at]["seqs"][chance.choice(sorted(lines[at]["seqs"]))] += 1
+    at = pick(lines, chance, lambda i: is_op(lines, i, "snapshot") and lines[i]["rows"])
+    lines[at]["rows"][chance.choice(sorted(lines[at]["rows"]))][0] += 1
 
 
 def lose_what_was_durable(lines: list[Line], chance: random.Random) -> None:
     """The server starts from nothing although there was a snapshot with something in it."""
     at = pick(lines, chance, lambda i: is_op(lines, i, "start") and lines[i]["version"] > 0)
-    lines[at] |= {"version": 0, "seqs": {}, "source": None}
+    lines[at] |= {"version": 0, "rows": {}, "source": None}
 
 
 def same_server_incarnation(lines: list[Line], chance: random.Random) -> None:

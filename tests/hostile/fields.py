@@ -85,7 +85,7 @@ Contribution      seq : whole header
 Contribution      counts base timing payload training completion first position : part header
 Contribution      residual : part note_residual
 Counts            num_samples num_batches num_workers : whole header
-Counts            num_training_steps part : whole policy
+Counts            num_steps part : whole policy
 Base              version : whole header
 Base              has_all : flag any
 Base              reference : whole compared
@@ -98,6 +98,7 @@ TrainingInfo      hyperparameters : values check_hyperparameters
 TrainingInfo      clip_norm : real header
 TrainingInfo      loss : real shown
 TrainingInfo      wants_weights evaluates : flag any
+TrainingInfo      iteration : whole header
 ResidualInfo      norm lost_norm : real note_residual
 ResidualInfo      num_lost : whole shown
 CompletionInfo    generation peer_bytes : whole header

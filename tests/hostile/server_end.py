@@ -197,7 +197,7 @@ class SnapshotEnd:
     def __init__(self) -> None:
         self.num_refused = 0
         manifest = Manifest.model_validate({
-            "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "contributions": {0: 3},
+            "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "rows": {0: (3, 3, 3, 3, 0)},
             "num_joins": {0: 1}, "policy": {},
             "training": {"lr_scale": 1.0, "changed": {}, "stats": {}, "places": {"0": {"step": 1}}},
             "tensors": SMALL.specs, "optimizer": OptimizerSpec("SGD", ()), "hyperparameters": (),

@@ -55,7 +55,7 @@ def test_a_new_field_has_none():
         pool.Add(needed)
     pool.Add(file)
     file.ClearField("name")
-    changed = SimpleNamespace(message_types_by_name={"Join": pool.FindMessageTypeByName("paramserver.v3.Join")})
+    changed = SimpleNamespace(message_types_by_name={"Join": pool.FindMessageTypeByName("paramserver.v4.Join")})
     problems = wrong(changed)
     assert "Join.run_this has no rule in tests/hostile/fields.py" in problems
     assert "there is no Join.run any more" in problems

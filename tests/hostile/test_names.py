@@ -48,7 +48,7 @@ def keep_snapshot(folder: Path, **changes) -> None:
     """A whole one of a small model, with its hashes, whose manifest says this."""
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (4,))])
     facts = {
-        "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "contributions": {0: 3},
+        "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "rows": {0: (3, 3, 3, 3, 0)},
         "num_joins": {0: 1}, "training": {}, "tensors": layout.specs,
         "optimizer": OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),)),
         "hyperparameters": ({"lr": 0.1},), "seed": 0, "paramserver_version": "0",

@@ -27,12 +27,12 @@ with paramserver.connect() as session:
     if "dies" in sys.argv and session.rank == 2:
         contribute = session._exchange.contribute
         def dying(*told):
-            if optimizer.progress.num_counted == 9:  # it has the mean of the tenth, and so have the others
+            if optimizer.progress.row.seq == 9:  # it has the mean of the tenth, and so have the others
                 os.kill(os.getpid(), 9)
             return contribute(*told)
         session._exchange.contribute = dying
     while not session.is_done:
-        number = (session.step if counts_steps else optimizer.progress.num_counted) + 1
+        number = (session.step if counts_steps else optimizer.progress.row.seq) + 1
         at = {11: "one", 21: "two"}.get(number) if leaves else None
         if at == "one" and session.rank == 2 or at == "two" and session.rank != 2:
             print("at the gate", at, flush=True)
@@ -205,7 +205,7 @@ with paramserver.connect() as session:
     model = torch.nn.Linear(3, width).double()
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     while not session.is_done:
-        number = optimizer.progress.num_counted + 1
+        number = optimizer.progress.row.seq + 1
         if changes and number == 5:
             with torch.no_grad():
                 model.weight.mul_(2)

@@ -18,7 +18,7 @@ with paramserver.connect() as session:
     model = torch.nn.Linear(3, 2)
     optimizer = session.optimizer(model, torch.optim.Adam(model.parameters(), lr=0.01))
     while not session.is_done:
-        number = optimizer.progress.num_counted + 1
+        number = optimizer.progress.row.seq + 1
         for p in model.parameters():
             p.grad = torch.full_like(p, float(number))
         if number == 5 and case == "schedule":

@@ -20,7 +20,7 @@ from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 
 from ..records import contribution_proto
 
-SERVICE = "paramserver.v3.ParameterServer"
+SERVICE = "paramserver.v4.ParameterServer"
 
 
 class ForeignWorker:

@@ -148,6 +148,6 @@ def test_work_that_came_too_late_is_in_the_next_round(cluster: Cluster, transpor
     weights = load_file(cluster.folder / "w.safetensors")
     summary = json.loads((cluster.folder / "s.json").read_text())
     late = summary["workers"][1]
-    assert (late["dropped"], late["training_steps"], late["residuals_lost"]) == (1, 3, 0)
+    assert (late["dropped"], late["contributions"], late["training_steps"], late["residuals_lost"]) == (1, 3, 6, 0)
     assert weights["seen"].view(-1, 6)[:2].sum(1).tolist() == [-3.0, -4.0], "the late one is in the round after"
     assert torch.equal(weights["padding"], torch.full((40_000,), -7.0))

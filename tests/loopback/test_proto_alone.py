@@ -21,6 +21,7 @@ PARAMETER, BUFFER, FROZEN = pb.TensorSpec.PARAMETER, pb.TensorSpec.BUFFER, pb.Te
 SPECS = [("v", PARAMETER, (2, 3)), ("w", PARAMETER, (13,)), ("running", BUFFER, (2,)), ("fixed", FROZEN, (3,))]
 NUM_TRAINED, AT_BUFFER, EXCHANGED, AT_FROZEN, TOTAL = 19, 128, 136, 192, 204  # floats, and bytes of the layout
 LR = 0.5
+ONE = pb.Counts(num_samples=1, num_steps=1, num_batches=1)
 
 
 def fingerprint(specs: list[tuple[str, int, tuple[int, ...]]]) -> str:
@@ -104,7 +105,7 @@ class Client:
     def contribute(self, seq: int, version: int, trained: float, codec: str = "raw", **fields: object) -> None:
         data = packed([trained] * NUM_TRAINED, [5.0, 6.0], codec)
         contribution = pb.Contribution(
-            seq=seq, counts=pb.Counts(num_samples=4), base=pb.Base(version=version),
+            seq=seq, counts=pb.Counts(num_samples=4, num_steps=1, num_batches=1), base=pb.Base(version=version),
             payload=pb.PayloadInfo(num_bytes=len(data), codec=codec), training=pb.TrainingInfo(wants_weights=True),
         )  # fmt: skip
         self.send(contribution=contribution, data=data)
@@ -218,7 +219,11 @@ def replaced(client: Client) -> None:
 def announced(client: Client) -> None:
     ready(client)
     payload = pb.PayloadInfo(num_bytes=EXCHANGED)
-    client.send(contribution=pb.Contribution(seq=1, counts=pb.Counts(num_samples=1), payload=payload))
+    client.send(
+        contribution=pb.Contribution(
+            seq=1, counts=pb.Counts(num_samples=1, num_steps=1, num_batches=1), payload=payload
+        )
+    )
 
 
 def gap(client: Client) -> None:
@@ -234,7 +239,11 @@ def large_state(client: Client) -> None:
 def large_piece(client: Client) -> None:
     ready(client)
     payload = pb.PayloadInfo(num_bytes=EXCHANGED)
-    client.send(contribution=pb.Contribution(seq=1, counts=pb.Counts(num_samples=1), payload=payload))
+    client.send(
+        contribution=pb.Contribution(
+            seq=1, counts=pb.Counts(num_samples=1, num_steps=1, num_batches=1), payload=payload
+        )
+    )
     client.send(data=bytes(5_000_000))
 
 

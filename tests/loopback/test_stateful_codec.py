@@ -37,7 +37,7 @@ model.padding = torch.nn.Parameter(torch.zeros({PADDING}))
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     while not session.is_done:
-        step = optimizer.progress.num_counted
+        step = optimizer.progress.row.seq
         own = model.seen[session.rank]
         assert (own[: max(0, step - lag)] == -1).all() and (own[step:] == 0).all(), own
         assert (model.padding == model.seen.sum() / 16).all(), "parts of two versions"

@@ -25,7 +25,7 @@ DYING = """
     if session.rank == 2:
         transfer = optimizer._steps.strategy._transfer
         def dying(spread=transfer.spread):
-            if optimizer.progress.num_counted == 8:  # the eighth counts, and others wait for what has been stepped here
+            if optimizer.progress.row.seq == 8:  # the eighth counts, and others wait for what has been stepped here
                 os.kill(os.getpid(), 9)
             spread()
         transfer.spread = dying

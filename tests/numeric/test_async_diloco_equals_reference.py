@@ -123,7 +123,7 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
         perform(policy.contributed(rank, contribution, now), now, workers[rank].delta())
         assert policy.min_steps_done == min(map(policy.steps_done, range(3)))
     assert not policy._round, "what is there is in the weights"
-    assert policy.committed_steps() == dict.fromkeys(range(3), STEPS)
+    assert [policy.committed[rank].steps for rank in range(3)] == [STEPS] * 3
     return torch.cat([view.reshape(-1) for _, view in store.layout.views(store.weights)]), local_steps
 
 

@@ -103,7 +103,7 @@ def ours(tau: int, **options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     while due:
         now, rank = min((at, rank) for rank, at in due.items())
         worker, mine = workers[rank], progress[rank]
-        steps, begin = mine.local_steps, mine.training_steps
+        steps, begin = mine.local_steps, mine.row.steps
         for step in range(begin, begin + steps):
             local_step(worker.model, worker.optimizer, rank, SIZES[rank], step)
             if begin and step + 1 - begin == min(tau, steps):
@@ -116,8 +116,8 @@ def ours(tau: int, **options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
         del due[rank]
         if not mine.assume_counted(hears):
             due[rank] = now + mine.local_steps * SECONDS[rank]
-        assert policy.steps_done(rank) == mine.training_steps
-    assert policy.committed_steps() == dict.fromkeys(RANKS, STEPS)
+        assert policy.steps_done(rank) == mine.row.steps
+    assert [policy.committed[rank].steps for rank in RANKS] == [STEPS] * len(RANKS)
     return torch.cat([view.reshape(-1) for _, view in store.layout.views(store.weights)]), contributions
 
 

@@ -185,7 +185,7 @@ def ours(sizes: tuple[int, ...], steps: int, policy: Policy, workers: list[Worke
                     worker.merge()
             staged[rank] = worker.delta(None if step + taken == steps else policy.version % num)
         for rank in reversed(range(len(sizes))):
-            contribution = contribution_of(policy.num_counted[rank] + 1, policy.version, taken * sizes[rank])
+            contribution = contribution_of(policy.seq(rank) + 1, policy.version, taken * sizes[rank], taken)
             for decision in policy.contributed(rank, contribution, 0.0):
                 if isinstance(decision, Fold):
                     without = workers[decision.rank].without

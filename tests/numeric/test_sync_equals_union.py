@@ -149,7 +149,7 @@ def train_together(
                 staged[rank] = worker.gradient_payload(inputs, targets)
             else:
                 staged[rank] = worker.weights_payload(inputs, targets, local[rank])
-            contribution = contribution_of(policy.num_counted[rank] + 1, policy.version, worker.num_samples)
+            contribution = contribution_of(policy.seq(rank) + 1, policy.version, worker.num_samples)
             for decision in policy.contributed(rank, contribution, 0.0):
                 if isinstance(decision, Fold):
                     store.fold(staged.pop(decision.rank), decision.weight, decision.rank)

@@ -50,7 +50,7 @@ class JobsOfLink:
 
 def region_of(link: JobsOfLink, tensors: LaterTensors) -> Region:
     """A region whose only worker has taken all 4 steps."""
-    policy = SimpleNamespace(version=4, min_steps_done=4, in_step={}, has_newest_weights=True, members=())
+    policy = SimpleNamespace(version=4, min_steps_done=4, rows={}, has_newest_weights=True, members=())
     roster = SimpleNamespace(num_finished=1, workers={0: SimpleNamespace(can_evaluate=False)}, stats={})
     options = SimpleNamespace(num_workers=1)
     run = SimpleNamespace(

@@ -35,7 +35,7 @@ from typing import Any
 import yaml
 
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.wire.records import ContributionId
+from paramserver.common.wire.records import ContributionId, Row
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.judgement import SOUND, Judgement
 from paramserver.ps.core.run import Run
@@ -64,7 +64,8 @@ def restore(run: Run, words: list[str]) -> None:
     """`restored v4 w0:4 w1:3`: as if a snapshot of that version were loaded."""
     seqs = {int(rank): int(number) for rank, number in (word[1:].split(":") for word in words[1:])}
     saved: dict[str, Any] = {
-        "run": run.name, "server_incarnation": 1, "policy": run.policy.saved_state(), "contributions": seqs,
+        "run": run.name, "server_incarnation": 1, "policy": run.policy.saved_state(),
+        "rows": {rank: Row(seq, seq) for rank, seq in seqs.items()},
         "num_joins": dict.fromkeys(seqs, 1), "training": {},
     }  # fmt: skip
     run.restore(int(words[0][1:]), ("model", "sgd"), saved)
@@ -78,6 +79,8 @@ class Workers:
     processes: dict[int, int] = field(default_factory=dict)  # by rank: how many have asked for it
     incarnations: dict[int, int] = field(default_factory=dict)
     versions: dict[int, int] = field(default_factory=dict)  # of the weights each was given last
+    local_steps: dict[int, int] = field(default_factory=dict)  # that its newest reply granted
+    first: dict[str, int] = field(default_factory=dict)  # number of the first contribution of each process
     num_streams: int = 0
 
     def events_of(self, text: str) -> Iterator[events.Event]:
@@ -164,12 +167,16 @@ class Workers:
     def _contributed(self, rank: int, incarnation: int, rest: str) -> events.Contributed:
         found = _CONTRIBUTED.fullmatch(rest)
         assert found is not None, f"no such contribution: {rest}"
+        seq = int(found[1])
+        first = self.first.setdefault(self.process_of(rank), seq)
         return contributed(
             rank,
             incarnation,
-            int(found[1]),
+            seq,
             int(found[2]) if found[2] else self.versions.get(rank, 0),
             num_samples=int(found[3] or 1),
+            num_steps=self.local_steps.get(rank) or 1,
+            iteration=seq - first + 1,
             hyperparameters=({"lr": float(found[4])},) if found[4] else (),
             judgement=_JUDGEMENTS[found[5]] if found[5] else SOUND,
             **({"kind": ContributionKind.COMPLETION} if found[6] else {}),
@@ -182,6 +189,7 @@ class Workers:
                 self.incarnations[effect.rank] = effect.incarnation
             elif isinstance(effect, effects.SendReply):
                 self.versions[effect.rank] = effect.reply.result.version
+                self.local_steps[effect.rank] = effect.reply.next_work.local_steps
 
 
 def in_words(found: Iterable[effects.Effect]) -> str:

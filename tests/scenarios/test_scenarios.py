@@ -64,7 +64,10 @@ class Teller:
             rank, step = int(match[1]), int(match[2])
             base = int(match[3]) if match[3] else self.bases.get(rank, 0)
             generation = int(match[4]) if match[4] else self.generations.get(rank, 0)
-            contribution = contribution_of(step, base, int(match[5] or 1), generation=generation, failed=bool(match[6]))
+            num_steps = self.policy.next_local_steps(rank) or 1
+            contribution = contribution_of(
+                step, base, int(match[5] or 1), num_steps, generation=generation, failed=bool(match[6])
+            )
             self.staleness[rank] = self.policy.staleness(rank, contribution)
             return self._say(self.policy.contributed(rank, contribution, self.now), rank)
         if match := re.fullmatch(r"(join|left) w(\d+)", event):

@@ -32,7 +32,7 @@ def test_a_contribution(
 ) -> None:
     contribution = contribution_of(
         number, version, samples, loss=1.0, compute_s=0.25, transfer_s=transfer_s, has_all=has_base,
-        wants_weights=wants, codec="raw", num_bytes=num_bytes,
+        wants_weights=wants, codec="raw", num_bytes=num_bytes, iteration=number,
     )  # fmt: skip
     framing = Framing(up_bytes=num_bytes, is_direct=False, has_base=has_base)
     assert framing.up(contribution) == sent(contribution_message(contribution), num_bytes)

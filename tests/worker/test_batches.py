@@ -393,7 +393,7 @@ def drawn(run: AloneSession, *args: object, **options: object) -> list[list[floa
     for batch in run.shard(*args, epochs=None, **options):
         found.append((batch[0] if isinstance(batch, list) else batch).flatten().tolist())
         run._data.step()
-        run._progress.training_steps += 1
+        run._progress.row = run._progress.row._replace(steps=run._progress.row.steps + 1)
     return found
 
 

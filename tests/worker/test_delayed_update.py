@@ -56,7 +56,6 @@ class FakeExchange:
         self.zero = 0
         self.progress = Progress(total_steps=steps)
         self.sent: list[tuple[float, float, int]] = []  # (parameter or gradient, buffer, base version)
-        self.cut: list[int | None] = []  # local steps of each, where they are fewer than the server expects
         self.without: list[tuple[int, ...]] = []  # positions of the parameters without a gradient
         self.threads: set[str] = set()
         self.may_land = threading.Semaphore(0)
@@ -75,7 +74,6 @@ class FakeExchange:
         while not self.may_land.acquire(timeout=0.01):
             with interrupts.uninterrupted:
                 pass  # what a waiting worker hears from its server
-        self.cut.append(self.progress.local_steps if self.progress.is_cut_short else None)
         w, _, seen = self.model.sources(self.settings.kind)
         self.sent.append((w.item(), seen.item(), self.progress.version))
         self.without.append(outgoing.contribution.payload.without_gradient)
@@ -180,11 +178,11 @@ def test_progress_counts_the_contribution_in_flight_and_the_last_one_is_waited_f
     bench = Bench(steps=2)
     progress = bench.delayed_update.progress
     bench.step()
-    assert (progress.num_counted, progress.training_steps, progress.steps_left, progress.is_done) == (1, 1, 1, False)
+    assert (progress.row.seq, progress.row.steps, progress.steps_left, progress.is_done) == (1, 1, 1, False)
     bench.exchange.may_land.release(2)
     bench.step()
     assert bench.flight is None
-    assert (progress.num_counted, progress.training_steps, progress.is_done) == (2, 2, True)
+    assert (progress.row.seq, progress.row.steps, progress.is_done) == (2, 2, True)
     assert bench.delayed_update.progress is progress, "whoever holds it sees it change"
     bench.delayed_update.finish(can_evaluate=True)
     assert bench.net.w.item() == 150.0
@@ -197,7 +195,7 @@ def test_after_a_lost_connection_the_step_of_the_flight_is_thrown_away() -> None
     bench.land()
     bench.step(2.0)
     assert bench.flight is None
-    assert bench.delayed_update.progress.num_counted == 0
+    assert bench.delayed_update.progress.row.seq == 0
     assert len(bench.exchange.sent) == 1
     bench.step(3.0)
     bench.land()
@@ -210,7 +208,7 @@ def test_a_rejected_gradient_does_not_take_the_next_one_with_it() -> None:
     bench.step(float("nan"))
     bench.land()
     bench.step(2.0)
-    assert bench.delayed_update.progress.num_counted == 1
+    assert bench.delayed_update.progress.row.seq == 1
     bench.land()
     assert bench.exchange.sent[1][0] == 2.0
 
@@ -303,9 +301,9 @@ def test_a_loop_that_ends_in_the_middle_of_a_round_says_so(kind: ContributionKin
     for _ in range(3):
         bench.delayed_update.progress.took_step()
     assert bench.delayed_update.progress.cut_short()
+    assert bench.delayed_update.progress.local_steps == 3
     bench.delayed_update.contribute(WORK)
     bench.land()
-    assert bench.exchange.cut == [None, None, 3]
     assert bench.delayed_update.progress.position == 13
 
 

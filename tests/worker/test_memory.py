@@ -47,7 +47,7 @@ class Run:
         """As a reply START to a rank of which so many contributions count."""
         self.reply(progress, number)
         progress.num_starts += 1
-        progress.batches = self.batches[number]
+        progress.row = progress.row._replace(batches=self.batches[number])
 
     def reply(self, progress: Progress, number: int) -> None:
         done = number * self.local_steps

@@ -9,6 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from paramserver.common.errors import UsageError
+from paramserver.common.wire.records import Row
 from paramserver.worker.session import Progress
 from paramserver.worker.training.position import restarted
 from paramserver.worker.training.position.restarted import Restarted, schedulers_of
@@ -28,7 +29,7 @@ def an_optimizer(*rates: float) -> torch.optim.Optimizer:
 
 def at(step: int, first: list[float], last: list[float], changes: int = 5, starts: int = 1) -> Progress:
     return Progress(
-        rank=1, num_counted=step, training_steps=step, first_rates=first, last_rates=last, num_rate_changes=changes,
+        rank=1, row=Row(step, step), first_rates=first, last_rates=last, num_rate_changes=changes,
         num_starts=starts,
     )  # fmt: skip
 
@@ -66,7 +67,7 @@ def test_a_rate_that_its_own_counter_makes_is_stopped_without_a_scheduler() -> N
 def test_who_is_not_stopped(warnings: list, description: str, rate: float, progress: Progress, num_said: int) -> None:
     restarted = Restarted([an_optimizer(rate)])
     restarted.look(progress)
-    progress.training_steps += 1
+    progress.row = progress.row._replace(steps=progress.row.steps + 1)
     restarted.look(progress)
     assert [warning["event"] for warning in warnings] == ["nothing_registered"] * num_said
 

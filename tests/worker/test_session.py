@@ -94,13 +94,13 @@ def test_reaching_the_server_starts_afresh() -> None:
 def test_a_worker_in_gradient_mode() -> None:
     progress = Progress(rank=None)
     progress.welcomed("run1", 3, 1)
-    assert (progress.run, progress.rank, progress.incarnation, progress.num_counted) == ("run1", 3, 1, 0)
+    assert (progress.run, progress.rank, progress.incarnation, progress.row.seq) == ("run1", 3, 1, 0)
     progress.replied(reply_of(0, 7, 1))
     assert (progress.version, progress.is_done) == (7, False)
     assert progress.took_step()
     progress.replied(reply_of(1, 8, 0, num_workers=4, worker_index=3))
     assert progress.is_done
-    assert (progress.num_workers, progress.worker_index, progress.training_steps) == (4, 3, 0)
+    assert (progress.num_workers, progress.worker_index, progress.row.steps) == (4, 3, 0)
 
 
 @given(local_steps=st.lists(st.integers(1, 9), min_size=1, max_size=10))
@@ -120,7 +120,7 @@ def test_without_weights_the_base_version_is_the_old_one() -> None:
     progress = Progress()
     progress.replied(reply_of(0, 5, 1))
     progress.replied(reply_of(1, 9, 1, None))
-    assert (progress.num_counted, progress.version) == (1, 5)
+    assert (progress.row.seq, progress.version) == (1, 5)
     progress.replied(reply_of(2, 11, 1))
     assert progress.version == 11
 
@@ -141,9 +141,9 @@ def test_after_a_lost_connection_the_servers_word_counts() -> None:
     progress.replied(reply_of(4, 10, 3))
     progress.took_step()
     progress.welcomed("run1", 2, 2)
-    assert (progress.num_counted, progress.steps_left) == (4, 2), "a welcome alone changes nothing: it may be resumed"
+    assert (progress.row.seq, progress.steps_left) == (4, 2), "a welcome alone changes nothing: it may be resumed"
     progress.replied(reply_of(5, 12, 3))
-    assert (progress.incarnation, progress.num_counted, progress.version, progress.steps_left) == (2, 5, 12, 3)
+    assert (progress.incarnation, progress.row.seq, progress.version, progress.steps_left) == (2, 5, 12, 3)
 
 
 def test_the_place_in_the_data_counts_steps_that_are_not_contributed_yet() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.config.schema import SlowdownConfig
 from paramserver.common.kinds import ContributionKind
+from paramserver.common.wire.records import Row
 from paramserver.worker.session import Length, Progress
 from paramserver.worker.training.optimizer import ExchangeOptimizer
 from paramserver.worker.training.position.data import DataPosition
@@ -67,7 +68,7 @@ def test_what_is_slow_is_a_training_step_also_where_a_contribution_has_several()
     """A rank that comes back after two contributions of four steps each goes on with its ninth step."""
     seen: list[int] = []
     slowdown = SimpleNamespace(delay_s=lambda step, compute_s: seen.append(step) or 0.0)
-    progress = Progress(num_counted=2, training_steps=8, local_steps=4, steps_left=4)
+    progress = Progress(row=Row(2, 8), local_steps=4, steps_left=4)
     parameter = torch.nn.Parameter(torch.zeros(1))
     inner = torch.optim.SGD([parameter], lr=0.1)
     strategy = SimpleNamespace(

@@ -142,7 +142,7 @@ class Exchange:
             run=progress.run,
             **self._membership.ids,
             server_incarnation=self._membership.welcome.server_incarnation,
-            seq=progress.num_counted,
+            seq=progress.row.seq,
             version=progress.version,
         )
         return reply
@@ -187,7 +187,7 @@ class Exchange:
         counts = outgoing.contribution.counts
         self._history.write(
             "send", **self._membership.ids, seq=seq, base_version=base_version, samples=counts.new_samples,
-            **({} if counts.num_training_steps is None else {"num_steps": counts.num_training_steps}),
+            num_steps=counts.num_steps, num_batches=counts.num_batches,
             **({"part": counts.part} if counts.part else {}),
         )  # fmt: skip
         return self._replied(self.shards.each(lambda shard: self._exchange_with(shard, outgoing)))
@@ -206,8 +206,6 @@ class Exchange:
         contribution, progress = outgoing.contribution, self.progress
         topics: dict[str, Any] = {"id": ContributionId(progress.rank or 0, progress.incarnation, progress.next_number)}
         topics["base"] = changed(contribution.base, version=progress.version)
-        if progress.is_cut_short and contribution.counts.num_training_steps is None:
-            topics["counts"] = changed(contribution.counts, num_training_steps=progress.local_steps)
         if contribution.completion.generation or not (progress.wants_weights or contribution.training.evaluates):
             topics["training"] = changed(contribution.training, wants_weights=False)
         return outgoing.changed(**topics)
@@ -220,7 +218,7 @@ class Exchange:
                 return reply
             seq = self._membership.welcome.seq
             try:
-                if seq <= self.progress.num_counted:
+                if seq <= self.progress.row.seq:
                     return self._exchange(outgoing)
                 return self._replied(self.shards.each(methodcaller("ask_again", seq)))
             except Lost as again:
@@ -283,7 +281,7 @@ class Exchange:
 
     def finish(self, can_evaluate: bool) -> Final | None:
         progress = self.progress
-        num_steps, is_early = progress.training_steps, not progress.is_done
+        num_steps, is_early = progress.row.steps, not progress.is_done
         while True:
             try:
                 self._send_pending()
@@ -291,11 +289,11 @@ class Exchange:
                 finals = self.shards.each(finish)
             except Lost as lost:
                 has_started = self._rejoin(lost) is not None
-                if has_started and not progress.is_done and (not is_early or progress.training_steps < num_steps):
+                if has_started and not progress.is_done and (not is_early or progress.row.steps < num_steps):
                     return None
                 continue
             self.progress.received(finals[0].version)
-            self._history.write("end", rank=self.progress.rank, seq=self.progress.num_counted)
+            self._history.write("end", rank=self.progress.rank, seq=self.progress.row.seq)
             return finals[0]
 
     def _send_pending(self) -> None:

@@ -124,7 +124,7 @@ class Membership:
         while True:
             for shard in self._shards.all:
                 shard.stream.close_stream()
-            log.warning("connection_lost", reason=str(lost), seq=self.progress.num_counted)
+            log.warning("connection_lost", reason=str(lost), seq=self.progress.row.seq)
             sleep(self.retry.failed(time.monotonic(), str(lost)))
             self.join()
             try:

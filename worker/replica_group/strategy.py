@@ -396,8 +396,6 @@ class Grouped(Strategy):
         samples = int(self._newest_samples) or contribution.counts.num_samples
         loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         self._samples, self._losses = [], []
-        if self.progress.is_cut_short:
-            self._meet(2)
         self._reshard()
         if self._inner is not None:
             with self._sharing_errors():
@@ -406,6 +404,12 @@ class Grouped(Strategy):
                 training = replace(contribution.training, loss=loss)
                 self._inner.contribute(outgoing.changed(counts=counts, training=training), parameters)
         self._share()
+
+    def cut_short(self) -> bool:
+        found = self.progress.cut_short()
+        if found:
+            self._meet(2)
+        return found
 
     def note(self) -> None:
         if self._inner is not None:

@@ -137,7 +137,7 @@ class Strategy:
             return
         replaced = self._replaced or self._watch.changed()
         self._watch.note()
-        if replaced and not self.progress.num_counted:
+        if replaced and not self.progress.row.steps:
             log.warning(
                 "other_weights",
                 rank=self.progress.rank,
@@ -298,6 +298,10 @@ class Strategy:
 
     def went_on(self) -> None:
         """Called after a training step that does not complete a contribution."""
+
+    def cut_short(self) -> bool:
+        """No training step follows: the next contribution has the steps taken so far. False: there are none."""
+        return self.progress.cut_short()
 
     # ---- evaluations, and the end -------------------------------------------------------------
 

@@ -68,15 +68,14 @@ class DelayedUpdate(Strategy):
 
     def _contribute(self, outgoing: Outgoing) -> None:
         landed = self._land()
-        taken, is_cut = self.progress.local_steps, self.progress.is_cut_short
+        taken = self.progress.local_steps
         if landed is not None:
             if not self._goes_on(landed):
                 self._begin()
                 return
             self.progress.become(self._exchange.progress)
-        expected = self.progress.local_steps
-        if is_cut or expected != taken:  # the loop ended meanwhile, or the reply came after the steps were taken
-            self.progress.local_steps, self.progress.is_cut_short = taken, True
+        # The reply's number of steps is for the next ones, as it came after these were taken.
+        expected, self.progress.local_steps = self.progress.local_steps, taken
         if not self.kind.worker_steps:
             outgoing = outgoing.changed(payload=PayloadInfo(without_gradient=self._model.without_gradient()))
         base_version = self._turn(landed is not None and landed.has_new_weights)
@@ -113,8 +112,7 @@ class DelayedUpdate(Strategy):
 
     def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:
         exchange, shadow = self._exchange, self._shadow
-        known, progress = exchange.progress, self.progress
-        known.version, known.local_steps, known.is_cut_short = base_version, progress.local_steps, progress.is_cut_short
+        exchange.progress.version = base_version
 
         def fly() -> Reply:
             shadow.settle()
@@ -217,7 +215,7 @@ class Overlapped(DelayedUpdate):
     def _next_fragment(self) -> int | None:
         """The fragment to exchange next; None: all, because no later exchange would carry the rest."""
         progress, num = self.progress, self.settings.fragments
-        taken, total = progress.training_steps + progress.local_steps, progress.total_steps
+        taken, total = progress.row.steps + progress.local_steps, progress.total_steps
         return None if num == 1 or (total is not None and taken >= total) else progress.version % num
 
     def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:

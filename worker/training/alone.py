@@ -156,7 +156,8 @@ class AloneSession(Session):
         self.num_samples += self._fresh_samples or drawn
         self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._data.uses_shard)
         self._fresh_samples = 0
-        self._progress.training_steps += 1
+        row = self._progress.row
+        self._progress.row = row._replace(steps=row.steps + 1)
         if self._optimizer is not None:
             self.readings.note_step(self._optimizer.param_groups)
         now = time.perf_counter()

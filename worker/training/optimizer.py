@@ -49,7 +49,7 @@ class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
 
     def _fetch(self) -> dict[torch.Tensor, Mapping[str, Any]]:
         progress = self._steps.progress
-        if self._fetched_at != (now := (progress.num_received, progress.num_counted, progress.position)):
+        if self._fetched_at != (now := (progress.num_received, progress.row.seq, progress.position)):
             found = self._steps.strategy.optimizer_state(self._parameters)
             self._found = {self._parameters[index]: MappingProxyType(state) for index, state in found.items()}
             self._versions, self._fetched_at = self._count(), now

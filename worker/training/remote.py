@@ -163,7 +163,7 @@ class RemoteSession(Session):
         self._chooses(optimizers=described.each)
         self._strategy.start(tensors, described, is_parted=len(optimizers) > 1)
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
-        self._was_before = self._progress.num_counted > 0
+        self._was_before = self._progress.row.steps > 0
         self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
         data.accepts_other_data = self._config.worker.accept_other_data
         self._strategy.num_samples_now = data.num_samples_now
@@ -284,7 +284,7 @@ class RemoteSession(Session):
         final = self._wait_for_final()
         if final is None:
             raise UnreachableError(
-                f"the server was lost and went back to step {self._progress.training_steps} after this loop had ended",
+                f"the server was lost and went back to step {self._progress.row.steps} after this loop had ended",
                 fix="start the script again: it resumes at that step (ps-launch does)",
             )
         self._evaluate_last(final)

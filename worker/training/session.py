@@ -458,7 +458,7 @@ class Session:
     def _say_length(self, progress: Progress) -> None:
         """Warn once if a loop gets no batches because the run's steps are all taken."""
         steps = progress.total_steps
-        if steps is not None and progress.training_steps >= steps and not self._is_told:
+        if steps is not None and progress.row.steps >= steps and not self._is_told:
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
 

@@ -41,4 +41,4 @@ class Length:
         self.is_reconfigured = saved.get("configured", self._configured) != self._configured
         match saved.get("length"):
             case [int(steps), epochs] if self.policy.training_steps is None and epochs == self._epochs:
-                self.policy.training_steps, self.by = steps, min(self.policy.num_counted, default=0)
+                self.policy.training_steps, self.by = steps, min(self.policy.rows, default=0)

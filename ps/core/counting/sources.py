@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ....common.reporting.folding import Presence
 from ....common.reporting.status import RECORDED
+from ....common.wire.records import Row
 from ...policies.base import Policy
 from .stats import WorkerStats
 
@@ -64,7 +65,8 @@ class WorkerSource:
 
     @property
     def samples_per_s(self) -> float | None:
-        return self.stats.samples_per_s(self.now)
+        """Samples per second until now; None where a contribution came without their number."""
+        return None if self.row.samples is None else self.stats.samples_per_s(self.now)
 
     @property
     def recent_s(self) -> tuple[float, float, float]:
@@ -75,6 +77,10 @@ class WorkerSource:
         """Seconds in all, with those of a wait that goes on."""
         waits_s = self.now - self.waiting_since if self.waiting_since is not None and self.stats.recent else 0.0
         return self.stats.wait_s + max(0.0, waits_s)
+
+    @property
+    def row(self) -> Row:
+        return self.policy.row(self.rank)
 
     @property
     def lead(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -22,8 +21,6 @@ class Accepted(NamedTuple):
 
     at: float
     samples: int | None
-    staleness: int
-    steps: int
     compute_s: float
     transfer_s: float
     wait_s: float
@@ -44,10 +41,6 @@ class WorkerStats:
     """Sums of one rank; times in seconds."""
 
     rank: int
-    contributions: int = 0  # that count
-    training_steps: int = 0  # in those
-    samples: int = 0  # of contributions with a reported number
-    unsaid: int = 0  # contributions without a reported number of samples
     staleness_sum: int = 0
     staleness_max: int = 0
     lead_max: int = 0
@@ -72,11 +65,7 @@ class WorkerStats:
     joined_at: float = -math.inf  # its present process; what is now counts from then
     is_lost: bool = False  # it left, and not in good order
 
-    def accepted(self, staleness: int, num_samples: int | None, lead: int, now: float, num_steps: int = 1) -> None:
-        self.contributions += 1
-        self.training_steps += num_steps
-        self.samples += num_samples or 0
-        self.unsaid += num_samples is None
+    def accepted(self, staleness: int, num_samples: int | None, lead: int, now: float) -> None:
         self.staleness_sum += staleness
         if staleness > self.staleness_max:
             self.staleness_max = staleness
@@ -85,21 +74,8 @@ class WorkerStats:
         self.rejected_in_a_row = 0
         if len(self.recent) == _RECENT:
             self.recent_samples -= self.recent[0].samples or 0
-        self.recent.append(
-            Accepted(now, num_samples, staleness, num_steps, self.compute_s, self.transfer_s, self.wait_s)
-        )
+        self.recent.append(Accepted(now, num_samples, self.compute_s, self.transfer_s, self.wait_s))
         self.recent_samples += num_samples or 0
-
-    def newest_dropped(self) -> None:
-        """The newest contribution that counted was dropped later: the run above did not take it."""
-        _, num_samples, staleness, num_steps, *_ = self.recent.pop()
-        self.recent_samples -= num_samples or 0
-        self.contributions -= 1
-        self.training_steps -= num_steps
-        self.samples -= num_samples or 0
-        self.unsaid -= num_samples is None
-        self.staleness_sum -= staleness
-        self.dropped += 1
 
     def joined_anew(self, at: float) -> None:
         """Another process has the rank: the residual of the earlier process is lost."""
@@ -124,17 +100,9 @@ class WorkerStats:
         self.exchange_before = incarnation, total_s
         return total_s - before_s if before == incarnation else -1.0
 
-    def saved(self, unsaved: Iterable[tuple[int | None, int, int]]) -> dict[str, int | float]:
-        """What a snapshot keeps. `unsaved` has samples, staleness and training steps of each contribution that counts
-        and that no version has yet."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_SAVED}
-        for samples, staleness, steps in unsaved:
-            values["contributions"] -= 1
-            values["samples"] -= samples or 0
-            values["unsaid"] -= samples is None
-            values["staleness_sum"] -= staleness
-            values["training_steps"] -= steps
-        return values
+    def saved(self) -> dict[str, int | float]:
+        """What a snapshot keeps."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_SAVED}
 
     @classmethod
     def restored(cls, rank: int, values: dict[str, Any]) -> WorkerStats:
@@ -143,18 +111,11 @@ class WorkerStats:
         names = {field.name for field in fields(cls)} - _NOT_SAVED
         return cls(rank, **{name: known[name] for name in names & known.keys()})
 
-    @property
-    def known_samples(self) -> int | None:
-        """Samples; None where a contribution came without a number."""
-        return None if self.unsaid else self.samples
-
     def samples_per_s(self, now: float) -> float | None:
         """Samples per second from the process's oldest recent contribution until now; None where none are reported.
 
         So the rate of a worker that stands still decays.
         """
-        if self.unsaid:
-            return None
         since = self._since()
         if since is None or now <= since.at or self.recent[-1] is since:
             return 0.0

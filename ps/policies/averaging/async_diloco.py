@@ -35,6 +35,7 @@ from pydantic import Field, model_validator
 
 from ....common.config.option import Flag
 from ....common.kinds import ContributionKind
+from ....common.wire.records import Row
 from ..base import Closed, Commit, Common, Contribution, Decision, Fold, Member, Policy
 from ..shared.decisions import Outer, Reply
 from ..shared.standing import Standing
@@ -82,18 +83,22 @@ class AsyncDilocoOptions(OverlapOptions, OuterOptions):
 class Speeds:
     """Local steps per second of live workers, with the fastest at hand."""
 
-    _negative: Standing[float] = field(default_factory=Standing)  # minus the speeds, so the least is of the fastest
+    _by_rank: dict[int, float] = field(default_factory=dict)  # minus the speeds, so the least is of the fastest
+    _standing: Standing[float] = field(default_factory=Standing)
 
     def measured(self, rank: int, speed: float) -> None:
-        before = self._negative.number_of.get(rank, -speed)
-        self._negative.put(rank, (1 - _NEWEST) * before - _NEWEST * speed)
+        before = self._by_rank.get(rank, -speed)
+        self.forget(rank)
+        self._by_rank[rank] = now = (1 - _NEWEST) * before - _NEWEST * speed
+        self._standing.add(rank, now)
 
     def forget(self, rank: int) -> None:
-        self._negative.remove(rank)
+        if (before := self._by_rank.pop(rank, None)) is not None:
+            self._standing.remove(rank, before)
 
     def share(self, rank: int) -> float:
         """Returns a worker's speed as a share of the fastest, 0 to 1; 1 while its speed is unknown."""
-        speed, fastest = self._negative.number_of.get(rank), self._negative.least
+        speed, fastest = self._by_rank.get(rank), self._standing.least
         return 1.0 if speed is None or fastest is None else speed / fastest
 
 
@@ -132,16 +137,14 @@ class AsyncDilocoPolicy(Policy):
         super().__init__(common, options)
         self.local_steps, self.overlap_steps = options.local_steps, options.overlap_steps or 0
         self._round: dict[int, float] = {}  # weights, by the rank that contributed, in that order
-        self._open_steps: dict[int, int] = {}  # training steps of the round, by rank
         self._took_s = 0.0  # summed time of the round's deltas
         self._since_moved = 0  # deltas in commits since the delayed momentum moved
         self._opened_at = self._closes_at = 0.0
         self._missing: dict[int, None] = {}  # live ranks with steps to take that are not in the round
-        self._replied: dict[int, tuple[float, int]] = {}  # time of the reply, and the assigned steps
+        self._replied: dict[int, float] = {}  # time of the reply
         # delayed_update: the time of a rank's newest contribution
         self._handed_over: dict[int, float] = {}
         self._speeds, self._weights = Speeds(), Weights()
-        self._by_steps = Standing[int]()  # live ranks by training steps done
 
     @classmethod
     def summary(cls, options: AsyncDilocoOptions) -> str:
@@ -165,39 +168,21 @@ class AsyncDilocoPolicy(Policy):
         wanted = ceil(self.options.local_steps * self._speeds.share(rank)) or 1
         return most if most < wanted else wanted
 
-    def assigned_steps(self, rank: int) -> int | None:
-        return self._replied[rank][1] if rank in self._replied else None
-
-    @property
-    def min_steps_done(self) -> int:
-        least = self._by_steps.least
-        return super().min_steps_done if least is None else least
-
-    def committed_steps(self) -> dict[int, int]:
-        return {rank: self.steps_done(rank) - self._open_steps.get(rank, 0) for rank in self.num_counted}
-
     def saved_state(self) -> dict[str, Any]:
         return {"since_moved": self._since_moved}
 
-    def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
-        super().restore(version, contributions, state)
+    def restore(self, version: int, rows: Mapping[int, Row], state: Mapping[str, Any]) -> None:
+        super().restore(version, rows, state)
         self._since_moved = state.get("since_moved", 0)
 
     # ---- who comes and goes -----------------------------------------------------------------
 
-    def joined(self, rank: int, now: float) -> list[Decision]:
-        if rank not in self.num_counted:  # contributions may have fewer steps than H
-            self._offsets[rank] = self.min_steps_done - self.slowest * self.local_steps
-        return super().joined(rank, now)
-
     def _joined(self, rank: int) -> list[Decision]:
-        self._by_steps.put(rank, self.steps_done(rank))
         self._is_missing(rank)
         return []
 
     def _left(self, rank: int) -> list[Decision]:
         """Its contribution stays in the round. Its speed is dropped: a rank may come back on another machine."""
-        self._by_steps.remove(rank)
         self._missing.pop(rank, None)
         self._replied.pop(rank, None)
         self._handed_over.pop(rank, None)
@@ -214,8 +199,7 @@ class AsyncDilocoPolicy(Policy):
         decisions = super()._settle(now)
         for decision in decisions:
             if isinstance(decision, Reply):
-                began_at = self._handed_over.pop(decision.rank, now)
-                self._replied[decision.rank] = began_at, self.next_local_steps(decision.rank)
+                self._replied[decision.rank] = self._handed_over.pop(decision.rank, now)
         return decisions
 
     def last_commit(self) -> list[Decision]:
@@ -224,15 +208,9 @@ class AsyncDilocoPolicy(Policy):
     # ---- rounds -------------------------------------------------------------------------------
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
-        rank = member.rank
-        replied = self._replied.pop(rank, None)
-        replied_at, assigned = replied if replied is not None else (now, self.next_local_steps(rank))
-        num_steps = contribution.counts.num_training_steps
-        steps = assigned if num_steps is None else num_steps
-        self._count(member)
-        self._missing_steps.pop(rank, None)  # counted here, and not when the version is there
-        self._offsets[rank] = self._offsets.get(rank, self._default_offset) - (self.local_steps - steps)
-        self._by_steps.put(rank, self.steps_done(rank))
+        rank, steps = member.rank, contribution.counts.num_steps
+        replied_at = self._replied.pop(rank, now)
+        self._count(member, contribution.counts)
         self._missing.pop(rank, None)
         if self.common.delayed_update:
             self._handed_over[rank] = now
@@ -243,7 +221,7 @@ class AsyncDilocoPolicy(Policy):
             weight *= weight / max(1, steps)
         self._weights.put(rank, weight)
         self._opened_at = self._opened_at if self._round else now
-        self._round[rank], self._open_steps[rank] = weight, steps
+        self._round[rank] = weight
         self._took_s += now - replied_at
         if len(self._round) == self.options.quorum:
             took_s, waited_s = self._took_s / len(self._round), now - self._opened_at
@@ -261,7 +239,7 @@ class AsyncDilocoPolicy(Policy):
         return [self._close(f"{num} contributed, {self.options.quorum} are enough, {len(self._missing)} are missing")]
 
     def _close(self, reason: str) -> Commit:
-        weights, self._round, self._open_steps, self._took_s = self._round, {}, {}, 0.0
+        weights, self._round, self._took_s = self._round, {}, 0.0
         share = self._weights.share(weights.values(), len(self._missing)) if self._missing else 1.0
         if self.options.outer_delay is None:
             commit = self._commit(tuple(weights), reason, (share,) * len(weights) if share < 1 else ())

@@ -26,7 +26,8 @@ from typing import Any
 from pydantic import Field
 
 from ....common.config.option import Section
-from ..base import ROUNDS, Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
+from ....common.wire.records import Row
+from ..base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
 from ..rules import RoundRule
 from .deadline import Deadline
 
@@ -63,7 +64,7 @@ class RoundPolicy(Policy):
         self._weights: dict[int, float] = {}  # contributed in this round, also by workers that left since
         self._missing: list[int] = []  # live ranks that have not contributed, sorted
         self._opened_at: float | None = None  # time of the round's first contribution
-        self._part, self._continues = 0, False  # the round's part of the model; whether it continues a step
+        self._part = 0  # of the model, of the round
 
     def _has_fixed_set(self) -> bool:
         deadlines = (self.options.straggler_timeout_s, self.options.straggler_mad)
@@ -72,8 +73,8 @@ class RoundPolicy(Policy):
     def saved_state(self) -> dict[str, Any]:
         return {} if self._deadline is None else {"deadline": self._deadline.saved()}
 
-    def restore(self, version: int, contributions: Mapping[int, int], state: Mapping[str, Any]) -> None:
-        super().restore(version, contributions, state)
+    def restore(self, version: int, rows: Mapping[int, Row], state: Mapping[str, Any]) -> None:
+        super().restore(version, rows, state)
         if self._deadline is not None:
             self._deadline.restore(state.get("deadline", {}))
 
@@ -99,8 +100,7 @@ class RoundPolicy(Policy):
         if not is_of_round:
             self._owe(member, Outcome.DROPPED)  # `_settle` replies, so not while training is on hold
             return [Discard(member.rank)]
-        self._count(member)
-        self._continues = counts.continues_step and (self._continues or not self._weights)
+        self._count(member, counts)
         self._part = counts.part
         self._weights[member.rank] = self._weight(contribution)
         self._is_missing_no_more(member.rank)
@@ -229,8 +229,6 @@ class RoundPolicy(Policy):
         elif self.committed_by is not None and len(self.committed_by) != len(self._ranks):
             self.committed_by = None  # some workers were late for this round
         commit = self._commit(tuple(sorted(self._weights)), reason)
-        if self._part:
-            self._count_part(ROUNDS, self._continues)
         self._order, self._missing = list(self._ranks), list(self._ranks)
         self._num_folded = 0
         self._vacant.clear()

@@ -1,4 +1,4 @@
-"""Ranks in the order of a number, such as their contributions. The least number is always known."""
+"""Ranks in the order of a number that the caller keeps, such as their training steps. The least is always known."""
 
 from __future__ import annotations
 
@@ -14,32 +14,17 @@ _MAX_UNUSED = 64  # numbers without ranks that may stay in the heap, beyond as m
 
 @dataclass
 class Standing(Generic[Number]):
-    """Ranks by number. `put` and `remove` take O(log n), where n is how many different numbers there are."""
+    """Ranks by number. A change takes O(log n), where n is how many different numbers there are."""
 
     least: Number | None = None
-    number_of: dict[int, Number] = field(default_factory=dict)  # by rank
-    _ranks: dict[Number, dict[int, None]] = field(default_factory=dict)  # by number, in the order of `put`
+    _ranks: dict[Number, dict[int, None]] = field(default_factory=dict)  # by number, in the order of `add`
     _numbers: list[Number] = field(default_factory=list)  # a heap of these numbers, and of some without ranks
 
-    def put(self, rank: int, number: Number) -> None:
-        """Set the number of a rank, which may have another number."""
-        before = self.number_of.get(rank)
-        if number == before:
-            return
-        self.number_of[rank] = number
+    def add(self, rank: int, number: Number) -> None:
+        """Put a rank at its number."""
         if (ranks := self._ranks.get(number)) is not None:
             ranks[rank] = None
-        else:
-            self._add_number(rank, number)
-        if before is not None:
-            self._take_out(rank, before)
-
-    def remove(self, rank: int) -> None:
-        if (number := self.number_of.pop(rank, None)) is not None:
-            self._take_out(rank, number)
-
-    def _add_number(self, rank: int, number: Number) -> None:
-        """Set the number of a rank, if no other rank has this number."""
+            return
         self._ranks[number] = {rank: None}
         if len(self._numbers) > 2 * len(self._ranks) + _MAX_UNUSED:
             self._numbers = list(self._ranks)
@@ -49,7 +34,14 @@ class Standing(Generic[Number]):
         if self.least is None or number < self.least:
             self.least = number
 
-    def _take_out(self, rank: int, number: Number) -> None:
+    def move(self, rank: int, before: Number, number: Number) -> None:
+        """Move a rank from its number to another one."""
+        if number != before:
+            self.add(rank, number)
+            self.remove(rank, before)
+
+    def remove(self, rank: int, number: Number) -> None:
+        """Take out a rank that is at this number."""
         ranks = self._ranks[number]
         del ranks[rank]
         if ranks:

@@ -77,7 +77,7 @@ def main(folder: Path) -> None:
                 armed.append((number, float(command[1])))
             if (folder / "enough").exists():
                 session.stop("enough")
-            found, weight = slope(session.rank, optimizer.progress.num_counted + 1)
+            found, weight = slope(session.rank, optimizer.progress.row.seq + 1)
             parameter.grad = direction() * found
             session.record(num_samples=weight, loss=0.0)
             at = time.time()

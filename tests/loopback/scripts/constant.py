@@ -18,7 +18,7 @@ def main() -> None:
     with paramserver.connect() as session:
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
         while not session.is_done:
-            model.seen.grad = torch.full_like(model.seen, others.get(optimizer.progress.num_counted + 1, value))
+            model.seen.grad = torch.full_like(model.seen, others.get(optimizer.progress.row.seq + 1, value))
             session.record(num_samples=1, loss=1.0)
             optimizer.step()
         session.finish()

@@ -52,7 +52,7 @@ with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     while not session.is_done:
         model.seen.grad = torch.zeros_like(model.seen)
-        model.seen.grad[session.rank * STEPS + optimizer.progress.num_counted] = 1.0
+        model.seen.grad[session.rank * STEPS + optimizer.progress.row.seq] = 1.0
         model.padding.grad = torch.ones_like(model.padding)
         session.record(num_samples=1)
         optimizer.step()

@@ -29,7 +29,7 @@ def main() -> None:
     with paramserver.connect() as session:
         optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
         while not session.is_done:
-            step = optimizer.progress.num_counted
+            step = optimizer.progress.row.seq
             if gate is not None and step == gate_step:
                 print("at the gate", flush=True)
                 while not gate.exists():

@@ -33,7 +33,7 @@ def run_of(
 
 
 def contribute(run: Run, rank: int) -> list[effects.Effect]:
-    number = run.policy.num_counted[rank] + 1
+    number = run.policy.seq(rank) + 1
     return run.apply(contributed(rank, 1, number, run.policy.version))
 
 
@@ -213,7 +213,7 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
             if rank not in busy or rank not in run.policy.members:
                 continue
             busy.discard(rank)
-            event: events.Event = contributed(rank, 1, run.policy.num_counted[rank] + 1, run.policy.version)
+            event: events.Event = contributed(rank, 1, run.policy.seq(rank) + 1, run.policy.version)
         elif command == "tick":
             at += how[0]
             event = events.Ticked()
@@ -287,7 +287,7 @@ class Commanded:
         elif command == "step" and rank in self.busy and rank in self.run.policy.members:
             assert worker is not None
             self.busy.discard(rank)
-            number = self.run.policy.num_counted[rank] + 1
+            number = self.run.policy.seq(rank) + 1
             self.apply(contributed(rank, worker.incarnation, number, self.run.policy.version))
 
     def survives(self) -> None:

@@ -32,7 +32,9 @@ def contribute(run: Run, number: int, *steps: int) -> list[effects.Effect]:
     found = []
     for rank in range(2):
         step = steps[rank] if steps else 0
-        found += run.apply(contributed(rank, 1, number, version, first=FirstInfo(40, rank + 1, step)))
+        num_steps = run.policy.next_local_steps(rank)
+        event = contributed(rank, 1, number, version, num_steps=num_steps, first=FirstInfo(40, rank + 1, step))
+        found += run.apply(event)
     return found
 
 

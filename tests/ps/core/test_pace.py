@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from paramserver.common.wire.records import Row
 from paramserver.ps.core import effects, events
+from paramserver.ps.core.counting.sources import Traffic, WorkerSource
 from paramserver.ps.core.counting.stats import WorkerStats
 from paramserver.ps.core.judgement import Judgement
 from paramserver.ps.core.run import Run
@@ -15,7 +17,7 @@ from ...records import contributed
 
 
 def test_the_live_rate_is_of_the_newest_contributions() -> None:
-    stats = WorkerStats(0, samples=500)  # of a snapshot
+    stats = WorkerStats(0)
     stats.accepted(0, 32, 0, 7.0)  # however long it took to begin
     assert stats.samples_per_s(7.0) == 0.0
     for step in range(1, 101):
@@ -65,15 +67,13 @@ def test_training_steps_and_the_steady_part_are_counted_apart_from_contributions
     for version, num_steps in enumerate((8, 8, 2)):
         for rank in range(2):
             at = 100.0 + 4.0 * version + rank
-            contribution = contributed(rank, 1, version + 1, version, at=at, num_samples=10 * num_steps)
+            contribution = contributed(
+                rank, 1, version + 1, version, at=at, num_samples=10 * num_steps, num_steps=num_steps
+            )
             run.apply(contribution)
-    rows = [run.roster.stats[rank] for rank in range(2)]
-    assert [(row.training_steps, row.contributions, row.known_samples) for row in rows] == [(18, 3, 180)] * 2
+    assert [run.policy.row(rank) for rank in range(2)] == [Row(3, 18, 180, 18)] * 2
     seconds, samples, steps = run.contributions.steady()
     assert (seconds, samples, steps) == (8.0, 200, 20)  # since 101.0, when both had contributed
-    saved = run.roster.stats[0].saved([(20, 0, 2)])
-    assert (saved["contributions"], saved["training_steps"], saved["samples"]) == (2, 16, 160)
-    assert WorkerStats.restored(0, saved).training_steps == 16
 
 
 def test_a_run_of_one_step_has_no_steady_part() -> None:
@@ -89,8 +89,7 @@ def test_the_last_step_of_an_all_reduce_is_counted_when_its_round_is_made() -> N
         for rank in range(2):
             contribution = contributed(rank, 1, version + 1, version, at=1.0 + version, num_samples=8)
             run.apply(contribution)
-    rows = [run.roster.stats[rank] for rank in range(2)]
-    assert [(row.training_steps, row.contributions, row.known_samples) for row in rows] == [(3, 3, 24)] * 2
+    assert [run.policy.row(rank) for rank in range(2)] == [Row(3, 3, 24, 3)] * 2
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -101,20 +100,21 @@ def test_a_training_step_of_several_parts_is_one(mode: str) -> None:
             part = 2 - number % 2
             contribution = contributed(
                 rank, 1, number, run.policy.version, at=float(number), num_samples=8 if part == 1 else 1,
-                num_steps=0 if part == 2 else None, part=part,
+                num_steps=2 - part, part=part,
             )  # fmt: skip
             run.apply(contribution)
-    rows = [run.roster.stats[rank] for rank in range(2)]
-    assert [(row.training_steps, row.contributions) for row in rows] == [(4, 8)] * 2
+    assert [run.policy.row(rank) for rank in range(2)] == [Row(8, 4, 32, 4, 2)] * 2
 
 
 def test_samples_that_nobody_said_stay_unknown_over_a_snapshot_that_holds_them() -> None:
-    stats = WorkerStats(0)
-    stats.accepted(0, 32, 0, 1.0)
-    stats.accepted(0, None, 0, 2.0)
-    assert (stats.known_samples, stats.samples_per_s(9.0)) == (None, None)
-    assert WorkerStats.restored(0, stats.saved([])).known_samples is None
-    assert WorkerStats.restored(0, stats.saved([(None, 0, 1)])).known_samples == 32  # no version has the second one yet
+    run = started("buffered", 100, buffer=2)
+    for number, num_samples in enumerate((32, 32, 0), 1):
+        run.apply(contributed(0, 1, number, run.policy.version, at=float(number), num_samples=num_samples))
+    source = WorkerSource(0, run.policy, run.roster.stats[0], Traffic(), now=9.0)
+    assert (source.row.samples, source.samples_per_s) == (None, None)
+    assert run.saved(9.0)["rows"][0].samples == 64  # no version has the third one yet
+    run.apply(contributed(0, 1, 4, run.policy.version, at=4.0, num_samples=32))
+    assert run.saved(9.0)["rows"][0] == Row(4, 4, None, 4)
 
 
 def test_a_snapshot_has_the_sums_of_its_version_however_many_contributions_are_open() -> None:
@@ -124,9 +124,7 @@ def test_a_snapshot_has_the_sums_of_its_version_however_many_contributions_are_o
         run.apply(contributed(0, 1, number, run.policy.version, at=float(number), num_samples=8))
     assert run.policy.version == 1
     training = run.saved(71.0)["training"]
-    assert run.saved(71.0)["contributions"][0] == 40
-    stats = training["stats"]["0"]
-    assert (stats["contributions"], stats["samples"], stats["training_steps"]) == (40, 320, 40)
+    assert run.saved(71.0)["rows"][0] == Row(40, 40, 320, 40)
     assert training["staleness"] == {"0": 40}
 
 

@@ -125,7 +125,7 @@ class Told:
         for effect in found:
             if isinstance(effect, effects.TakeSnapshot):
                 self.saved = json.loads(json.dumps(effect.saved))
-                for name in ("contributions", "num_joins"):  # the manifest has numbers again
+                for name in ("rows", "num_joins"):  # the manifest has numbers again
                     self.saved[name] = {int(rank): number for rank, number in self.saved[name].items()}
         return in_words(found)
 
@@ -140,10 +140,9 @@ def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() 
         before.tell(event)
     assert before.tell("contribute w1 s2") == "keep w1#2; fold w1#2; reply w1 v1"
     assert before.tell("stop").endswith("snapshot 2 of v1")
-    assert before.saved["contributions"] == {0: 2, 1: 1}
+    assert {rank: seq for rank, (seq, *_) in before.saved["rows"].items()} == {0: 2, 1: 1}
     stats, bins = before.saved["training"]["stats"], before.saved["training"]["staleness"]
-    assert stats["0"]["contributions"] == 2
-    assert sum(bins.values()) == sum(stats_entry["contributions"] for stats_entry in stats.values()) == 3
+    assert sum(bins.values()) == 3
     assert sum(int(behind) * count for behind, count in bins.items()) == sum(
         stats_entry["staleness_sum"] for stats_entry in stats.values()
     )
@@ -163,7 +162,7 @@ def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() 
     assert after.tell("contribute w1 s2") == "keep w1#2; fold w1#2; reply w1 v1"
     committed = "keep w1#3; fold w1#3; commit v2 [w0#3 w1#2 w1#3]; reply w1 v2"
     assert after.tell("contribute w1 s3") == committed
-    assert run.policy.num_committed() == run.policy.num_counted == {0: 3, 1: 3}
+    assert run.policy.committed == run.policy.rows and [run.policy.seq(rank) for rank in (0, 1)] == [3, 3]
 
 
 def test_a_snapshot_taken_while_the_buffer_is_half_full_has_what_its_version_has() -> None:
@@ -171,7 +170,7 @@ def test_a_snapshot_taken_while_the_buffer_is_half_full_has_what_its_version_has
     for event in ("enter w0", "bring w0", "stored 1 v0", "contribute w0 s1", "contribute w0 s2", "contribute w0 s3"):
         run.tell(event)
     assert run.tell("after 5 s") == "snapshot 2 of v1"
-    assert run.saved["contributions"] == {0: 2}
+    assert run.saved["rows"] == {0: [2, 2, 2, 2, 0]}
     assert run.tell("stored 2 v1") == "prune below v1"
     assert run.tell("contribute w0 s4").startswith("keep w0#4; fold w0#4; commit v2 [w0#3 w0#4]")
 
@@ -226,14 +225,7 @@ def test_a_restore_that_raises_is_a_sentence_with_the_mode_and_the_snapshot() ->
         raise KeyError("scale")
 
     run.policy.restore = restore  # type: ignore[method-assign]
-    saved = {
-        "run": "r",
-        "server_incarnation": 1,
-        "policy": {"x": 1},
-        "contributions": {},
-        "num_joins": {},
-        "training": {},
-    }
+    saved = {"run": "r", "server_incarnation": 1, "policy": {"x": 1}, "rows": {}, "num_joins": {}, "training": {}}
     with pytest.raises(CheckpointError) as caught:
         run.restore(4, ("model", "sgd"), saved, "/somewhere/v4")
     assert caught.value.exit_code == 14

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paramserver.common.wire.records import Row
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.state import Options
@@ -23,7 +24,7 @@ def run_of(mode: str, num_workers: int | None = 2, options: dict[str, Any] | Non
 
 def resumed(before: Run, mode: str, num_workers: int | None = 2, **settings: Any) -> Run:
     saved = json.loads(json.dumps(before.saved(0.0)))
-    for name in ("contributions", "num_joins"):
+    for name in ("rows", "num_joins"):
         saved[name] = {int(rank): value for rank, value in saved[name].items()}
     run = run_of(mode, num_workers, **settings)
     run.restore(before.policy.version, ("model", "sgd"), saved, "snapshot")
@@ -44,7 +45,7 @@ def join(run: Run, *ranks: int, at: float = 0.0) -> list[effects.Effect]:
 def contribute(run: Run, rank: int, times: int = 1, at: float = 0.0, behind: int = 0) -> list[effects.Effect]:
     found = []
     for _ in range(times):
-        incarnation, number = run.roster.workers[rank].incarnation, run.policy.num_counted[rank] + 1
+        incarnation, number = run.roster.workers[rank].incarnation, run.policy.seq(rank) + 1
         found += run.apply(contributed(rank, incarnation, number, run.policy.version - behind, at=at))
     return found
 
@@ -71,7 +72,7 @@ def test_ranks_with_other_numbers_but_equal_steps_wait_for_nobody(mode: str) -> 
     for _ in range(10):
         contribute(before, 0)
         contribute(before, 1, behind=1)
-    assert before.policy.num_counted == {0: 10, 1: 0} and before.policy.steps_done(1) == 10
+    assert before.policy.rows == {0: Row(10, 10, 10, 10), 1: Row(0, 10, 0, 10)}
     run = resumed(before, mode, training_steps=40)
     may_go = granted(join(run, 0, 1))
     for _ in range(100):
@@ -125,7 +126,7 @@ def test_what_the_buffer_holds_is_in_the_last_version(settings: dict[str, int]) 
     finish(run, 0, at=2.0)
     lose(run, 1, at=3.0)
     run.apply(events.Ticked(at=100.0))
-    assert run.is_done and run.policy.num_committed()[0] == 3
+    assert run.is_done and run.policy.committed[0].seq == 3
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])

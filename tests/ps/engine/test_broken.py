@@ -13,6 +13,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import EXIT_BUG, ParamServerError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.wire.records import Row
 from paramserver.ps.core import events
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
@@ -30,7 +31,7 @@ def _training(folder: Path) -> Engine:
     engine.model.adopt(LAYOUT, SPEC)
     engine.model.begin(engine.model.new_memory())
     engine.snapshots = Snapshots(engine.model, engine.tensors, config, engine.tell)
-    saved = engine.run.saved(0.0) | {"contributions": {0: 1}, "num_joins": {0: 1}}
+    saved = engine.run.saved(0.0) | {"rows": {0: Row(1, 1)}, "num_joins": {0: 1}}
     engine.run.restore(1, ("", ""), saved)
     engine.run.rhythm.restore(0, 0)  # so that a last snapshot would be taken
     engine.offer(events.Joined(1, 0, process="p"))

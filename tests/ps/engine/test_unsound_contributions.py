@@ -26,7 +26,7 @@ SIZES = pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["inline", "large"
 
 def counters(server: Server, rank: int) -> tuple[int, int, int, int]:
     row = server.engine.run.roster.stats[rank]
-    return row.training_steps, row.rejected, row.skipped, row.clipped
+    return server.engine.run.policy.steps_done(rank), row.rejected, row.skipped, row.clipped
 
 
 @SIZES

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import BindError
+from paramserver.common.wire.records import Counts, Row
 from paramserver.ps.core.counting.stats import WorkerStats
 from paramserver.ps.core.effects import ContributionTaken
 from paramserver.ps.engine.engine import Engine
@@ -119,11 +120,14 @@ def test_a_wrong_address_is_said_at_once() -> None:
 
 
 @asynccontextmanager
-async def metrics_of(*ranks: WorkerStats, address: str = "127.0.0.1:0") -> AsyncIterator[tuple[Bus, MetricsSink]]:
+async def metrics_of(
+    *ranks: WorkerStats, address: str = "127.0.0.1:0", rows: dict[int, Row] | None = None
+) -> AsyncIterator[tuple[Bus, MetricsSink]]:
     sink = MetricsSink(address)
     bus = Bus([sink])
     engine = Engine(Config(), policy_of("async", {}), name="run", publish=bus.publish)
     engine.run.roster.stats.update({stats.rank: stats for stats in ranks})
+    engine.run.policy.rows = {} if rows is None else rows
     try:
         bus.begin(engine)
         yield bus, sink
@@ -180,9 +184,9 @@ def test_an_exchange_is_timed_within_one_incarnation_only() -> None:
 
 def test_what_a_snapshot_brought_is_not_counted_again() -> None:
     async def payload() -> None:
-        stats = WorkerStats(3, contributions=500, samples=16_000, wait_s=7.0)
-        async with metrics_of(stats) as (_, sink):
-            stats.accepted(0, 32, 0, 1.0)
+        stats, rows = WorkerStats(3, wait_s=7.0), {3: Row(500, 500, 16_000, 500)}
+        async with metrics_of(stats, rows=rows) as (_, sink):
+            rows[3] = rows[3].plus(Counts(32))
             stats.wait_s += 0.5
             now = await read(sink)
             assert now['paramserver_worker_contributions_total{rank="3"}'] == 1
@@ -195,10 +199,9 @@ def test_what_a_snapshot_brought_is_not_counted_again() -> None:
 
 def test_a_worker_whose_samples_nobody_said_has_no_series_of_them() -> None:
     async def payload() -> None:
-        stats, other = WorkerStats(0), WorkerStats(1)
-        async with metrics_of(stats, other) as (_, sink):
-            stats.accepted(0, None, 0, 1.0)
-            other.accepted(0, 32, 0, 1.0)
+        rows = {0: Row(), 1: Row()}
+        async with metrics_of(WorkerStats(0), WorkerStats(1), rows=rows) as (_, sink):
+            rows |= {0: rows[0].plus(Counts(0)), 1: rows[1].plus(Counts(32))}
             now = await read(sink)
             assert now['paramserver_worker_contributions_total{rank="0"}'] == 1
             assert 'paramserver_worker_samples_total{rank="0"}' not in now
@@ -212,7 +215,7 @@ def test_a_scrape_of_ten_times_the_workers_is_ten_times_the_work() -> None:
 
     async def calls_of(num_workers: int) -> int:
         calls = []
-        async with metrics_of(*(WorkerStats(rank, contributions=rank) for rank in range(num_workers))) as (_, sink):
+        async with metrics_of(*(WorkerStats(rank) for rank in range(num_workers))) as (_, sink):
             sys.setprofile(lambda _, event, __: calls.append(event))
             try:
                 families = [*sink.registry.collect(), *sink.ranks(await sink.read_ranks())]
@@ -229,7 +232,7 @@ def test_the_event_loop_does_no_more_in_one_turn_however_many_workers_there_are(
 
     async def most_of(num_workers: int) -> int:
         turns, count = [0], 0
-        async with metrics_of(*(WorkerStats(rank, contributions=rank) for rank in range(num_workers))) as (_, sink):
+        async with metrics_of(*(WorkerStats(rank) for rank in range(num_workers))) as (_, sink):
 
             def counted(_: object, __: str, ___: object) -> None:
                 turns[-1] += 1

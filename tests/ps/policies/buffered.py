@@ -30,7 +30,7 @@ class Buffered(Policy):
         self.buffer: list[int] = []  # ranks whose contributions are folded, in that order
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
-        self._count(member)
+        self._count(member, contribution.counts)
         self.buffer.append(member.rank)
         return [Fold(member.rank, self._weight(contribution))]
 

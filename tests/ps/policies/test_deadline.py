@@ -16,7 +16,7 @@ TIMES = st.lists(st.lists(st.floats(0.9, 1.2), min_size=4, max_size=4), min_size
 
 
 def contribution(policy: object, rank: int) -> Contribution:
-    counted = policy.num_counted[rank]  # type: ignore[attr-defined]
+    counted = policy.seq(rank)  # type: ignore[attr-defined]
     return contribution_of(counted + 1, policy.version)  # type: ignore[attr-defined]
 
 

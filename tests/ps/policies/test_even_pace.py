@@ -21,7 +21,7 @@ def steps_told(policy: Policy, rounds: int, says_compute: bool) -> list[int]:
         rank = min(arrives, key=lambda arrive: arrives[arrive])
         now = arrives[rank]
         compute_s = local_steps[rank] * STEP_S[rank] if says_compute else 0.0
-        counted = policy.num_counted[rank] + 1
+        counted = policy.seq(rank) + 1
         policy.contributed(
             rank, contribution_of(counted, policy.version, compute_s=compute_s, num_steps=local_steps[rank]), now
         )

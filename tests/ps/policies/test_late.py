@@ -33,7 +33,7 @@ def joined(mode: str, num_workers: int, **settings: Any) -> Policy:
 
 
 def commit_of(policy: Policy, rank: int, base_version: int, now: float = 0.0) -> Commit:
-    contribution = contribution_of(policy.num_counted[rank] + 1, base_version)
+    contribution = contribution_of(policy.seq(rank) + 1, base_version)
     decisions = policy.contributed(rank, contribution, now)
     return next(decision for decision in decisions if isinstance(decision, Commit))
 
@@ -160,7 +160,7 @@ def test_the_run_says_which_momentum_is_left_when_that_changes(mode: str) -> Non
         if not rank:
             happens(events.Brought(0, 1))
         for _ in range(2):
-            number = run.policy.num_counted[rank] + 1
+            number = run.policy.seq(rank) + 1
             happens(contributed(rank, 1, number, run.policy.version, hyperparameters=groups))
     assert [(event["workers"], event["configured"], event["used"]) for event in recorded] == [
         (2, 0.9, 0.8),
@@ -181,7 +181,7 @@ def test_a_buffers_step_is_fedbuffs(late: list[int], size: int) -> None:
     for index, tau in enumerate(late):
         rank, gradient, base = index % 3, float(index + 1) ** 2, max(0, policy.version - tau)
         staleness = policy.version - base
-        contribution = contribution_of(policy.num_counted[rank] + 1, base)
+        contribution = contribution_of(policy.seq(rank) + 1, base)
         expected += gradient / math.sqrt(1 + staleness)
         for decision in policy.contributed(rank, contribution, 0.0):
             if isinstance(decision, Fold):
@@ -197,7 +197,7 @@ def test_a_buffers_step_is_fedbuffs(late: list[int], size: int) -> None:
 def test_whoever_ends_last_makes_the_last_step_also_where_scripts_say_when_they_end() -> None:
     policy = joined("buffered", 2, training_steps=None, buffer=4)
     for rank in (0, 1, 1):
-        policy.contributed(rank, contribution_of(policy.num_counted[rank] + 1, 0), 0.0)
+        policy.contributed(rank, contribution_of(policy.seq(rank) + 1, 0), 0.0)
     assert not any(isinstance(decision, Commit) for decision in policy.finished(0, 0.0))
     (commit,) = policy.finished(1, 0.0)
     assert commit.ranks == (0, 1, 1)
@@ -232,6 +232,6 @@ def test_dssp_without_room_is_ssp() -> None:
     """The same events, the same decisions."""
     dssp, ssp = joined("dssp", 2, staleness=2, staleness_most=2), joined("ssp", 2, staleness=2)
     for now, rank in enumerate([0, 0, 1, 0, 0, 1, 1, 0, 1, 0]):
-        number = ssp.num_counted[rank] + 1
+        number = ssp.seq(rank) + 1
         contribution = contribution_of(number, ssp.version)
         assert dssp.contributed(rank, contribution, float(now)) == ssp.contributed(rank, contribution, float(now))

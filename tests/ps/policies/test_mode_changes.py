@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paramserver.common.wire.records import Row
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
@@ -15,8 +16,11 @@ SETTINGS = {"training_steps": TOTAL, "num_workers": len(RANKS), "local_steps": K
 
 
 def saved_by(mode: str, contributions: dict[int, int], version: int) -> dict:
+    """Each contribution has the mode's local steps."""
+    local_steps = K if mode in ("localsgd", "diloco") else 1
+    rows = {rank: Row(seq, seq * local_steps) for rank, seq in contributions.items()}
     run = Run(Options(mode), policy_of(mode, SETTINGS), "r")
-    run.policy.restore(version, contributions, {})
+    run.policy.restore(version, rows, {})
     return run.saved(0.0)
 
 
@@ -31,7 +35,7 @@ def restored(mode: str, saved: dict, version: int) -> Run:
 def test_as_many_are_done_and_left_in_every_mode(then, now):
     version, number = AFTER[then]
     policy = restored(now, saved_by(then, dict.fromkeys(RANKS, number), version), version).policy
-    assert (policy.version, policy.num_counted[0]) == (version, number)  # these go on
+    assert (policy.version, policy.seq(0)) == (version, number)  # these go on
     assert policy.min_steps_done == 48
     for rank in (*RANKS, 7):  # one that is new begins where the others are
         policy.joined(rank, 0.0)

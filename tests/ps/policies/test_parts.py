@@ -18,8 +18,8 @@ def policy_of(mode: str, num_workers: int = 2, steps: int = 3) -> Policy:
 
 
 def send(policy: Policy, rank: int, part: int, continues: bool = False) -> list[object]:
-    number = policy.num_counted[rank] + 1
-    return policy.contributed(rank, contribution_of(number, policy.version, 10, 0 if continues else None, part), 0.0)
+    number = policy.seq(rank) + 1
+    return policy.contributed(rank, contribution_of(number, policy.version, 10, 0 if continues else 1, part), 0.0)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -30,7 +30,7 @@ def test_a_training_step_is_a_batch_whatever_steps_on_it(mode: str) -> None:
             for rank in (0, 1):
                 send(policy, rank, part, continues)
             assert [policy.steps_done(rank) for rank in (0, 1)] == [step, step]
-        assert policy.in_step_of(0) == 3
+        assert policy.row(0).part == 3
         assert policy.min_steps_done == step
         assert policy.next_local_steps(0) == (step < 3)
     assert not policy.is_through(0), "its last step may have more parts"
@@ -41,7 +41,7 @@ def test_a_rank_that_comes_to_a_running_job_begins_at_the_slowest_ones_training_
     send(policy, 0, 1)
     send(policy, 0, 2, continues=True)
     policy.joined(5, 0.0)
-    assert (policy.steps_done(5), policy.in_step_of(5)) == (1, 0)
+    assert (policy.steps_done(5), policy.row(5).part) == (1, 2)
     send(policy, 5, 1)
     assert (policy.steps_done(5), policy.min_steps_done) == (2, 1)
 
@@ -52,7 +52,7 @@ def test_a_round_is_of_one_part() -> None:
     (_, reply) = send(policy, 1, 2, continues=True)  # as after a first part that had NaN in it
     assert reply.outcome is Outcome.DROPPED  # type: ignore[attr-defined]
     send(policy, 1, 1)
-    assert (policy.version, policy.num_counted) == (1, {0: 1, 1: 1})
+    assert (policy.version, policy.seq(0), policy.seq(1)) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -62,12 +62,10 @@ def test_what_is_saved_goes_on_in_the_middle_of_a_step(mode: str) -> None:
         for rank in (0, 1):
             send(policy, rank, part, continues)
     other = make(mode, {"training_steps": 3, "num_workers": 2})
-    other.restore(policy.version, policy.num_committed(), policy.saved_state())
-    other.count_from(policy.committed_steps())
-    other.in_step = dict(policy.in_step)
+    other.restore(policy.version, policy.committed, policy.saved_state())
     for rank in (0, 1):
         other.joined(rank, 0.0)
-    assert (other.steps_done(1), other.in_step_of(1), other.min_steps_done) == (2, 1, 2)
+    assert (other.steps_done(1), other.row(1).part, other.min_steps_done) == (2, 1, 2)
     for rank in (0, 1):
         send(other, rank, 2, continues=True)
-    assert (other.steps_done(1), other.in_step_of(1)) == (2, 2)
+    assert (other.steps_done(1), other.row(1).part) == (2, 2)

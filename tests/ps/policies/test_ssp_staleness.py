@@ -46,7 +46,7 @@ class Simulation:
         """The staleness of this contribution: the version it is applied to minus its base."""
         base = self.bases.pop(rank)
         staleness = self.policy.version - base
-        self.perform(self.policy.contributed(rank, contribution_of(self.policy.num_counted[rank] + 1, base), 0.0))
+        self.perform(self.policy.contributed(rank, contribution_of(self.policy.seq(rank) + 1, base), 0.0))
         assert self.policy.lead(rank) <= self.policy.staleness_bound + 1
         self.max_staleness = max(self.max_staleness, staleness)
         return staleness
@@ -145,7 +145,7 @@ class DelayedSimulation:
         self.workers[rank].in_flight = None
         staleness = self.policy.version - base
         self.max_staleness = max(self.max_staleness, staleness)
-        for decision in self.policy.contributed(rank, contribution_of(self.policy.num_counted[rank] + 1, base), 0.0):
+        for decision in self.policy.contributed(rank, contribution_of(self.policy.seq(rank) + 1, base), 0.0):
             if isinstance(decision, Reply):
                 replied = self.workers[decision.rank]
                 replied.received, replied.is_replied = self.policy.version, True

@@ -15,13 +15,15 @@ def test_the_slowest_are_those_with_the_least_numbers(moves: list[tuple[int, int
     standing, numbers = Standing[int](), dict[int, int]()
     for rank, number, stays in moves:
         if rank not in numbers or stays:
-            standing.put(rank, number)
+            if rank in numbers:
+                standing.move(rank, numbers[rank], number)
+            else:
+                standing.add(rank, number)
             numbers[rank] = number
         else:
-            standing.remove(rank)
-            del numbers[rank]
+            standing.remove(rank, numbers.pop(rank))
     found = standing.first(most)
     assert len(set(found)) == len(found) == min(most, len(numbers))
     assert [numbers[rank] for rank in found] == sorted(numbers.values())[:most]
     assert standing.least == min(numbers.values(), default=None)
-    assert standing.number_of == numbers
+    assert all(standing.count(number) == list(numbers.values()).count(number) for number in range(7))

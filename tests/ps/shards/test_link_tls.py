@@ -53,7 +53,7 @@ def register(folder: Path, coordinators: str | None, has_ca: bool, is_mutual: bo
             _attend, pb.ShardReport.FromString, pb.ShardOrder.SerializeToString
         )
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("paramserver.v3.ParameterServer", {"Attend": handler}),)
+            (grpc.method_handlers_generic_handler("paramserver.v4.ParameterServer", {"Attend": handler}),)
         )
         if coordinators is None:
             port = server.add_insecure_port("127.0.0.1:0")
@@ -120,7 +120,7 @@ def test_the_certificate_that_was_looked_at_is_the_one_that_is_trusted(folder: P
                 attend, pb.ShardReport.FromString, pb.ShardOrder.SerializeToString
             )
             server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler("paramserver.v3.ParameterServer", {"Attend": handler}),)
+                (grpc.method_handlers_generic_handler("paramserver.v4.ParameterServer", {"Attend": handler}),)
             )
             pair = tuple((folder / f"{name}.{part}").read_bytes() for part in ("key", "crt"))
             credentials = grpc.ssl_server_credentials([pair], (folder / "ca.crt").read_bytes(), True)

@@ -11,6 +11,7 @@ import torch
 from paramserver.common.config.schema import Config
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.wire.records import Row
 from paramserver.ps.snapshots.available import Available
 from paramserver.ps.snapshots.checkpoint import Loaded, write
 from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS, Manifest
@@ -26,7 +27,8 @@ ADAM = OptimizerSpec("Adam", (GroupSpec(("w", "b"), {"lr": 0.1, "betas": [0.9, 0
 def manifest_of(version: int, incarnation: int = 1, **changes: Any) -> Manifest:
     return Manifest(**{
         "run": "run", "server_incarnation": incarnation, "version": version, "mode": "sync",
-        "policy": {"started": -float("inf"), "members": [1, 2.5, None]}, "contributions": {0: version, 3: 1},
+        "policy": {"started": -float("inf"), "members": [1, 2.5, None]},
+        "rows": {0: Row(version, version), 3: Row(1, 1)},
         "num_joins": {0: 2, 3: 1}, "training": {"note": "ünï"}, "tensors": LAYOUT.specs,
         "optimizer": ADAM, "hyperparameters": ({"lr": 0.1 + 0.2},), "scalars": ("step",),
         "seed": 7, "paramserver_version": "0", **changes,

@@ -14,6 +14,7 @@ from paramserver.common.errors import CheckpointError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.tensors.sharding import divide
+from paramserver.common.wire.records import Row
 from paramserver.ps.snapshots.available import Available
 from paramserver.ps.snapshots.checkpoint import write
 from paramserver.ps.snapshots.common import choose_common
@@ -51,7 +52,8 @@ def keep(directory: Path, version: int, shards: int = 1, only: tuple[int, ...] |
         if shards > 1:
             entry = ShareEntry(shard=index, shards=shards, tensors=LAYOUT.specs, optimizer=SPEC)
         manifest = manifest_of(
-            capture(store), share.layout, spec, run=run, server_incarnation=1, mode="sync", contributions={0: version},
+            capture(store), share.layout, spec, run=run, server_incarnation=1, mode="sync",
+            rows={0: Row(version, version)},
             num_joins={0: 1}, training={}, seed=0, share=entry, paramserver_version="0",
         )  # fmt: skip
         folder = directory / f"shard-{index}-of-{shards}" if shards > 1 else directory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paramserver.common.wire.records import Row
 from paramserver.ps.snapshots.checkpoint import load, write
 from paramserver.ps.snapshots.files import candidates, next_incarnation, prune
 from paramserver.tests.ps.snapshots.making import files_of, hidden, load_newest, manifest_of, snapshot
@@ -53,9 +54,9 @@ def test_pruning_keeps_the_newest_that_all_shards_have(tmp_path: Path) -> None:
 
 def test_the_same_version_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
     snapshot(tmp_path, 4)
-    write(tmp_path, manifest_of(4, contributions={0: 99}), files_of(4))
+    write(tmp_path, manifest_of(4, rows={0: Row(99, 99)}), files_of(4))
     assert len(candidates(tmp_path)) == 1 and hidden(tmp_path) == []
-    assert load(candidates(tmp_path)[0]).manifest.contributions == {0: 99}
+    assert load(candidates(tmp_path)[0]).manifest.rows == {0: (99, 99, 0, 0, 0)}
 
 
 def test_killed_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None:
@@ -64,5 +65,5 @@ def test_killed_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None
     assert candidates(tmp_path) == [old]
     found = load_newest(tmp_path)
     assert found is not None and found.manifest.version == 4
-    write(tmp_path, manifest_of(4, contributions={0: 99}), files_of(4))
+    write(tmp_path, manifest_of(4, rows={0: Row(99, 99)}), files_of(4))
     assert candidates(tmp_path) == [path] and hidden(tmp_path) == []

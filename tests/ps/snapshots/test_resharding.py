@@ -39,7 +39,7 @@ def test_the_first_shard_has_only_tensors_without_state(tmp_path: Path, num_shar
         step(store)
         captured = capture(store)
         manifest = manifest_of(
-            captured, share.layout, optimizer, run="r", server_incarnation=1, mode="sync", policy={}, contributions={},
+            captured, share.layout, optimizer, run="r", server_incarnation=1, mode="sync", policy={}, rows={},
             num_joins={}, training={}, seed=0, paramserver_version="x",
             share=ShareEntry(shard=share.number, shards=2, tensors=WHOLE.specs, optimizer=ADAM),
         )  # fmt: skip

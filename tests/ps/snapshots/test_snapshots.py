@@ -14,6 +14,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import CheckpointError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.wire.records import Row
 from paramserver.ps.core.effects import SnapshotTaken
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.snapshots.available import Available
@@ -27,7 +28,7 @@ from paramserver.ps.tensors.thread import TensorThread
 LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (8,))])
 SPEC = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
 SAVED = {
-    "run": "r", "server_incarnation": 3, "policy": {"window": [1, 2]}, "contributions": {0: 4, 1: 5},
+    "run": "r", "server_incarnation": 3, "policy": {"window": [1, 2]}, "rows": {0: Row(4, 4), 1: Row(5, 5)},
     "num_joins": {0: 1}, "training": {"elapsed_s": 1.5},
 }  # fmt: skip
 
@@ -84,7 +85,7 @@ async def test_a_snapshot_is_written_told_and_gone_on_from(tmp_path):
     assert rig.taken == [], "another shard may be without it"
     rig.snapshots.prune(1)
     (fact,) = rig.taken
-    assert (fact.version, fact.contributions) == (1, {0: 4, 1: 5})
+    assert (fact.version, fact.rows) == (1, {0: Row(4, 4), 1: Row(5, 5)})
     model = Model(of(tmp_path), rig.tensors, make_policy(of(tmp_path)))
     available = Available(of(tmp_path))
     saved = resume_model(of(tmp_path), available, available.newest(), model)

@@ -25,7 +25,7 @@ from paramserver.ps.tensors.store import Step, Store, StoreOptions
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(cls.__name__ for cls in known_optimizers().values() if is_elementwise(cls))
 FACTS = {
-    "run": "r", "server_incarnation": 1, "mode": "sync", "policy": {}, "contributions": {},
+    "run": "r", "server_incarnation": 1, "mode": "sync", "policy": {}, "rows": {},
     "num_joins": {}, "training": {}, "seed": 0, "paramserver_version": "0",
 }  # fmt: skip
 

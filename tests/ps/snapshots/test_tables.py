@@ -26,7 +26,7 @@ TABLES = tuple(
 )
 SGD = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),), TABLES)
 FACTS = {
-    "run": "run", "server_incarnation": 1, "mode": "async", "policy": {}, "contributions": {},
+    "run": "run", "server_incarnation": 1, "mode": "async", "policy": {}, "rows": {},
     "num_joins": {}, "training": {}, "seed": 1, "paramserver_version": "0",
 }  # fmt: skip
 

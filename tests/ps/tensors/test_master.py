@@ -132,7 +132,7 @@ def saved(store: Store, share: Share, name: str, folder: Path) -> Loaded:
     optimizer, captured = outer_of(name, store.layout), capture(store)
     manifest = manifest_of(
         captured, store.layout, share.optimizer(THEIRS), outer=optimizer, run="r", server_incarnation=1, mode="diloco",
-        policy={}, contributions={}, num_joins={}, training={}, seed=0, paramserver_version="0",
+        policy={}, rows={}, num_joins={}, training={}, seed=0, paramserver_version="0",
         share=ShareEntry(shard=share.number, shards=2, tensors=SPECS, optimizer=THEIRS),
     )  # fmt: skip
     return load(write(folder, manifest, tensors_of(captured, store.layout, optimizer)).path)

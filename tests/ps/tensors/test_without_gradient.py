@@ -9,6 +9,7 @@ import torch
 
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
+from paramserver.common.wire.records import Row
 from paramserver.ps.snapshots.checkpoint import load, write
 from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
 from paramserver.ps.tensors.store import Step, Store
@@ -103,7 +104,7 @@ def test_it_outlives_a_snapshot(name, tmp_path: Path):
             captured = capture(store)
             manifest = manifest_of(
                 captured, store.layout, optimizer(name), run="r", server_incarnation=1, mode="sync",
-                contributions={0: number}, num_joins={0: 1}, training={}, seed=0, paramserver_version="0",
+                rows={0: Row(number, number)}, num_joins={0: 1}, training={}, seed=0, paramserver_version="0",
             )  # fmt: skip
             path = write(tmp_path, manifest, tensors_of(captured, store.layout, optimizer(name))).path
             store = new_store(name, 5)

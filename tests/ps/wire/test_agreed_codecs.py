@@ -61,7 +61,7 @@ def test_a_contribution_in_a_codec_that_the_optimizer_cannot_have_is_rejected_an
             worker = Worker(server, 0)
             await worker.join(codecs=codecs, momentum=0.9)
             await server.settle()
-            first = worker.outcomes[0], server.engine.run.policy.num_counted[0] + 1
+            first = worker.outcomes[0], server.engine.run.policy.seq(0) + 1
             assert first[0] == "START"
             before = weight_of(server)
             sizes = {name: payload_bytes(CODECS.load(name)(), layout) for name in ("q2", "int8", "raw")}

@@ -319,5 +319,5 @@ def encoded(codec: Any, without: list[int]) -> tuple[memoryview, dict[str, Any]]
     codec = only_rest(codec, frozenset(TWO.specs[position].name for position in without))
     out = torch.zeros(payload_bytes(codec, TWO), dtype=torch.uint8)
     codec.encoder(TWO).begin(torch.ones(TWO.exchange_bytes // 4).view(torch.uint8), out)
-    facts = {"num_bytes": len(out), "codec": "int8", "without_gradient": without, "num_training_steps": 1}
+    facts = {"num_bytes": len(out), "codec": "int8", "without_gradient": without}
     return as_bytes(out), facts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.wire.records import ContributionId
+from paramserver.common.wire.records import ContributionId, Row
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.states import States
 
@@ -128,7 +128,7 @@ def test_what_is_kept_is_what_a_snapshot_may_need() -> None:
     assert states.saved({0: 4, 1: 3}) == {0: ({"step": 3}, b"3")}
     assert states.at(0, 5) == ({"step": 4}, b"5")
     restored = States()
-    restored.restore({0: 4}, {"0": {"step": 3}}, {0: b"3", 2: b"of a place that is not known"})
+    restored.restore({0: Row(4)}, {"0": {"step": 3}}, {0: b"3", 2: b"of a place that is not known"})
     assert restored.saved({0: 4, 2: 9}) == {0: ({"step": 3}, b"3")}
     restored.stage(ContributionId(0, 2, 5), {"step": 4}, None)
     restored.fence(0, 2)

@@ -20,7 +20,7 @@ def begin(settings: dict[str, Any], restored: list[str]) -> Callable[[str], str]
     run = make_run(settings)
     if restored:
         restore(run, restored)
-    workers = Workers(run.incarnation, dict.fromkeys(run.policy.num_counted, 0))
+    workers = Workers(run.incarnation, dict.fromkeys(run.policy.rows, 0))
     now = 0.0
 
     def tell(text: str) -> str:

@@ -25,7 +25,7 @@ with paramserver.connect() as session:
     common = session.rows("common", 5, 2, optimizer="sgd", lr=1.0, init_std=0.0)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     while not session.is_done:
-        step = optimizer.progress.num_counted
+        step = optimizer.progress.row.seq
         if gate is not None and step == gate_step:
             print("at the gate", flush=True)
             while not gate.exists():

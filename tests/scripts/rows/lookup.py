@@ -39,7 +39,7 @@ with paramserver.connect() as session:
     session.state(schedule=schedules[0])
     for step, (row, labels) in enumerate(session.shard(TensorDataset(ids, y), batch_size=BATCH, epochs=None)):
         if hasattr(optimizer, "progress"):  # a process that replaces another one does not begin at 0
-            step = optimizer.progress.training_steps
+            step = optimizer.progress.row.steps
         # One table is looked up twice, another in some steps only.
         found = [tables[name](row[:, at]) for at, name in enumerate(NAMES)]
         found.append(tables["sgd"](row[:, 3]))

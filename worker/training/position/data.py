@@ -79,12 +79,12 @@ class DataPosition:
         if self._num_starts == progress.num_starts:
             return
         is_first, self._num_starts = self._num_starts < 0, progress.num_starts
-        self.has_moved |= not (is_first or self.uses_shard) and progress.batches != self.cursors[0].position
+        self.has_moved |= not (is_first or self.uses_shard) and progress.row.batches != self.cursors[0].position
         memory, begun = self.memory, None
         if memory is not None and memory.is_used and (self.uses_shard or self.is_parted or memory.is_marked):
             begun = memory.beginning()
-        self._replay_end = self._num_reported = progress.batches
-        self._move(progress.batches if begun is None else begun.batches)
+        self._replay_end = self._num_reported = progress.row.batches
+        self._move(progress.row.batches if begun is None else begun.batches)
 
     def _move(self, position: int) -> None:
         """Move to a position. Of several cursors, the script's saved state has the positions of the others."""

@@ -73,8 +73,8 @@ class Memory:
         """
         if (begun := self._strategy.begun()) is not None:
             return begun.position
-        progress = self._progress
-        return Position(progress.training_steps - 1, 1, max(0, progress.batches - 1)) if progress.in_step else None
+        row = self._progress.row
+        return Position(row.steps - 1, 1, max(0, row.batches - 1)) if row.part else None
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Send these objects with each contribution from now on, and load their saved state if the server has one.

@@ -51,7 +51,7 @@ class Restarted:
             return
         if before is not None:  # this process has taken steps already
             self._look_again(progress, before)
-        elif progress.num_counted:
+        elif progress.row.steps:
             self._look_first(progress)
 
     def _look_first(self, progress: Progress) -> None:

@@ -74,7 +74,7 @@ class Steps:
         self.readings: Readings | None = None  # what the process measures
         self.work: Callable[[], str] = str  # what the process runs, as JSON
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
-        self.num_steps = strategy.progress.training_steps
+        self._iteration = 0  # training steps that this process began, taken or not: where its schedules are
         self._begins = True  # whether the current step() begins a training step
         self._newest_step = -1  # number of the newest training step that began, or that was skipped as void
         self._newest: Part | None = None  # the optimizer that began the newest training step
@@ -123,8 +123,8 @@ class Steps:
         progress = self.progress
         self._begins = self.data.begins(part)
         if self._num_starts != progress.num_starts:
-            self._num_starts, self._replays_left = progress.num_starts, max(1, progress.in_step)
-            self._skips_step = progress.in_step > 0
+            self._num_starts, self._replays_left = progress.num_starts, max(1, progress.row.part)
+            self._skips_step = progress.row.part > 0
         self._skips_step &= not self._begins
         if self._skips_step:
             return False
@@ -152,6 +152,7 @@ class Steps:
         if data.is_void:
             data.skip_step()
             self._newest_step += 1
+            self._iteration += 1
         elif not self.progress.is_done:
             return False
         elif not data.drop():
@@ -170,6 +171,7 @@ class Steps:
             return
         self.data.apply_start()
         self.data.skip_step()
+        self._iteration += 1
         self._fresh_samples = 0
         self.memory.skipped()
 
@@ -180,7 +182,7 @@ class Steps:
             self._note_gradients(part)
             if self.readings is not None:
                 self.readings.note_step(part.param_groups)
-            self.num_steps += 1
+            self._iteration += 1
             num_samples = self.data.step()
             self._num_samples += self._fresh_samples or num_samples
         else:
@@ -222,7 +224,6 @@ class Steps:
             # A batch with a discarded gradient has weight 0, which would mean "unknown" in a message.
             num_samples = max(1, num_samples)
         hyperparameters = self._current_hyperparameters()
-        drawn = self.data.take_reported() if self.data.uses_shard else None
         is_due = False
         if self._begins:
             self._began = self.memory.take()
@@ -230,13 +231,17 @@ class Steps:
             if self._evaluation.every is not None:
                 is_due = self.strategy.agreed(is_due)
         number = self.parts.index(part) + 1 if self.data.is_parted else 0
-        num_steps = 0 if number and not self._begins else None  # the previous part counted the training step
+        num_steps = num_batches = 0
+        if self._begins:  # else the previous part has counted the training step
+            num_steps = num_batches = self.progress.local_steps
+            if self.data.uses_shard:
+                num_batches = self.data.take_reported()
         clip_norm, began = part.take_clip_norm(), self._began
         contribution = Contribution(
             kind=self.strategy.kind,
-            counts=Counts(num_samples, num_steps, drawn, number),
+            counts=Counts(num_samples, num_steps, num_batches, number),
             timing=Timing(self._compute_s),
-            training=TrainingInfo(hyperparameters, clip_norm, _mean(self._losses), evaluates=is_due),
+            training=TrainingInfo(hyperparameters, clip_norm, _mean(self._losses), True, is_due, self._iteration),
             first=self._first(),
             position=began.position if began is not None else None,
         )
@@ -268,7 +273,7 @@ class Steps:
         self.strategy.restore()
         if self.progress.is_replaying:
             self.memory.replayed()
-        if self._newest is not None and self.strategy.kind.worker_steps and self.progress.cut_short():
+        if self._newest is not None and self.strategy.kind.worker_steps and self.strategy.cut_short():
             self._begins = True
             self._contribute(self._newest)
         elif self._unsent is not None and not self.progress.is_done:
@@ -302,7 +307,7 @@ class Steps:
 
     def _slow_down(self) -> None:
         """Sleep for the configured delay, and count the whole step as compute time."""
-        delay_s = self._slowdown.delay_s(self.num_steps, time.perf_counter() - self._resumed_at)
+        delay_s = self._slowdown.delay_s(self._newest_step + 1, time.perf_counter() - self._resumed_at)
         if delay_s > 0:
             time.sleep(delay_s)
         self._compute_s += time.perf_counter() - self._resumed_at

@@ -1,55 +1,15 @@
-"""Counts the batches that each rank has drawn: a step that accumulates gradients draws several."""
+"""The data of a run as its workers describe it, compared among ranks."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from ....common.errors import ParamServerError, Reason, refusal, same_batches
 from ..effects import Effect, Log
 
 
-class Drawn:
-    """Batches behind each rank, counting only contributions that a version has."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, tuple[int, int]] = {}  # by rank: batches, and the training steps they were for
-        self._per_step: Counter[int] = Counter()  # how many ranks draw so many batches for a training step
-
-    def committed(self, rank: int, num_batches: int, num_steps: int, steps_done: int) -> None:
-        """Count contributions of `num_steps` training steps as committed; the rank then has `steps_done` steps."""
-        self._set(rank, self.num_batches(rank, steps_done - num_steps) + num_batches, steps_done)
-
-    def _set(self, rank: int, batches: int, steps: int) -> None:
-        old_batches, old_steps = self._counts.get(rank, (0, 0))
-        old, new = old_batches // old_steps if old_steps else 0, batches // steps if steps else 0
-        if old != new:
-            self._per_step[old] -= 1
-            self._per_step += Counter({new: 1})  # adding also drops zero counts
-        self._counts[rank] = (batches, steps)
-
-    def num_batches(self, rank: int, steps_done: int) -> int:
-        """Batches behind a rank with so many training steps. Steps that counted without the rank (it was away, or the
-        snapshot has no number) are assumed to have drawn as many as the steps of others."""
-        batches, steps = self._counts.get(rank, (0, 0))
-        if steps_done <= steps:
-            return batches
-        return batches + (steps_done - steps) * max(1, max(self._per_step, default=1))
-
-    def saved(self) -> dict[str, list[int]]:
-        return {str(rank): list(counts) for rank, counts in self._counts.items()}
-
-    def restore(self, saved: Any) -> None:
-        """Restore what `saved` returned; an absent or malformed rank counts one batch for each training step."""
-        for rank, counts in saved.items() if isinstance(saved, dict) else ():
-            match counts:
-                case [int(batches), int(steps)] if rank.isdecimal():
-                    self._set(int(rank), batches, steps)
-
-
 class Data:
-    """The data of a run as workers describe it with their first contributions."""
+    """What workers say of their data with their first contributions."""
 
     def __init__(self) -> None:
         self._firsts: dict[tuple[int, int], int] = {}  # rank, by the version it began with and digest

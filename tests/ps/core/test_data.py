@@ -1,39 +1,9 @@
-"""Where ranks are in their data, and what their first contributions say of it."""
+"""What the first contributions of ranks say of their data."""
 
 from __future__ import annotations
 
 from paramserver.common.errors import Reason
-from paramserver.ps.core.counting.drawn import Data, Drawn
-
-
-def test_the_place_counts_batches_and_not_steps() -> None:
-    drawn = Drawn()
-    assert drawn.num_batches(0, 7) == 7, "nothing was said: one for each step"
-    for step in (1, 2, 3):
-        drawn.committed(0, 4, 1, step)
-    assert drawn.num_batches(0, 3) == 12
-    assert drawn.num_batches(0, 5) == 20, "two rounds counted without it: as many as others drew"
-    assert drawn.num_batches(1, 3) == 12, "a rank that is new"
-    drawn.committed(0, 4, 1, 6)
-    assert drawn.num_batches(0, 6) == 24
-
-
-def test_a_contribution_may_cover_several_steps_and_more_or_fewer_batches() -> None:
-    drawn = Drawn()
-    drawn.committed(0, 32, 8, 8)
-    drawn.committed(0, 8, 8, 10)  # the last, shorter one
-    assert drawn.num_batches(0, 10) == 40
-
-
-def test_the_place_survives_in_a_snapshot_and_an_older_one_tells_none() -> None:
-    drawn, other = Drawn(), Drawn()
-    drawn.committed(1, 9, 3, 3)
-    other.restore(drawn.saved())
-    assert other.num_batches(1, 3) == 9
-    for saved in (None, [], {"1": 3, "x": [1, 2], "2": ["a", 1]}):
-        other = Drawn()
-        other.restore(saved)
-        assert other.num_batches(1, 3) == 3
+from paramserver.ps.core.counting.data import Data
 
 
 def test_the_same_result_from_the_same_weights_is_said_once() -> None:
