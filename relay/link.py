@@ -70,14 +70,12 @@ class RegionTensors(ModelTensors):
         self.payload[: self.layout.exchange_bytes].copy_(payload[: self.layout.exchange_bytes])
 
     def set_gradients(self, payload: torch.Tensor | None, without: Collection[str]) -> None:
-        """Use `payload` as gradients of the parameters, and as values of the buffers."""
-        views = [view.data for _, view in self.layout.views(payload)] if payload is not None else []
-        for index, (entry, tensor) in enumerate(zip(self.layout.entries, self.tensors, strict=True)):
+        """Use `payload`, uint8 [exchange_bytes], as gradients of the parameters, and as values of the buffers."""
+        for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
             if entry.spec.kind is Kind.PARAMETER:
-                is_left_out = payload is None or entry.spec.name in without
-                tensor.grad = None if is_left_out else views[index]
+                tensor.grad = None if payload is None or entry.spec.name in without else entry.view(payload)
             elif entry.spec.kind is Kind.BUFFER and payload is not None:
-                tensor.copy_(views[index])
+                tensor.copy_(entry.view(payload))
 
 
 def merge(layout: Layout, now: torch.Tensor, before: torch.Tensor, new: torch.Tensor) -> None:

@@ -66,7 +66,7 @@ class _Machine:
         if self.holds is weights:
             return
         with torch.no_grad():
-            for (_, view), tensor in zip(self.tensors.layout.views(weights), self.tensors.tensors, strict=False):
+            for tensor, view in zip(self.tensors.tensors, self.tensors.views(weights), strict=False):
                 tensor.copy_(view)
         self.holds = weights
 
@@ -171,8 +171,8 @@ class Learner:
             raise DivergedError(f"rank {rank} computed NaN or Inf in training step {step + 1}", fix="lower --lr")
 
     def _parameters(self, payload: torch.Tensor) -> torch.Tensor:
-        views = self._first.tensors.layout.views(payload)
-        floats = [view.flatten().float() for _, view in views if view.is_floating_point()]
+        views = self._first.tensors.views(payload)
+        floats = [view.flatten().float() for view in views if view.is_floating_point()]
         return torch.stack([view.sum() for view in floats])
 
     def send(self, rank: int) -> tuple[int, TrainingInfo]:
