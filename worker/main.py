@@ -140,10 +140,11 @@ def _work(resolved: Resolved) -> None:
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
             options: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
             if isinstance(session, AloneSession):
-                with reporting(session, config):
-                    with kept_if_it_fails(session, config):
+                with reporting(session.alone, config):
+                    with kept_if_it_fails(session.alone, config):
                         train(session, task, batch_size, device, say, **options)
-                    write_alone(session, config)
+                    session.alone.metrics = session.metrics
+                    write_alone(session.alone, config)
             else:
                 train(session, task, batch_size, device, say, **options)
     except UserCodeError as error:

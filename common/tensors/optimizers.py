@@ -6,11 +6,10 @@ checks whether a class is elementwise. There is no list of classes, so new class
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -105,6 +104,21 @@ class OptimizerSpec:
         """The class and the hyperparameters of each group."""
         return tuple(zip(self.classes, (group.hyperparameters for group in self.groups), strict=True))
 
+    def check_known(self) -> None:
+        """Refuse unknown classes, classes that are not elementwise, and hyperparameters that they do not accept."""
+        for name, hyperparameters in self.each:
+            check_hyperparameters(name, hyperparameters)
+
+    def check_changes(self, groups: Sequence[Hyperparameters]) -> None:
+        """Refuse new hyperparameters, first of groups, then of tables, that the classes do not accept."""
+        for (name, known), group in zip(self.each, groups, strict=False):
+            if group:
+                check_hyperparameters(name, group, known)
+        for table, group in zip(self.tables, groups[len(self.groups) :], strict=False):
+            lr = group.get("lr")
+            if group and not (group.keys() == {"lr"} and isinstance(lr, float) and 0 <= lr <= MAX_NUMBER):
+                raise refusal(Reason.BAD_REQUEST, f"table '{table.name}': {str(group)[:80]} is not a learning rate")
+
     def _structure(self) -> dict[str, Any]:
         """Return the properties that a run never changes, by the name that error messages use."""
         sizes = {f"tensors of group {index}": group.tensors for index, group in enumerate(self.groups)}
@@ -167,12 +181,6 @@ def without_compiler() -> None:
         plain = getattr(method, "__wrapped__", None)
         if plain is not None and method.__code__.co_filename.endswith("_compile.py"):
             setattr(plain, "__dynamo_disable", plain)
-
-
-def load_compiler(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Import the compiler now, as the first `step` of torch's own optimizers would, outside of measured training."""
-    if any(type(optimizer).__module__.startswith("torch.optim") for optimizer in optimizers):
-        importlib.import_module("torch._dynamo")
 
 
 def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:

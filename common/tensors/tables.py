@@ -9,6 +9,7 @@ on every machine, for every division among shards.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -168,14 +169,21 @@ class Table:
         """Return a copy of these rows, [n, dim]."""
         return self.weight.detach().index_select(0, ids - self.spec.first)
 
-    def step(self, ids: torch.Tensor, gradient: torch.Tensor, lr_scale: float = 1.0) -> None:
-        """Step the rows `ids`, distinct and ascending, along `gradient` [n, dim], with the rate times `lr_scale`."""
+    def step(self, ids: torch.Tensor, gradient: torch.Tensor, lr_scale: float = 1.0) -> str:
+        """Step the rows `ids`, distinct and ascending, along `gradient` [n, dim], with the rate times `lr_scale`.
+
+        Returns "", or a phrase that names the first row with NaN or Inf.
+        """
         (group,) = self.torch.param_groups
         lr = group["lr"]
         group["lr"] = lr * lr_scale
         self.weight.grad = _sparse(ids - self.spec.first, gradient, len(self.weight))
         self._step(self.torch)
         self.weight.grad, group["lr"] = None, lr
+        if math.isfinite(self.rows(ids).sum().item()):
+            return ""
+        wrong = ids[~torch.isfinite(self.rows(ids)).all(1)].tolist()
+        return f"NaN or Inf in row {wrong[0]:,} of table '{self.spec.name}'" if wrong else ""
 
     @property
     def num_bytes(self) -> int:

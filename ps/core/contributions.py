@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.errors import Reason, refusal
+from ...common.tensors.judgement import SOUND, Judgement, halted, rejected_too_often
 from ...common.wire import records
 from ...common.wire.records import COUNTED, Contribution, Outcome
 from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refuse, Reply
@@ -25,7 +26,6 @@ from .counting.schedules import Schedules
 from .counting.stats import WorkerStats, bin_of, restored_bins
 from .effects import Effect, Log
 from .events import AskedAgain, Contributed
-from .judgement import SOUND, Judgement, halted, rejected_too_often
 from .roster import Roster, Worker
 
 # These outcomes end an exchange. The worker reports its duration with the next contribution.

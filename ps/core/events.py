@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from pydantic import TypeAdapter
 
 from ...common.errors import Reason, refusal
+from ...common.tensors.judgement import SOUND, Judgement
 from ...common.wire.json_text import read_json
 from ...common.wire.records import Contribution, ResidualInfo
-from .judgement import SOUND, Judgement
 
 
 @dataclass(slots=True)

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ...common.errors import Reason, refusal
+from ...common.tensors.judgement import Judgement
 from . import events
 from .effects import Effect, TakeSnapshot
 from .events import Event
-from .judgement import Judgement
 
 Message = TypeVar("Message")
 

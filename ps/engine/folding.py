@@ -11,9 +11,9 @@ import torch
 
 from ...common.codecs.base import FreeBuffers
 from ...common.reporting.log import get_logger
+from ...common.tensors.judgement import overflowed
 from ...common.wire.records import ContributionId
 from ..core import effects
-from ..core.judgement import overflowed
 from ..tensors.codec_memory import CodecMemory
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model

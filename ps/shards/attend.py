@@ -17,12 +17,12 @@ from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal, shown
 from ...common.reporting.log import get_logger
+from ...common.tensors.judgement import judge_whole
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_address
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.events import Event
-from ..core.judgement import judge_whole
 from ..core.replication import Coordinator, Digest, Outbox
 from ..engine.engine import Engine
 from ..engine.peers import ShardState

@@ -14,15 +14,9 @@ from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import AGGREGATIONS
 from ...common.reporting.log import get_logger
+from ...common.tensors.judgement import unsound_start
 from ...common.tensors.layout import Kind, Layout, as_bytes
-from ...common.tensors.optimizers import (
-    GroupSpec,
-    Hyperparameters,
-    OptimizerSpec,
-    TableSpec,
-    check_hyperparameters,
-    find_optimizer,
-)
+from ...common.tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, TableSpec
 from ...common.tensors.sharding import Share, divide
 from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
@@ -105,7 +99,7 @@ class Model:
         if not self.kind.has_peers or self.optimizer is None or self.optimizer.tables:
             return False
         try:
-            _check_known(self.optimizer)
+            self.optimizer.check_known()
         except ParamServerError:
             return False
         return True
@@ -155,7 +149,7 @@ class Model:
                 problem = f"tables of rows (session.rows) need gradients, and workers of mode {mode} send {sent}"
                 raise refusal(Reason.OPTIMIZER_UNSUPPORTED, problem, fix="use --mode sync, async or ssp")
             return
-        _check_known(optimizer)
+        optimizer.check_known()
         if optimizer.tables and (store.max_norm or store.polyak or aggregation != "mean"):
             raise refusal(
                 Reason.OPTIMIZER_UNSUPPORTED,
@@ -247,15 +241,9 @@ class Model:
 
     def check_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
         """Refuse hyperparameters that the server's optimizer does not accept."""
-        if not groups:  # unchanged since the previous contribution
-            return
-        assert self.optimizer is not None
-        for name, known, group in zip(self.optimizer.classes, self.optimizer.groups, groups, strict=False):
-            if group and not self.kind.worker_steps:
-                check_hyperparameters(name, group, known.hyperparameters)
-        for table, group in zip(self.optimizer.tables, groups[len(self.optimizer.groups) :], strict=False):
-            if group and not (group.keys() == {"lr"} and isinstance(group["lr"], float) and 0 <= group["lr"] <= 1e9):
-                raise refusal(Reason.BAD_REQUEST, f"table '{table.name}': {str(group)[:80]} is not a learning rate")
+        if groups and not self.kind.worker_steps:  # else unchanged since the previous contribution
+            assert self.optimizer is not None
+            self.optimizer.check_changes(groups)
 
     def names_here(self, positions: Sequence[int]) -> frozenset[str]:
         """Return the names of this shard's parts of the tensors at `positions` in the workers' specs.
@@ -315,11 +303,7 @@ class Model:
         for spec, tensor in self.layout.views(weights.payload):
             is_float = spec.kind is not Kind.FROZEN and tensor.is_floating_point()
             if is_float and not bool(torch.isfinite(tensor).all()):
-                raise refusal(
-                    Reason.OPTIMIZER_UNSUPPORTED,
-                    f"the initial weights of rank {rank} have NaN or Inf in '{spec.name}'",
-                    fix="check its initialisation; a mask with -inf can be a buffer with persistent=False",
-                )
+                raise unsound_start(rank, spec.name)
 
     def begin(self, weights: Segment, restore: Callable[[Store], None] = lambda _: None) -> None:
         """Begin with the initial weights, uint8 [total_bytes], or with the state that `restore` sets."""
@@ -376,13 +360,6 @@ class Model:
         It runs on the tensor thread.
         """
         return self.store.version, self.store.payload(averaged).clone()
-
-
-def _check_known(optimizer: OptimizerSpec) -> None:
-    """Refuse unknown classes, classes that are not elementwise, and hyperparameters that they do not accept."""
-    for name, group in zip(optimizer.classes, optimizer.groups, strict=True):
-        find_optimizer(name)
-        check_hyperparameters(name, group.hyperparameters)
 
 
 def check_table(table: TableSpec) -> None:

@@ -1,6 +1,6 @@
 """Checks payloads for NaN, Inf and large norms as they arrive, window by window, and repairs them if settings say so.
 
-One pass over a payload gives `Findings`, from which `ps/core/judgement.py` decides. Norms cover only parameters,
+One pass over a payload gives `Findings`, from which `common/tensors/judgement.py` decides. Norms cover only parameters,
 because buffers are not gradients. The weights after a step are checked as well: a finite gradient can make weights
 overflow (3e38 at a rate of 1,000), and an optimizer may divide by zero (Adam with eps 0).
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...common.config.sections.training import StoreConfig
+from ...common.tensors.judgement import SOUND, Judgement, decide, factor_to
 from ...common.tensors.layout import FlatRun, Kind, View
-from ..core.judgement import SOUND, Judgement, decide, factor_to
 from .windows import Window
 
 # A smaller factor would be a subnormal float32, so its square root is applied twice.

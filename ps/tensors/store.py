@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from ...common.config.sections.training import StoreConfig
+from ...common.tensors.judgement import factor_to
 from ...common.tensors.layout import FlatRun, Kind, Layout, View, kept_views
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
-from ..core.judgement import factor_to
 from .aggregation.base import Aggregator
 from .aggregation.direction import Direction
 from .aggregation.mean import Mean

@@ -104,12 +104,8 @@ class Tables:
         mean = self._mean if self._mean is not None else self._mean_of_round()
         self._round, self._mean = [], None
         for index, (ids, values) in mean.items():
-            table = self._tables[index]
-            table.step(ids, values if factor == 1.0 else values * factor, lr_scale)
-            if not math.isfinite(table.rows(ids).sum().item()):
-                wrong = ids[~torch.isfinite(table.rows(ids)).all(1)].tolist()
-                if wrong:
-                    return f"NaN or Inf in row {wrong[0]:,} of table '{table.spec.name}'"
+            if wrong := self._tables[index].step(ids, values if factor == 1.0 else values * factor, lr_scale):
+                return wrong
         return ""
 
     def _mean_of_round(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

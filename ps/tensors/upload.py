@@ -2,7 +2,7 @@
 
 Pieces may arrive in any order, and before the contribution that they belong to. Each complete part is examined at once
 (`sanity.py`), while it is in the cache and other parts are still arriving. `judge` makes a judgement of the findings
-(`ps/core/judgement.py`), which the run acts on (`ps/core/contributions.py`).
+(`common/tensors/judgement.py`), which the run acts on (`ps/core/contributions.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from ...common.codecs.base import Codec, SelfContained, payload_bytes
 from ...common.errors import ParamServerError
+from ...common.tensors.judgement import Judgement
 from ...common.tensors.layout import as_bytes
 from ...common.wire.frames import PayloadReader
-from ..core.judgement import Judgement
 from .codec_memory import CodecMemory
 from .model import Model
 from .sanity import Findings

@@ -14,12 +14,12 @@ from functools import partial
 from ...common.codecs.base import Codec, payload_bytes
 from ...common.codecs.shared.by_tensor import ByTensor, only_rest
 from ...common.errors import Reason, refusal
+from ...common.tensors.judgement import SOUND, Judgement
 from ...common.wire.frames import Frame
 from ...common.wire.messages import read_contribution
 from ...common.wire.records import Contribution, PayloadInfo
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
-from ..core.judgement import SOUND, Judgement
 from ..core.run import Run
 from ..engine.folding import Folding, Staged
 from ..engine.peers import Peer

@@ -20,10 +20,10 @@ from itertools import dropwhile
 from typing import Any
 
 from ...common.errors import UsageError
+from ...common.tensors.judgement import SOUND, Judgement
 from ...common.wire.records import Base, Contribution, ContributionId, Counts, FirstInfo, Timing
 from ...drills.history_lines import Follower, Line, Problem
 from ...ps.core import effects, events
-from ...ps.core.judgement import SOUND, Judgement
 from ...ps.core.run import Run
 from ...ps.core.state import Options
 from ...ps.engine.modes import policy_of

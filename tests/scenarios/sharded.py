@@ -24,8 +24,8 @@ from itertools import islice
 from typing import Any
 
 from paramserver.common.config.sections.training import StoreConfig
+from paramserver.common.tensors.judgement import judge_whole
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.judgement import judge_whole
 from paramserver.ps.core.replication import Coordinator, Digest, Follower, Outbox, Sequencer
 from paramserver.ps.core.run import Run
 

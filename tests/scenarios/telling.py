@@ -35,9 +35,9 @@ from typing import Any
 import yaml
 
 from paramserver.common.kinds import ContributionKind
+from paramserver.common.tensors.judgement import SOUND, Judgement
 from paramserver.common.wire.records import ContributionId, Row
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.judgement import SOUND, Judgement
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of

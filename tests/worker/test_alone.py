@@ -73,7 +73,7 @@ def test_epochs_of_the_run_count_batches_and_its_length_training_steps(accumulat
     session = alone(epochs=2)
     with capture_logs() as logs:
         assert epochs(session, accumulate=accumulate) == [4, 4, 0]
-    assert session.is_done and session.status().steps == session.step == 8 // accumulate
+    assert session.is_done and session.alone.status().steps == session.step == 8 // accumulate
     assert [line["event"] for line in logs] == ["no_batches"]
 
 
@@ -109,7 +109,7 @@ def test_a_number_of_samples_that_the_script_says_replaces_that_of_its_batches()
         if number:
             session.record(num_samples=100)
         optimizer.step()
-    assert session.num_samples == 302
+    assert session.alone.row.samples == 302
 
 
 def test_epochs_of_a_script_s_own_loader_are_refused() -> None:
@@ -123,8 +123,8 @@ def test_epochs_of_a_script_s_own_loader_are_refused() -> None:
 def test_one_that_is_stopped_says_no_more() -> None:
     session = alone(steps=500)
     with capture_logs() as logs:
-        assert epochs(session, stop_at=3) == [3, 0, 0]
-    assert (logs, session.ended_by, session.is_done) == ([], "stopped: enough", True)
+        assert epochs(session, stop_at=3) == [4, 0, 0]
+    assert (logs, session.alone.ended_by, session.is_done) == ([], "stopped: enough", True)
 
 
 def test_a_step_after_the_end_and_a_second_optimizer_are_refused_as_with_a_server() -> None:
@@ -148,7 +148,7 @@ def test_of_several_optimizers_a_training_step_is_a_batch() -> None:
         for optimizer in (d, d, g):
             model["d"](model["g"](x)).sum().backward()
             optimizer.step()
-    assert (session.step, session.num_samples) == (3, 6)
+    assert (session.step, session.alone.row.samples) == (3, 6)
 
 
 def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_single(tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_s
     model = torch.nn.Linear(2, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ended = []
-    with reporting(session, config):
+    with reporting(session.alone, config):
         for (x,) in session.shard(TensorDataset(torch.ones(21 * 16, 2)), batch_size=16):
             time.sleep(0.01 if ended else 0.5)
             model(x).sum().backward()
             optimizer.step()
             ended.append(time.perf_counter())
         time.sleep(0.5)  # an evaluation
-        write_alone(session, config)
+        write_alone(session.alone, config)
     found = Summary.model_validate_json((tmp_path / "s.json").read_text())
     steps_per_s = 20 / (ended[-1] - ended[0])
     assert found.union_steps_per_s == pytest.approx(steps_per_s, rel=0.05)
@@ -187,11 +187,11 @@ def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_s
 def test_samples_that_nobody_said_are_unknown(num_said: int, known: int | None) -> None:
     session, model = alone(steps=2), torch.nn.Linear(2, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert session.known_samples == 0
+    assert session.alone.row.samples == 0
     for _ in range(2):
         session.record(loss=0.0, num_samples=num_said)
         optimizer.step()
-    assert session.known_samples == known
+    assert session.alone.row.samples == known
 
 
 def test_clipping_counts_the_rows_of_tables_too() -> None:
@@ -202,7 +202,7 @@ def test_clipping_counts_the_rows_of_tables_too() -> None:
     optimizer = session.optimizer(dense, torch.optim.SGD(dense.parameters(), lr=1.0))
     here, rows = (
         torch.nn.Parameter(dense.weight.detach().clone()),
-        torch.nn.Parameter(session._made[0].rows(torch.arange(6))),
+        torch.nn.Parameter(session.alone.pull_rows(0, torch.arange(6))),
     )
     ids = torch.tensor([1, 4, 4])
     for max_norm in (0.01, float("inf"), 0.5):
@@ -217,7 +217,7 @@ def test_clipping_counts_the_rows_of_tables_too() -> None:
             here -= here.grad
             rows -= rows.grad
         assert torch.allclose(dense.weight, here, rtol=1e-12)
-        assert torch.allclose(session._made[0].rows(torch.arange(6)), rows, rtol=1e-12)
+        assert torch.allclose(session.alone.pull_rows(0, torch.arange(6)), rows, rtol=1e-12)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])

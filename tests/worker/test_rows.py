@@ -108,9 +108,9 @@ def test_a_schedule_of_the_model_s_optimizer_is_the_table_s_too(kind: str) -> No
     ids = [torch.tensor(item) for item in ([1, 2], [2, 3], [0, 2], [3], [2, 1, 0])]
     session, model = AloneSession(Config()), torch.nn.Linear(2, 1).double()
     rows = session.rows("items", 4, 2, optimizer="sparse_adam", lr=0.3, dtype=torch.float64)
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     plain = torch.nn.Embedding(4, 2, sparse=True, _weight=rows(torch.arange(4)).detach())
     other = torch.optim.SparseAdam(plain.parameters(), lr=0.3)
-    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     schedule = schedule_of(optimizer)
     others = [] if kind == "by hand" else [schedule_of(other)]
     if kind == "by hand":

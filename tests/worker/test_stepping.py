@@ -54,5 +54,5 @@ def test_a_step_that_overflows_is_another_batch() -> None:
     task, session = Line(), AloneSession(Config(run={"steps": 20, "batch_size": 4}, train={"precision": "fp16"}))
     task.num_large = 3
     model, _ = train(session, task, 4, torch.device("cpu"))
-    assert (session.step, len(task.seen), session.num_samples) == (20, 4 * 23, 4 * 20)
+    assert (session.step, len(task.seen), session.alone.row.samples) == (20, 4 * 23, 4 * 20)
     assert all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())

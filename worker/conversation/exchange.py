@@ -274,6 +274,10 @@ class Exchange:
                 sleep(retry.failed(time.monotonic(), str(lost)))
                 self.shards.find_again(self.progress.run)
 
+    def pull_averaged(self, model: ModelTensors) -> None:
+        """Write the run's Polyak average into the model."""
+        self.shards.pull_averaged(model)
+
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
         return self.shards.pull_optimizer()
 

@@ -1,4 +1,7 @@
-"""A session without a server. It writes the same events, summary and files as a server."""
+"""A run in this process: `Alone` takes the server's place in the conversation of a session without a server.
+
+It steps the model's own parameters, and writes the same events, summary and files as a server.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,14 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-from ...common.combinations import Choices
 from ...common.config.schema import Config
-from ...common.errors import OutputError, ParamServerError, UsageError
+from ...common.errors import OutputError, ParamServerError, UsageError, shown
 from ...common.kinds import ContributionKind
 from ...common.reporting.curve import Curve, Point, metric_fields
 from ...common.reporting.log import get_logger
@@ -26,34 +26,41 @@ from ...common.reporting.summary import Cost, Summary
 from ...common.reporting.view import EvaluatedPoint, Tick
 from ...common.runstore.ran import Ran, label_of, optimizer_settings, settings_of
 from ...common.runstore.record import Record
-from ...common.tensors.clipping import check_max_norm, clip
-from ...common.tensors.optimizers import TableSpec, describe_optimizers, load_compiler
-from ...common.tensors.statistics import statistics_of
+from ...common.tensors.clipping import clip
+from ...common.tensors.judgement import SOUND, Judgement, decide, halted, overflowed, rejected_too_often, unsound_start
+from ...common.tensors.layout import Kind
+from ...common.tensors.optimizers import JointOptimizer, OptimizerSpec, apply_hyperparameters
 from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
+from ...common.wire.json_text import read_json
+from ...common.wire.records import NO_ROW, NextWork, Outcome, Reply, Result, WeightsInfo
 from ..conversation.interrupts import uninterrupted
-from ..conversation.messages import Settings
-from ..session import Length
+from ..conversation.messages import Final, Goodbye, Outgoing, Settings
+from ..session import Progress
+from ..strategies.base import Strategy
+from ..strategies.blocking import BlockingStrategy
 from ..tensors.transfer import ModelTensors, named_tensors
 from .ending import ending_of, one_line
-from .evaluation import Evaluation
-from .position.data import DataPosition
-from .position.steps import after_the_end
-from .rows import Pull, refuse_scaler
-from .session import Offer, Session
+from .remote import RemoteSession
 
 log = get_logger()
 
+_MODE = "single"  # as records and summaries name a run without a server
 
-class AloneSession(Session):
-    """A session without a server: the given optimizer takes the steps, and the data is not divided."""
+
+class Alone:
+    """An `Exchanger` that is itself the run: mode sync with one worker, whose step is taken in this process."""
+
+    begun = None
+    replies_lose = False
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        self.config, self._all = config.worker, config
         self.settings = Settings(
-            mode="single",
-            kind=ContributionKind.WEIGHTS,
+            mode="sync",
+            kind=ContributionKind.GRADIENT,
             num_workers=1,
+            union_batch=True,
             steps=config.run.steps,
             epochs=config.run.epochs,
             batch_size=config.run.batch_size,
@@ -66,182 +73,271 @@ class AloneSession(Session):
             eval_every=config.run.eval_every,
             ends_by_metrics=config.run.ends_by_metrics,
         )
-        self._begins = True  # whether the current step() begins a training step
-        self._choices = Choices(mode="sync", kind=ContributionKind.GRADIENT, has_rounds=True)  # the same promises
-        self._made: list[Table] = []  # the tables that a server would otherwise keep
-        self.num_samples = 0
-        self._fresh_samples = 0  # recorded since the last step
-        self._lacks_sample_counts = False  # True once a step came without a number of samples
-        self._here.total_steps = config.run.steps
-        self.length = Length(config.run.epochs)
-        self.evaluation = Evaluation(config.run.eval_every, config.run.ends_by_metrics)
+        self.progress = Progress(rank=0)
+        self.measured: list[dict[str, Any]] = []
+        self.stop_reason = ""
+        self.metrics: Mapping[str, float] = {}  # of the final weights
         self.curve = Curve(config.run.best, config.run.stop_when, config.run.patience)
-        self._output = config.output
-        self._model: nn.Module | None = None
-        self._described: dict[str, Any] | None = None  # the optimizers
-        self._optimizer: torch.optim.Optimizer | None = None  # the first
-        self._averaged_buffers: Collection[str] = ()
-        self.loss = float("nan")
+        self.ended_by = ""  # why the run ended early; empty: it did not
+        self.summary: Summary | None = None  # set when the run is over
+        self.row, self.loss = NO_ROW, math.nan
         self.started_at = time.perf_counter()
         self.stepped_at = (0.0, 0.0)  # when the first and the newest step ended, in seconds of perf_counter
         self.first_samples = 0  # samples of the first step
-        self.ended_by = ""  # why the run ended early; empty: it did not
-        self.summary: Summary | None = None  # set when the run is over
+        self._num_rejected = 0  # contributions in a row
+        self._measure: Callable[[], Mapping[str, float]] = dict
+        self._model: ModelTensors | None = None
+        self._described: dict[str, Any] | None = None  # the optimizers
+        self._work: dict[str, Any] = {}
+        self._after: list[torch.Tensor] = []  # buffers, or at the end of the run all tensors, after the newest step
 
-    @property
-    def is_done(self) -> bool:
-        total = self._progress.total_steps
-        return bool(self.ended_by) or (total is not None and self.step >= total)
+    def measures(self, measure: Callable[[], Mapping[str, float]]) -> None:
+        """Show what it returns in each status."""
+        self._measure = measure
 
-    @property
-    def known_samples(self) -> int | None:
-        """Samples so far; None where neither the script nor `shard` gave the number of samples of a step."""
-        return None if self._lacks_sample_counts else self.num_samples
+    # ---- the conversation ---------------------------------------------------------------------
 
-    def stop(self, reason: str) -> None:
-        self.ended_by = f"stopped: {one_line(reason)}"
+    def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
+        tensors = {entry.spec.name: tensor for entry, tensor in zip(model.layout.entries, model.tensors, strict=True)}
+        groups = [
+            {"params": [tensors[name] for name in group.tensors], **group.hyperparameters} for group in optimizer.groups
+        ]
+        optimizer.check_known()
+        self._optimizer, self._spec = JointOptimizer(optimizer.classes, groups), optimizer
+        self._tables = [Table(spec, self.settings.seed) for spec in optimizer.tables]
+        self._described = optimizer_settings(optimizer.name, [group.hyperparameters for group in optimizer.groups])
+        self._model, self.started_at = model, time.perf_counter()
+        if wrong := self._first_unsound(model.tensors[: model.num_trained]):
+            raise unsound_start(0, wrong)
+        self._keep()
+        self.progress.total_steps = self.settings.steps
+        reply = self._reply(Outcome.START)
+        self.progress.started(reply)
 
-    def _begin(self, offer: Offer) -> tuple[torch.optim.Optimizer, ...]:
-        model, optimizers, averaged_buffers, reduction = offer
-        self._check_first(reduction)
-        # raises UsageError for wrong names, as with a server
-        statistics_of(model, named_tensors(model), averaged_buffers)
-        self._averaged_buffers = averaged_buffers
-        load_compiler(optimizers)
-        spec = describe_optimizers(optimizers, ModelTensors(model).names)
-        self._described = optimizer_settings(spec.name, [group.hyperparameters for group in spec.groups])
-        self.started_at = time.perf_counter()
-        self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
-        self._scaling.skipped = lambda _: data.skip_step()
-        for optimizer in optimizers:
-            self._scaling.guard(optimizer, lambda: refuse_scaler(self._tables))
-            optimizer.register_step_pre_hook(lambda part, *_: self._check_step(part))
-            optimizer.register_step_post_hook(lambda part, *_: self._stepped(part) if self._begins else None)
-            optimizer.clip_grad_norm = partial(self._clip_grad_norm, optimizer)  # type: ignore[attr-defined]
-            if self._tables:
-                optimizer.zero_grad = self._forgetting(optimizer.zero_grad)  # type: ignore[method-assign]
-        self._optimizer = optimizers[0]
-        self._follow(optimizers[0])
-        self._model = model
-        self.evaluation.run = lambda: self._evaluate(model)
-        return tuple(optimizers)
+    def contribute(self, outgoing: Outgoing) -> Reply:
+        self._take_measured()
+        contribution = outgoing.contribution
+        if contribution.first is not None:
+            self._work = read_json(contribution.first.work or "{}")
+            self.progress.total_steps = self.settings.steps or contribution.first.run_steps or None
+        self._spec.check_changes(contribution.training.hyperparameters)
+        judgement = self._step(outgoing)
+        if judgement.action in ("reject", "halt"):
+            return self._rejected(judgement)
+        self._num_rejected = 0
+        self.row, now = self.row.plus(contribution.counts), time.perf_counter()
+        is_first = self.row.steps == 1
+        self.stepped_at = now if is_first else self.stepped_at[0], now
+        self.first_samples = self.row.samples or 0 if is_first else self.first_samples
+        if not math.isnan(contribution.training.loss):
+            self.loss = contribution.training.loss
+        if self.stop_reason and not self.ended_by:
+            self.ended_by = f"stopped: {one_line(self.stop_reason)}"
+        if judgement.action == "skip":
+            self._restore()
+            reason = f"{judgement.problem} ({judgement.limit}): counted as a contribution, nothing folded"
+            return self._reply(Outcome.REJECTED, reason)
+        reply = self._reply(Outcome.APPLIED)
+        self._keep()
+        return reply
 
-    def _make_rows(self, spec: TableSpec) -> Pull:
-        self._made.append(table := Table(spec, self.settings.seed))
-        return table.rows
+    def _reply(self, outcome: Outcome, reason: str = "") -> Reply:
+        total, (seq, steps, *_) = self.progress.total_steps, self.row
+        is_over = bool(self.ended_by) or (total is not None and steps >= total)
+        work = NextWork(0 if is_over else 1, steps, run_steps=total)
+        reply = Reply(Result(outcome, seq, seq, reason=reason), work, WeightsInfo(0))
+        self.progress.replied(reply)
+        if outcome is Outcome.REJECTED:
+            log.warning("rejected", rank=0, seq=self.progress.next_number, reason=shown(reason, 2_000))
+        return reply
 
-    def _check_step(self, part: torch.optim.Optimizer) -> None:
-        self._owner.check()
-        assert self._data is not None
-        self._scaling.num_steps += 1
-        self._begins = self._data.begins(part)
-        if not self._begins:
+    def moved(self) -> None:
+        """The model has moved: the optimizer's state follows it."""
+        for parameter, state in self._optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = value.to(parameter.device)
+
+    def finish(self, can_evaluate: bool) -> Final | None:
+        self._take_measured()
+        if self.stop_reason and not self.ended_by:
+            self.ended_by = f"stopped: {one_line(self.stop_reason)}"
+        self._restore()
+        return Final(version=self.progress.version, evaluate=can_evaluate)
+
+    def pull_exact(self, model: ModelTensors) -> int:
+        return self.progress.version
+
+    def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
+        assert self._model is not None
+        names = self._model.names
+        return {
+            names[id(parameter)]: {
+                key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)
+            }
+            for parameter, state in self._optimizer.state.items()
+            if id(parameter) in names
+        }
+
+    def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        return self._tables[table].rows(ids)
+
+    def pull_averaged(self, model: ModelTensors) -> None:
+        """There is no average: `settings.polyak` is 0."""
+
+    def leave(self, goodbye: Goodbye) -> None:
+        self.metrics = goodbye.metrics
+
+    def drop(self) -> None: ...
+
+    # ---- a step -------------------------------------------------------------------------------
+
+    def _step(self, outgoing: Outgoing) -> Judgement:
+        """Take the optimizer's step along a contribution's gradients, if its judgement is to take it.
+
+        The script's gradients stay as they are.
+        """
+        assert self._model is not None
+        training, limits = outgoing.contribution.training, self._all.store
+        parameters = self._model.tensors[: self._model.num_trained]
+        sources = [
+            None if item is None else item.detach()
+            for item in self._model.sources(ContributionKind.GRADIENT, range(len(parameters)))
+        ]
+        gradients, rows = [item for item in sources if item is not None], [item.gradients for item in outgoing.rows]
+        where = self._first_unsound(sources)
+        is_finite = not where and _are_finite(rows)
+        norm = float(_norm(gradients)) if is_finite and limits.max_norm is not None else 0.0
+        action, problem, limit = decide(limits, is_finite, norm)
+        problem += f" in '{where}'" if where else ""
+        if action != "take" and action != "clip":
+            return Judgement(action, problem, limit)
+        bounds = [training.clip_norm, limits.clip_norm or 0.0]
+        if action == "clip":
+            bounds.append(limits.max_norm or 0.0)
+            sources = [None if item is None else torch.nan_to_num(item, 0.0, 0.0, 0.0) for item in sources]
+            rows = [torch.nan_to_num(item, 0.0, 0.0, 0.0) for item in rows]
+            for buffer, saved in zip(self._model.tensors[self._model.num_trained :], self._after, strict=True):
+                buffer.data.copy_(torch.where(torch.isfinite(buffer), buffer, saved))
+        if bound := min((item for item in bounds if item), default=0.0):
+            sources = [None if item is None else item.clone() for item in sources]
+            rows = [item.clone() for item in rows]
+            clip([*(item for item in sources if item is not None), *rows], bound)
+        values = training.hyperparameters
+        for group, changed in zip(self._optimizer.param_groups, values, strict=False):
+            apply_hyperparameters(group, changed)
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for parameter, gradient in zip(parameters, sources, strict=True):
+                parameter.grad = gradient
+            self._optimizer.at(self.progress.version)
+            self._optimizer.step()
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        for table, changed in zip(self._tables, values[len(self._optimizer.param_groups) :], strict=False):
+            table.set_lr(changed.get("lr"))
+        for item, taken in zip(outgoing.rows, rows, strict=True):
+            if where := self._tables[item.table].step(item.ids, taken):
+                raise self._overflowed(where)
+        if where := self._first_unsound(parameters):
+            wrong = next(tensor.detach() for tensor in parameters if self._model.names[id(tensor)] == where)
+            raise self._overflowed(f"{wrong[~torch.isfinite(wrong)][0].item()} in '{where}'")
+        return SOUND
+
+    def _overflowed(self, where: str) -> ParamServerError:
+        """The error of a step along finite values that left NaN or Inf in the weights."""
+        numbers = {key: float(value) for key, value in self._optimizer.param_groups[0].items() if key in ("lr", "eps")}
+        return overflowed(self.progress.version + 1, where, [(0, 0, self.progress.next_number)], numbers)
+
+    def _first_unsound(self, parameters: Sequence[torch.Tensor | None]) -> str:
+        """The name of the first of these tensors of parameters, and of the buffers, with NaN or Inf; empty: none."""
+        assert self._model is not None
+        others = self._model.tensors[len(parameters) :]
+        found = [
+            (entry.spec.name, item.detach())
+            for entry, item in zip(self._model.layout.entries, [*parameters, *others], strict=True)
+            if item is not None and item.is_floating_point() and entry.spec.kind is not Kind.FROZEN
+        ]
+        if bool(torch.isfinite(_norm([item for _, item in found]))):
+            return ""
+        return next((name for name, item in found if not _are_finite([item])), "")
+
+    def _rejected(self, judgement: Judgement) -> Reply:
+        """A contribution is not taken: the model gets the run's weights again."""
+        number, version, limit = self.progress.next_number, self.progress.version, self._all.store.max_nonfinite
+        self._restore()
+        if judgement.action == "halt":
+            raise halted(0, number, version, judgement)
+        self._num_rejected += 1
+        if self._num_rejected >= limit:
+            raise rejected_too_often(0, self._num_rejected, limit, version, judgement)
+        return self._reply(Outcome.REJECTED, f"{judgement.problem}: nothing folded")
+
+    def _keep(self) -> None:
+        """Remember what `_restore` puts back: buffers, and the weights too when the run is over."""
+        assert self._model is not None
+        first = 0 if self.progress.is_done else self._model.num_trained
+        self._after = [tensor.detach().clone() for tensor in self._model.tensors[first:]]
+
+    def _restore(self) -> None:
+        """Put the run's tensors into the model, as a server sends them."""
+        if self._model is not None and self._after:
+            for tensor, saved in zip(self._model.tensors[-len(self._after) :], self._after, strict=True):
+                tensor.data.copy_(saved)
+
+    # ---- evaluations, and what is shown ---------------------------------------------------------
+
+    def _take_measured(self) -> None:
+        """Record the newest evaluations, of the model as it is."""
+        for found in self.measured:
+            if not found["failure"]:
+                self.evaluated(found["metrics"])
+        self.measured.clear()
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Record an evaluation after the newest step, and save the weights if it is the best so far."""
+        step, version, output = self.row.steps, self.progress.version, self._all.output
+        if self.curve.points and self.curve.points[-1].step == step:
             return
-        total = self._progress.total_steps
-        if total is not None and self.step >= total and not self._data.has_in_hand:
-            raise after_the_end(self._progress)
-        _ = self._data.next_step_samples  # raises UsageError for other batches than were stated
-
-    def _stepped(self, part: torch.optim.Optimizer) -> None:
-        if float(getattr(part, "found_inf", None) or 0):  # a fused optimizer has skipped the step itself
-            self._scaling.skipped(part)
-            return
-        for table, rows in zip(self._made, self._tables, strict=True):
-            if (taken := rows.take()) is not None:
-                table.set_lr(rows.lr)
-                table.step(*taken)
-        assert self._data is not None
-        self.evaluation.begin(self._progress, self._data)
-        drawn = self._data.step()
-        self.num_samples += self._fresh_samples or drawn
-        self._lacks_sample_counts |= not (drawn or self._fresh_samples or self._data.uses_shard)
-        self._fresh_samples = 0
-        row = self._progress.row
-        self._progress.row = row._replace(steps=row.steps + 1)
-        if self._optimizer is not None:
-            self.readings.note_step(self._optimizer.param_groups)
-        now = time.perf_counter()
-        self.stepped_at = now if self.step == 1 else self.stepped_at[0], now
-        self.first_samples = self.num_samples if self.step == 1 else self.first_samples
-        if self.evaluation.is_due(self._progress, self._data) and not self.is_done:
-            self.evaluation.run()
-
-    def finish(self) -> bool:
-        if not self.is_done and self._progress.total_steps is not None:
-            self._say_early()
-        if self.evaluation.comes_last and self._model is not None and not self.metrics:
-            self.report(**self.evaluation.metrics(self._model))
-            self.measured(self.metrics, named_tensors(self._model))
-        return True
-
-    def _evaluate(self, model: nn.Module) -> None:
-        self.measured(self.evaluation.metrics(model), named_tensors(model))
-        if (why := self.curve.why_enough) and not self.ended_by:
-            self.ended_by = f"stopped: {why}"
-            log.info("run_stopped", reason=why, step=self.step)
-
-    def measured(self, metrics: dict[str, float], tensors: dict[str, torch.Tensor]) -> None:
-        """Record an evaluation of the model after the newest step, and save the weights if it is the best so far."""
-        if self.curve.points and self.curve.points[-1].step == self.step:
-            return
-        step, elapsed_s = self.step, round(time.perf_counter() - self.started_at, 3)
-        is_best = self.curve.add(Point(step=step, version=step, elapsed_s=elapsed_s, metrics=metrics))
+        elapsed_s = round(time.perf_counter() - self.started_at, 3)
+        is_best = self.curve.add(Point(step=step, version=version, elapsed_s=elapsed_s, metrics=dict(metrics)))
         if len(self.curve.points) == 1 and (unclear := self.curve.unclear())[0]:
             if self.curve.patience is not None or self.curve.best_of is not None:
                 raise UsageError(f"run.patience and run.best need a best evaluation; {unclear[0]}", fix=unclear[1])
             log.info("no_best", reason=unclear[0], fix=unclear[1])
         log.info("evaluated", step=step, best=is_best, **metric_fields(self.curve.points[-1].metrics))
-        if self._output.curve is not None:
-            write_curve(self._output.curve, self.curve.points)
-        if is_best and self._output.best is not None:
-            write_best(self._output.best, tensors, {"mode": "single", "version": str(step)})
+        if output.curve is not None:
+            write_curve(output.curve, self.curve.points)
+        if is_best and output.best is not None:
+            write_best(output.best, self.tensors(), {"mode": _MODE, "version": str(version)})
+        if (why := self.curve.why_enough) and not self.ended_by:
+            self.ended_by = f"stopped: {why}"
+            log.info("run_stopped", reason=why, step=step)
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the model's layout, as a server computes it; empty before there is a model."""
-        if self._model is None:
-            return ""
-        return ModelTensors(self._model, (), self._averaged_buffers).layout.fingerprint
+        return "" if self._model is None else self._model.layout.fingerprint
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's tensors by name."""
         assert self._model is not None
-        return named_tensors(self._model)
+        return named_tensors(self._model.module)
 
-    def _clip_grad_norm(self, part: torch.optim.Optimizer, max_norm: float) -> None:
-        check_max_norm(max_norm)
-        gradients = [param.grad for group in part.param_groups for param in group["params"] if param.grad is not None]
-        gradients += [tensor for rows in self._tables for tensor in rows.gathered()]
-        clip(gradients, max_norm)
-
-    def _forgetting(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
-        def forget(*args: Any, **options: Any) -> None:
-            zero_grad(*args, **options)
-            for rows in self._tables:
-                rows.drop()
-
-        return forget
-
-    def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
-        self._fresh_samples += num_samples
-        if loss is not None:
-            self.loss = loss
-        super().record(loss=loss, num_samples=num_samples, **metrics)
-
-    def ran(self, config: Config) -> Ran:
+    def ran(self) -> Ran:
         """What runs, as a server would record it."""
-        work = self.work.sections
-        return Ran(label_of(work), settings_of(config, "single", {}, self._described, work))
+        return Ran(label_of(self._work), settings_of(self._all, _MODE, {}, self._described, self._work))
 
     def status(self) -> Status:
         """The run as a server would show it."""
-        elapsed_s, samples = time.perf_counter() - self.started_at, self.known_samples
-        taken = self.readings.taken()
+        elapsed_s, samples, steps = time.perf_counter() - self.started_at, self.row.samples, self.row.steps
+        taken = self._measure()
         recorded = {name.removeprefix(RECORDED): value for name, value in taken.items() if name.startswith(RECORDED)}
         worker = WorkerStatus(
             rank=0,
             state="computing",
-            step=self.step,
+            step=steps,
             loss=self.loss if math.isfinite(self.loss) else None,
             samples=samples,
             samples_per_s=None if samples is None else round(samples / elapsed_s, 1) if elapsed_s else 0.0,
@@ -250,22 +346,50 @@ class AloneSession(Session):
             **{name: value for name, value in taken.items() if not name.startswith(RECORDED)},
         )
         return Status(
-            mode="single",
-            version=self.step,
+            mode=_MODE,
+            version=self.progress.version,
             elapsed_s=round(elapsed_s, 2),
-            step=self.step,
-            steps=self._progress.total_steps or 0,
+            step=steps,
+            steps=self.progress.total_steps or 0,
             num_workers=1,
             workers=[worker],
             recorded=recorded,
         )
 
 
+def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The joint 2-norm, without a wait for a GPU for each tensor."""
+    norms = [torch.linalg.vector_norm(item.double() if item.dtype == torch.float16 else item) for item in tensors]
+    return (
+        torch.stack([norm.float().to(norms[0].device) for norm in norms]).norm()
+        if norms
+        else torch.zeros((), device="cpu")
+    )
+
+
+def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no element is NaN or Inf."""
+    return all(bool(torch.isfinite(item).all()) for item in tensors)
+
+
+class AloneSession(RemoteSession):
+    """A session whose conversation is with a run in this process."""
+
+    def __init__(self, config: Config) -> None:
+        self.alone = Alone(config)
+        super().__init__(config)
+
+    def _open(self, may_overlap: bool) -> Strategy:
+        self._exchange = self.alone
+        self.alone.measures(self.readings.taken)
+        return BlockingStrategy(self.alone)
+
+
 @contextmanager
-def reporting(session: AloneSession, config: Config) -> Iterator[None]:
-    """While the session trains: emit `status` events if the log is JSON, and keep the run's record up to date."""
+def reporting(alone: Alone, config: Config) -> Iterator[None]:
+    """While the run trains: emit `status` events if the log is JSON, and keep the run's record up to date."""
     stop = threading.Event()
-    thread = threading.Thread(target=_report_until, args=(stop, session, config), daemon=True)
+    thread = threading.Thread(target=_report_until, args=(stop, alone, config), daemon=True)
     thread.start()
     try:
         yield
@@ -274,73 +398,73 @@ def reporting(session: AloneSession, config: Config) -> Iterator[None]:
         thread.join()
 
 
-def _report_until(stop: threading.Event, session: AloneSession, config: Config) -> None:
+def _report_until(stop: threading.Event, alone: Alone, config: Config) -> None:
     """Write status events and the record until `stop` is set. Runs in a thread, because a write may wait for a disk.
 
     A counter that this thread reads may be one step old. A record without a summary means that the run crashed.
     """
-    record = Record(config, run=secrets.token_hex(6), mode="single") if config.output.store else None
+    record = Record(config, run=secrets.token_hex(6), mode=_MODE) if config.output.store else None
     num_points, is_last = 0, False
     while not is_last:
         is_last = stop.wait(config.server.status_interval_s)
-        status = session.status()
+        status = alone.status()
         if config.log.format == "json" and not is_last:
             log.info("status", **status.fields())
         if record is None:
             continue
-        points, best = session.curve.points[num_points:], session.curve.best
+        points, best = alone.curve.points[num_points:], alone.curve.best
         num_points += len(points)
-        record.writer.model, record.writer.ran = session.fingerprint, session.ran(config)
+        record.writer.model, record.writer.ran = alone.fingerprint, alone.ran()
         evaluations = [EvaluatedPoint(**point.model_dump(), is_best=point is best) for point in points]
         tick = Tick(at=time.time(), status=status, evaluations=evaluations, is_over=is_last)
-        if is_last and session.summary is not None:
-            record.end(tick, session.summary, session.ended_by)
+        if is_last and alone.summary is not None:
+            record.end(tick, alone.summary, alone.ended_by)
         else:
             record.writer.add(tick)
             record.flush()
 
 
 @contextmanager
-def kept_if_it_fails(session: AloneSession, config: Config) -> Iterator[None]:
+def kept_if_it_fails(alone: Alone, config: Config) -> Iterator[None]:
     """Save weights and summary, with the reason, if training fails inside. A server does the same."""
     try:
         yield
     except (UserCodeError, ParamServerError) as error:
-        if session.step:
-            session.ended_by = f"failed at step {session.step}: {ending_of(error).failure}"
+        if step := alone.row.steps:
+            alone.ended_by = f"failed at step {step}: {ending_of(error).failure}"
             try:
-                write_alone(session, config)
+                write_alone(alone, config)
             except OutputError as unsaved:
                 log.error("not_saved", reason=unsaved.message)
         raise
 
 
-def write_alone(session: AloneSession, config: Config) -> None:
+def write_alone(alone: Alone, config: Config) -> None:
     """Save weights and summary where the configuration says, and show or log the summary.
 
     Signals wait until it returns.
     """
     with uninterrupted:
-        model_tensors = session.tensors()
-        if session.metrics and session.curve.points:
-            session.measured(session.metrics, model_tensors)
-        steps, samples = session.step, session.known_samples
-        first, last = session.stepped_at
+        model_tensors = alone.tensors()
+        if alone.metrics and alone.curve.points:
+            alone.evaluated(alone.metrics)
+        steps, samples = alone.row.steps, alone.row.samples
+        first, last = alone.stepped_at
         # from the first weights to the last training step, as a server measures it
-        wall_s = max(0.0, last - session.started_at)
+        wall_s = max(0.0, last - alone.started_at)
         worker = WorkerStatus(
-            rank=0, training_steps=steps, contributions=steps, samples=samples, compute_s=round(wall_s, 3)
+            rank=0, training_steps=steps, contributions=alone.row.seq, samples=samples, compute_s=round(wall_s, 3)
         )
         summary = Summary(
-            mode="single", version=session.step, wall_s=round(wall_s, 3),
-            ended_by=session.ended_by, final=session.metrics, workers=[worker], curve=session.curve.points,
-            best=session.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
-            steady_samples=session.num_samples - session.first_samples, steady_steps=max(0, steps - 1),
+            mode=_MODE, version=alone.progress.version, wall_s=round(wall_s, 3),
+            ended_by=alone.ended_by, final=dict(alone.metrics), workers=[worker], curve=alone.curve.points,
+            best=alone.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
+            steady_samples=0 if samples is None else samples - alone.first_samples, steady_steps=max(0, steps - 1),
         )  # fmt: skip
         if (rate := config.cost.rate) is not None:
             summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)
-        session.summary = summary
+        alone.summary = summary
         tensors = {}
         if config.output.save is not None:
             tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
-        write_results(config, summary, tensors, {"mode": "single", "version": str(session.step)})
+        write_results(config, summary, tensors, {"mode": _MODE, "version": str(alone.progress.version)})

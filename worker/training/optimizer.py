@@ -76,8 +76,8 @@ class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
         """Accepts the state that is there: a trainer at its end writes each back, after it moved it to another device.
 
         Raises UsageError for another state."""
-        held = self[parameter]
-        if held.keys() != state.keys() or not all(_is_equal(state[key], value) for key, value in held.items()):
+        known = self[parameter]
+        if known.keys() != state.keys() or not all(_is_equal(state[key], value) for key, value in known.items()):
             raise _state_is_the_servers()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -87,10 +87,10 @@ class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
         return len(self._fetch())
 
 
-def _is_equal(value: Any, held: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor):
-        return torch.equal(value.to(held.device), held)
-    return bool(value == held)
+def _is_equal(value: Any, known: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
+        return torch.equal(value.to(known.device), known)
+    return bool(value == known)
 
 
 def _state_is_the_servers() -> UsageError:

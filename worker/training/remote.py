@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from ..conversation.messages import Final, Goodbye, Settings
 from ..conversation.security import worker_credentials
 from ..ownership import at_exit, unmark
 from ..session import Length, Progress
-from ..strategies.base import Strategy, divided_tensor
+from ..strategies.base import Exchanger, Strategy, divided_tensor
 from ..strategies.choice import make_strategy
 from ..tensors.transfer import ModelTensors, together
 from .ending import Ending, ending_of, ending_of_process, one_line
@@ -47,21 +47,31 @@ _BATCH_NORM = (
 )
 
 
+class Conversation(Exchanger, Protocol):
+    """What a session needs of the run beside its strategy: `Exchange` with a server, `Alone` in this process."""
+
+    def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a table, [n, dim], for distinct and ascending ids."""
+
+    def pull_averaged(self, model: ModelTensors) -> None:
+        """Write the run's Polyak average into the model."""
+
+
 class RemoteSession(Session):
-    """A worker's session with a server."""
+    """A worker's session with a run."""
 
     def __init__(self, config: Config, overlap: bool = False) -> None:
         super().__init__(config)
         may_overlap = config.worker.overlap if config.worker.overlap is not None else overlap
         self._config = config
-        self._exchange: Exchange | None = None  # in a replica group only group rank 0 has it
+        self._exchange: Conversation | None = None  # in a replica group only group rank 0 has it
         self._steps: Steps | None = None
         self._restarted = Restarted(accepts=config.worker.accept_restarted_schedule)
         check(choices_of(config))
         if config.worker.group:
             self._strategy = self._join_group()
         else:
-            _, self._strategy = self._open(may_overlap)
+            self._strategy = self._open(may_overlap)
         self._final: Final | None = None
         self._is_closed = self._was_before = False
         self.settings = self._strategy.settings
@@ -70,7 +80,11 @@ class RemoteSession(Session):
         self.evaluation = Evaluation(self.settings.eval_every, self.settings.ends_by_metrics)
         at_exit(lambda: self._close(ending_of_process()))  # for scripts that end without `close`
 
-    def _open(self, may_overlap: bool) -> tuple[Exchange, Strategy]:
+    def _open(self, may_overlap: bool) -> Strategy:
+        """Open the conversation, and return a strategy for it."""
+        return self._connect(may_overlap)[1]
+
+    def _connect(self, may_overlap: bool) -> tuple[Exchange, Strategy]:
         config, size = self._config, self._inner[1]
         worker = config.worker
         if worker.group:  # The replica group itself handles stage 3, so the server must not see it.
@@ -98,7 +112,7 @@ class RemoteSession(Session):
             load(self._worker.schedule, torch.device(chosen_device(self._worker)))
         group = join(self._config)
         self._inner = self._data_share = group.rank, group.size
-        return Grouped(group, partial(self._open, may_overlap=False), self._config)
+        return Grouped(group, partial(self._connect, may_overlap=False), self._config)
 
     @property
     def rank(self) -> int:
@@ -299,7 +313,7 @@ class RemoteSession(Session):
         if not self.settings.polyak or self._exchange is None or not self._strategy.takes_whole:
             return False
         whole = together(dict(zip(self._names, models, strict=True))) if self._names else models[0]
-        self._exchange.shards.pull_averaged(ModelTensors(whole))
+        self._exchange.pull_averaged(ModelTensors(whole))
         return True
 
     def close(self) -> None:

@@ -96,16 +96,6 @@ class Rows:
         """Whether backward has reached rows since the last step."""
         return bool(self._used)
 
-    def gathered(self) -> list[torch.Tensor]:
-        """The gradients since the last step, summed per row. The caller may change them in place."""
-        if (found := self._summed()) is None:
-            return []
-        ids, gradients = found
-        leaf = torch.empty_like(gradients)
-        leaf.grad = gradients
-        self._used = {id(leaf): (ids, leaf)}
-        return [gradients]
-
     def drop(self) -> None:
         """Discard the gradients, as zero_grad does."""
         for _, rows in self._used.values():

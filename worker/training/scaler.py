@@ -9,8 +9,6 @@ import torch
 
 from ...common.errors import UsageError
 
-_SUPPORTS = "_step_supports_amp_scaling"  # torch's GradScaler reads it of an optimizer before it looks for infinities
-
 
 class Scaling:
     """The scalers of one session. `num_steps` grows with each step() of an optimizer."""
@@ -42,14 +40,3 @@ class Scaling:
                 "that it skips",
                 fix='scaler = session.scaler("cuda"), with the arguments of GradScaler; bfloat16 needs no scaler',
             )
-
-    def guard(self, optimizer: torch.optim.Optimizer, refuse: Callable[[], object]) -> None:
-        """Check the scaler that steps an optimizer of torch. `refuse` is called too, before the scaler steps it."""
-        kind, found = type(optimizer), getattr(optimizer, _SUPPORTS, False)
-
-        def supports(_: torch.optim.Optimizer) -> bool:
-            self.check()
-            refuse()
-            return found
-
-        optimizer.__class__ = type(kind.__name__, (kind,), {_SUPPORTS: property(supports)})

@@ -1,4 +1,4 @@
-"""`Session`: a training loop's rank, data and end of the run. `remote.py` trains with a server, `alone.py` without."""
+"""`Session`: a training loop's rank, data and end of the run. `remote.py` trains, `alone.py` without a server."""
 
 from __future__ import annotations
 
@@ -50,10 +50,7 @@ class Offer(NamedTuple):
 
 
 class Session:
-    """A worker's rank in a run, or a whole run by itself (`AloneSession`).
-
-    This class does the work of a run of one worker.
-    """
+    """What sessions of workers and of evaluators have in common."""
 
     settings: Settings
     _inner = (0, 1)  # group rank, and the size of the replica group

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from paramserver.common.config.sections.training import StoreConfig
 from paramserver.common.errors import ParamServerError, Reason
+from paramserver.common.tensors.judgement import SOUND, Judgement, judge_whole
 from paramserver.common.wire.records import TrainingInfo
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.judgement import SOUND, Judgement, judge_whole
 from paramserver.ps.core.replication import Coordinator, Gather, Outbox
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.state import Options

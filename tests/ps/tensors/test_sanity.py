@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.config.sections.training import StoreConfig
+from paramserver.common.tensors.judgement import SOUND, decide, halted, rejected_too_often
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.core.judgement import SOUND, decide, halted, rejected_too_often
 from paramserver.ps.tensors.sanity import Findings
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 

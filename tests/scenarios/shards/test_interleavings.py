@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import Reason
+from paramserver.common.tensors.judgement import SOUND, Judgement
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.judgement import SOUND, Judgement
 from paramserver.tests.scenarios.sharded import Shards, scattered
 from paramserver.tests.scenarios.telling import make_run
 

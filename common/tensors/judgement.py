@@ -14,8 +14,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from ...common.config.sections.training import StoreConfig
-from ...common.errors import DivergedError, Reason
+from ..config.sections.training import StoreConfig
+from ..errors import DivergedError, ParamServerError, Reason, refusal
 
 Action = Literal["reject", "skip", "clip", "halt"]
 
@@ -77,6 +77,15 @@ def judge_whole(limits: StoreConfig, parts: Sequence[Judgement]) -> Judgement:
         assert limits.max_norm is not None
         return Judgement("take", problem, limit, is_clipped=True, scale=factor_to(limits.max_norm, norm))
     return Judgement(action, problem, limit)
+
+
+def unsound_start(rank: int, name: str) -> ParamServerError:
+    """Returns the refusal of initial weights with NaN or Inf in the tensor of this name."""
+    return refusal(
+        Reason.OPTIMIZER_UNSUPPORTED,
+        f"the initial weights of rank {rank} have NaN or Inf in '{name}'",
+        fix="check its initialisation; a mask with -inf can be a buffer with persistent=False",
+    )
 
 
 # ---- what the run says about it -------------------------------------------------------------
