@@ -44,7 +44,7 @@ def test_at_80_columns_a_row_is_a_line_and_what_matters_most_stays(
 def test_only_columns_that_may_go_go_and_only_for_lack_of_room(widths: list[int], width: int) -> None:
     names = [f"{at:x}" * size for at, size in enumerate(widths)]
     table = FittingTable(["run", *names], names[1:])
-    table.add_row("a", *names)
+    table.add_row("row", *names)
     file = io.StringIO()
     console = report_console(file)
     console.width = width

@@ -338,9 +338,9 @@ class World:
         worker = self.store.live[rank]
         worker.unanswered = contribution_of(worker.seq + 1, worker.base_version)
         worker.state, worker.is_away, worker.counts_for_nothing = "waiting", False, True
-        counted = dict(self.policy.rows)
+        counted = {other: self.policy.seq(other) for other in self.policy.rows}
         self.event("rejected", rank, rank=rank)
-        assert self.policy.rows == counted
+        assert {other: self.policy.seq(other) for other in self.policy.rows} == counted
 
     def disconnect(self, rank: int) -> None:
         """Its connection is lost; it is a member still."""
