@@ -310,6 +310,7 @@ def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     history = [
         {"op": "start", "role": "server", **start},
         {"op": "join", **identity, "seq": 0},
+        {"op": "enter", **identity, "seq": 0},
         {"op": "commit", "role": "server", "version": 1, "contributions": [[0, 1, 1]], "members": [0]},
     ]
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in history))

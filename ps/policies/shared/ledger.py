@@ -9,6 +9,7 @@ stepped in parts a training step has several contributions.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,9 @@ class Ledger(Traits):
         return min(map(self.steps_done, self.rows), default=0) if least is None else least
 
     def slowest_members(self, most: int) -> list[int]:
-        """Returns the `most` live ranks with the fewest training steps."""
+        """Returns the `most` live ranks with the fewest training steps; within a round, those that it waits for."""
+        if self.has_rounds:
+            return heapq.nsmallest(most, self._ranks, key=lambda rank: self.rows[rank].steps)
         return self._standing.first(most)
 
     def lead(self, rank: int) -> int:

@@ -163,7 +163,7 @@ def test_the_history_has_a_line_for_each_fact(tmp_path: Path) -> None:
         {"op": "join", "role": "server", "t": 1.25, "rank": 0, "incarnation": 1, "seq": 0, "resumed": False},
         {"op": "leave", "role": "server", "t": 1.5, "rank": 0, "incarnation": 1, "how": "closed"},
         {"op": "reply", "role": "server", "t": 1.75, "rank": 0, "incarnation": 1, "seq": 7, "version": 9,
-         "outcome": "APPLIED"},
+         "outcome": "APPLIED", "training_steps": 0},
     ]  # fmt: skip
 
 
