@@ -299,9 +299,13 @@ class Seats(Follower):
 
         Those of a new rank are the slowest member's, so that it does not repeat what the others have done.
         """
-        known, self._steps[rank] = self._steps.get(rank), steps
-        is_compared = self._policy is not None and not self._policy.has_rounds
-        if is_compared and known is not None and steps != known:
+        known = self._steps.get(rank)
+        # A rank that missed a round goes on where another one is.
+        is_of_round = self._policy is not None and self._policy.has_rounds and steps in self._steps.values()
+        self._steps[rank] = steps
+        if self._policy is None or known is None:
+            return
+        if steps != known and not (is_of_round and steps > known):
             self._report(f"rank {rank} goes on at training step {steps}: its contributions have {known}")
 
     def _seat(self, line: Line) -> Seat:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def flags(num_workers: int, *more: str) -> tuple[str, ...]:
-    return overlap.flags(H, 1, 0, "", "--workers", str(num_workers), *more)
+    return overlap.flags(H, 1, 0, "--workers", str(num_workers), *more)
 
 
 def test_unequal_workers_equal_plain_torch_and_shards_change_no_bit(cluster: Cluster) -> None:
@@ -30,7 +30,7 @@ def test_unequal_workers_equal_plain_torch_and_shards_change_no_bit(cluster: Clu
         workers = [cluster.script(rank, "outer.py", "adamw") for rank in range(2)]
         assert {process.wait() for process in (*workers, server, *others)} == {0}, workers[0].output
         assert server.events("outer_optimizer")[0]["because"] == "as policy.outer_momentum says"
-        assert_is(cluster, reference("adamw", H, 1, 0, "", {0: (0, 1)}))
+        assert_is(cluster, reference("adamw", H, 1, 0, {0: (0, 1)}))
         ends.append(load_file(cluster.folder / "w.safetensors"))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
@@ -52,7 +52,7 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(cluster: Cluster) ->
     gate.touch()
     assert {process.wait() for process in (first, again, second)} == {0}, first.output
     assert second.event("resumed")["version"] > 0
-    assert_is(cluster, reference("sgd", H, 1, 0, "", {0: (0, 1)}))
+    assert_is(cluster, reference("sgd", H, 1, 0, {0: (0, 1)}))
 
 
 @pytest.mark.parametrize("more", [(), ("--delayed-update", "--overlap-steps", "2")], ids=["waiting", "going_on"])
