@@ -86,10 +86,12 @@ class Replay(Seats):
             if not has_source and (version or any(numbers.values())):
                 self._report(f"a run that begins from nothing is at version {version}, numbers {numbers}")
             self.run, self.lineage, self._voided = line["run"], Lineage(numbers), set()
+            self._finished.clear()
         self._durable = version if has_source and not self._is_relay else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
         self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
         self._empty, self._snapshots, self._has_ended = set(), set(), False
+        self._steps_of_round.clear()
         self._rules = self._rules_of(line.fields)
         self._steps = {rank: row.steps for rank, row in line.rows.items()} if has_source else {}
         self._is_cut = True
@@ -243,6 +245,7 @@ class Replay(Seats):
         folded = {(rank, number) for rank, _, number in line["contributions"]}
         skipped = {item for item in self._skipped if self._close(*item) is not None}
         self._skipped.clear()
+        self._close_round()
         for rank, number in sorted(folded | skipped):
             problem = self.lineage.add(rank, number, version, line.number, is_skipped=(rank, number) in skipped)
             if problem and (rank, number) in folded:

@@ -93,6 +93,8 @@ class Seats(Follower):
         self._policy: Policy | None = None  # a fresh one of the run's mode; None: it is not known here
         self._members: dict[int, Member] = {}
         self._steps: dict[int, int] = {}  # by rank: training steps that count; absent: not known yet
+        self._steps_of_round: dict[int, int] = {}  # by rank, of what counts with the open round
+        self._finished: set[int] = set()  # ranks that rounds go on without
         self._newest: dict[int, int] = {}  # incarnation per rank, since this start
         self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
         self._skipped: set[tuple[int, int]] = set()  # accepted (rank, number) without a fold
@@ -108,6 +110,7 @@ class Seats(Follower):
             if incarnation <= newest:
                 self._report(f"rank {rank} joins as incarnation {incarnation} after {newest}: it must grow")
         self._newest[rank] = max(incarnation, newest or 0)
+        self._finished.discard(rank)
         before = self._members.get(rank)
         known = self._known_number(rank)
         if number != known:
@@ -160,6 +163,7 @@ class Seats(Follower):
             )
         if how == "finished":
             member.is_member = False
+            self._finished.add(rank)
         else:
             del self._members[rank]
 
@@ -204,7 +208,9 @@ class Seats(Follower):
             self._report(f"contribution {number} of rank {rank} comes after a reply that grants it no steps")
         self._report(*(rule.counted(rank, number, base, self.version) for rule in self._rules))
         member.number, member.is_member = number, True
-        if rank in self._steps:
+        if self._policy is not None and self._policy.has_rounds:
+            self._steps_of_round[rank] = line["num_steps"]
+        elif rank in self._steps:
             self._steps[rank] += line["num_steps"]
         self._open.setdefault(rank, {})[number] = line["incarnation"]
         (self._empty.add if outcome == "skipped" else self._empty.discard)(rank)
@@ -261,7 +267,7 @@ class Seats(Follower):
         if sent.reference is not None and sent.reference >= version:
             self._report(f"rank {rank} is given version {version} with older weights, of version {sent.reference}")
         others = [self._steps[other] for other, it in self._members.items() if it.is_member and other in self._steps]
-        ahead = line["training_steps"] - min(others)
+        ahead = line["training_steps"] - min(others, default=line["training_steps"])
         if not line.fields.get("last"):  # a worker without further steps does not block the others
             self._report(*(rule.replied(rank, ahead) for rule in self._rules))
         member.pending, member.is_through = None, bool(line.fields.get("last"))
@@ -295,18 +301,24 @@ class Seats(Follower):
         return 1 if self._policy.common.delayed_update else self._policy.outstanding
 
     def _check_steps(self, rank: int, steps: int) -> None:
-        """Check the training steps with which a rank goes on. In rounds those are of the round.
+        """Check the training steps with which a rank goes on.
 
         Those of a new rank are the slowest member's, so that it does not repeat what the others have done.
         """
         known = self._steps.get(rank)
-        # A rank that missed a round goes on where another one is.
-        is_of_round = self._policy is not None and self._policy.has_rounds and steps in self._steps.values()
         self._steps[rank] = steps
-        if self._policy is None or known is None:
-            return
-        if steps != known and not (is_of_round and steps > known):
+        if self._policy is not None and known not in (None, steps):
             self._report(f"rank {rank} goes on at training step {steps}: its contributions have {known}")
+
+    def _close_round(self) -> None:
+        """Count the steps of a round. A rank that missed it goes on where the others are."""
+        steps, found = self._steps, self._steps_of_round
+        for rank in found.keys() & steps.keys():
+            steps[rank] += found[rank]
+        newest = max((steps[rank] for rank in found.keys() & steps.keys()), default=0)
+        for rank in steps.keys() - self._finished:
+            steps[rank] = max(steps[rank], newest)
+        found.clear()
 
     def _seat(self, line: Line) -> Seat:
         return self.run or "", self.server_incarnation, line["rank"], line["incarnation"]

@@ -115,7 +115,8 @@ class Region(Keeper):
             self._tensors.submit(partial(self._receive, publication), self._model.staging.reclaim)
         elif self._passes_gradients:
             self._publication, self._ranks = publication, tuple(id.rank for id in commit.contributions)
-            training = TrainingInfo(commit.hyperparameters or (), commit.clip_norm, self._loss())
+            groups = commit.hyperparameters or ()
+            training = TrainingInfo(groups, commit.clip_norm, self._loss(), iteration=commit.iteration)
             contribution = self._contribution(steps, training, without)
             self._tensors.submit(
                 self._model.store.mean, lambda mean: self._send(contribution._replace(payload=mean)), pauses=True

@@ -33,7 +33,7 @@ _MAX_METRICS = 1_000
 _MAX_SECONDS = 1e9
 _MAX_NORM = sys.float_info.max  # excludes infinity
 _LEASE_S = 0.01, 1e6
-_MAX_SAMPLES = 2**40  # in a contribution
+_MAX_SAMPLES = 2**40  # in a contribution; also its batches
 _MAX_SHARDS = 4096
 _MAX_GROUPS = 100_000  # parameter groups of an optimizer
 _MAX_STATE_BYTES = 1 << 40  # the setting limits.state_bytes is the server's own, lower limit
@@ -174,7 +174,6 @@ Check = Callable[[str, Any], None]
 COUNTS: dict[type[Message], tuple[str, ...]] = {
     pb.Contribution: ("seq",),
     pb.Begin: ("continues",),
-    pb.Counts: ("num_batches",),
     pb.TrainingInfo: ("iteration",),
     pb.Base: ("version",),
     pb.CompletionInfo: ("generation", "peer_bytes"),
@@ -207,7 +206,10 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "rendezvous": check_address,
     },  # `codecs` are looked up where they are agreed on
     pb.Begin: {"codec": check_text},
-    pb.Counts: {"num_samples": _range(0, _MAX_SAMPLES), "num_workers": _range(0, MAX_RANK)},
+    pb.Counts: {
+        **dict.fromkeys(("num_samples", "num_batches"), _range(0, _MAX_SAMPLES)),
+        "num_workers": _range(0, MAX_RANK),
+    },
     pb.Timing: {"compute_s": _seconds, "transfer_s": _seconds},
     pb.PayloadInfo: {"codec": check_text},
     pb.TrainingInfo: {"clip_norm": _norm},
@@ -293,7 +295,7 @@ def _is_sound_contribution(contribution: pb.Contribution) -> bool:
         and 0 <= timing.transfer_s <= _MAX_SECONDS
         and 0 <= contribution.training.clip_norm <= _MAX_NORM
         and counts.num_samples <= _MAX_SAMPLES
-        and counts.num_batches <= MAX_COUNT
+        and counts.num_batches <= _MAX_SAMPLES
         and contribution.training.iteration <= MAX_COUNT
         and counts.num_workers <= MAX_RANK
         and contribution.seq <= MAX_COUNT

@@ -22,7 +22,7 @@ from ..policies.shared.late import momentum_left
 from . import effects
 from .counting.data import Data
 from .counting.rates import Rates
-from .counting.schedules import Schedules
+from .counting.schedules import Schedules, first_difference
 from .counting.stats import WorkerStats, bin_of, restored_bins
 from .effects import Effect, Log
 from .events import AskedAgain, Contributed
@@ -88,7 +88,7 @@ class Contributions:
         self._outer: Outer | None = None  # the outer optimizer of the newest commit
         self.lr_scale = 1.0  # multiplies the learning rate of every commit; set by a control
         self.staleness: Counter[int] = Counter()  # contributions that count, by versions behind
-        self._clip_norms_differed = False  # whether the warning was logged
+        self._clip_norms_differed = self._schedules_differed = False  # whether the warning was logged
         self._momentum_among = 1  # of the newest commit with hyperparameters
         self._elapsed_before_s = 0.0  # up to the snapshot the run goes on from
         self._started_at: float | None = None
@@ -126,10 +126,10 @@ class Contributions:
             if (other_data := self.data.differs(rank, first.num_samples)) is not None:
                 return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, other_data)]
             found += self.data.record(rank, contribution.base.version, first.digest)
-        if training.iteration and worker.hyperparameters is not None:
-            steps = policy.steps_done(rank), training.iteration
-            if (differ := self._schedules.differ(rank, steps, worker.hyperparameters)) is not None:
-                return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, differ)]
+        groups = worker.hyperparameters if policy.steps_jointly and training.iteration else None
+        place = policy.steps_done(rank), training.iteration
+        if groups is not None and (differ := self._schedules.differ(rank, place, groups)) is not None:
+            return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, differ)]
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version = policy.seq(rank), policy.version
         decisions = policy.contributed(rank, contribution, at)
@@ -139,6 +139,8 @@ class Contributions:
             outcome = "accepted" if event.judgement.is_taken else "skipped"
             found.append(self._note(event, outcome, version))
             self._counted(worker, stats, event, found)
+            if groups is not None:
+                self._schedules.counted(rank, place, groups)
         else:
             outcome = "repeated" if contribution.id.seq == num_counted else "dropped"
             if any(isinstance(decision, Refuse) for decision in decisions):
@@ -245,9 +247,9 @@ class Contributions:
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
         self._schedules.committed()
-        hyperparameters, clip_norm = self._newest_schedule(in_mean)
-        if policy.has_rounds and policy.kind.holds_gradients and not self._clip_norms_differed:
-            self._compare_clip_norms(in_mean, clip_norm, found)
+        hyperparameters, clip_norm, iteration = self._newest_schedule(in_mean)
+        if policy.has_rounds and policy.kind.holds_gradients:
+            self._compare(in_mean, hyperparameters or (), clip_norm, found)
         folded = [(pending.rank, pending.weight if pending.judgement.is_taken else 0.0) for pending in in_mean]
         part, total = 1.0, sum([pending.weight for pending in in_mean]) if policy.skipped_is_zeros else 0.0
         if total:
@@ -272,20 +274,32 @@ class Contributions:
             hyperparameters, lr_scale, decision.reason, decision.momentum_among,
             clip_norm if policy.kind.holds_gradients else 0.0,
             sum([1 if (new := contribution.counts.new_samples) is None else new for contribution in taken]),
-            policy.num_active if not policy.has_rounds else len(policy.committed_by or ()),
+            policy.num_active if not policy.has_rounds else len(policy.committed_by or ()), iteration,
         ))  # fmt: skip
 
     @staticmethod
-    def _newest_schedule(in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float]:
-        """Returns the commit's hyperparameters and clip_norm: those of the process with the most steps, then of the
-        lowest rank. A replacement may have begun its schedule anew, and must not set the run back."""
+    def _newest_schedule(in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float, int]:
+        """Returns the commit's hyperparameters, clip_norm and iteration: those of the process with the most steps, then
+        of the lowest rank. A replacement may have begun its schedule anew, and must not set the run back."""
         candidates = [pending for pending in in_mean if pending.hyperparameters is not None]
         newest = max(candidates, key=lambda item: (item.contribution.training.iteration, -item.rank), default=None)
-        return (None, 0.0) if newest is None else (newest.hyperparameters, newest.clip_norm)
+        if newest is None:
+            return None, 0.0, 0
+        return newest.hyperparameters, newest.clip_norm, newest.contribution.training.iteration
 
-    def _compare_clip_norms(self, in_mean: list[Pending], used: float, found: list[Effect]) -> None:
-        """Warn once in a run when workers of a round clip to different norms: only one norm can be used."""
-        if any(pending.clip_norm != used for pending in in_mean):
+    def _compare(
+        self, in_mean: list[Pending], groups: tuple[dict[str, Any], ...], used: float, found: list[Effect]
+    ) -> None:
+        """Warn once in a run when workers of a round have other hyperparameters or clip to other norms than those that
+        are used. `Schedules` refuses others at the same step of their processes."""
+        if not self._schedules_differed:
+            others = [it.rank for it in in_mean if it.hyperparameters and first_difference(groups, it.hyperparameters)]
+            if others:
+                self._schedules_differed = True
+                meaning = "these ranks are at another place of their schedules, for example after a replacement: the "
+                meaning += "round uses the hyperparameters of the process with the most steps"
+                found.append(Log("warning", "schedules_differ", {"ranks": others[:_NUM_NAMED], "meaning": meaning}))
+        if not self._clip_norms_differed and any(pending.clip_norm != used for pending in in_mean):
             self._clip_norms_differed = True
             by_rank = sorted((pending.rank, pending.clip_norm) for pending in in_mean)
             norms = ", ".join(f"{norm or 'none'} (rank {rank})" for rank, norm in by_rank[:_NUM_NAMED])

@@ -156,6 +156,7 @@ class Commit(Fact):
     clip_norm: float = 0.0  # 2-norm that is stepped along at most, as its workers say; 0: any
     num_samples: int = 0  # of the folded contributions
     num_active: int = 0  # of the members, those that have steps to take
+    iteration: int = 0  # steps of the process whose hyperparameters these are; 0: unknown
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ class BufferedPolicy(Policy):
     Options = BufferedOptions
     options: BufferedOptions
     rules = (BufferRule,)
+    steps_jointly = True
     replies_before_commit = True
     may_scale = True
     skipped_is_zeros = True

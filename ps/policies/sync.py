@@ -12,6 +12,7 @@ from .shared.rounds import RoundPolicy
 
 class SyncPolicy(RoundPolicy):
     kind = ContributionKind.GRADIENT
+    steps_jointly = True
     may_aggregate = True
     may_step_by_turns = True
 

@@ -78,13 +78,11 @@ def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: in
     code, output = check_history(cluster)
     assert (code, UNCHECKED in output) == (0, True), output
 
-    # One line claims that a contribution was older than it was: only the rule minds.
+    # The first line claims another limit. Both workers began at version 0, so one of them was late: only the rule minds.
     lines[0]["options"]["max_age"] = 0
-    late = next(line for line in lines if line["op"] == "accept" and line["version"] > 0)
-    late["base_version"] = late["version"] - 1
     (cluster.folder / "h.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, output = check_history(cluster, "--mode", NAME)
-    assert (code, "is 1 versions old, over 0" in output) == (1, True), output
+    assert (code, "versions old, over 0" in output) == (1, True), output
     assert check_history(cluster)[0] == 0
 
 

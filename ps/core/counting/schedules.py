@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from ....common.errors import ParamServerError, Reason, refusal
 
 _Groups = tuple[dict[str, Any], ...]
+_ROUNDINGS = 1e-9  # relative
 
 
 class Schedules:
@@ -22,12 +24,15 @@ class Schedules:
     def committed(self) -> None:
         self._found.clear()
 
+    def counted(self, rank: int, at: tuple[int, int], groups: _Groups) -> None:
+        self._found.setdefault(at, (rank, groups))
+
     def differ(self, rank: int, at: tuple[int, int], groups: _Groups) -> ParamServerError | None:
-        """Returns the refusal of a contribution with other hyperparameters than another rank's there."""
-        other, known = self._found.setdefault(at, (rank, groups))
-        if known is groups or known == groups:
+        """Returns the refusal of a contribution with other hyperparameters than one that counts, of another rank."""
+        other, known = self._found.get(at, (rank, groups))
+        if (difference := first_difference(known, groups)) is None:
             return None
-        number, name = _first_difference(known, groups)
+        number, name = difference
         theirs, mine = (item[number].get(name) if number < len(item) else None for item in (known, groups))
         where = f" of parameter group {number}" if len(groups) > 1 else ""
         return refusal(
@@ -39,11 +44,21 @@ class Schedules:
         )
 
 
-def _first_difference(known: _Groups, groups: _Groups) -> tuple[int, str]:
-    """Returns the number of the first group that differs, and the name of a value that does."""
+def first_difference(known: _Groups, groups: _Groups) -> tuple[int, str] | None:
+    """Returns the number of the first group that differs, and the name of a value that does; None: none does.
+
+    Up to roundings, which differ between machines: schedules compute with `math.cos`."""
+    if known is groups or known == groups:
+        return None
     for number in range(max(len(known), len(groups))):
         mine, theirs = (item[number] if number < len(item) else {} for item in (known, groups))
         for name in {**mine, **theirs}:
-            if mine.get(name) != theirs.get(name):
+            if not _is_equal(mine.get(name), theirs.get(name)):
                 return number, name
-    return 0, "lr"
+    return None
+
+
+def _is_equal(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, float) and isinstance(theirs, float):
+        return math.isclose(mine, theirs, rel_tol=_ROUNDINGS)
+    return bool(mine == theirs)

@@ -81,9 +81,10 @@ class Ledger(Traits):
     def wrong_counts(self, rank: int, counts: Counts, is_relay: bool = False) -> str:
         """Returns what is wrong with the counts of a contribution that arrives, as a sentence; empty: nothing.
 
-        A region contributes when its own version is complete, which may have more steps than were asked for."""
+        A region contributes when its own version is complete, which may have more steps than were asked for, and none
+        at its end."""
         num_steps, most = counts.num_steps, self.local_steps
-        if num_steps and (num_steps <= most or is_relay):
+        if is_relay or 0 < num_steps <= most:
             return ""
         message = f"rank {rank} contributes {num_steps} training steps and {counts.num_batches} batches"
         if num_steps:
@@ -96,7 +97,7 @@ class Ledger(Traits):
     def num_active(self) -> int:
         """Live workers that have training steps to take. Those that step a model in parts all count."""
         num = len(self._ranks)
-        if self.training_steps is None or self.has_rounds or self.is_parted:
+        if self.training_steps is None or self.has_rounds or self.local_steps > 1 or self.is_parted:
             return num
         return num - self._standing.count(self.training_steps)
 
@@ -164,13 +165,16 @@ class Ledger(Traits):
         return Commit(ranks, reason, scales, self._momentum_among())
 
     def _close_round(self, ranks: tuple[int, ...]) -> None:
-        """Ranks that missed the round go on where it has led."""
+        """Ranks that missed the round go on where it has led, after as many of their own batches."""
         rows, committed = self.rows, self.committed
         if len(ranks) < len(rows):
-            newest = max((rows[rank] for rank in ranks), key=lambda row: row.steps)
-            for rank in rows.keys() - set(ranks):
-                if rows[rank].steps <= newest.steps:
-                    rows[rank] = rows[rank].at(newest)
+            first = max(ranks, key=lambda rank: rows[rank].steps)
+            newest, num_batches = rows[first], rows[first].batches - committed[first].batches
+            for rank in rows.keys() - set(ranks) - self.finished_ranks:
+                if (row := rows[rank]).steps <= newest.steps:
+                    rows[rank] = row._replace(
+                        steps=newest.steps, batches=row.batches + num_batches, part=newest.part
+                    )
         for rank in self.members:
             self._standing.move(rank, committed[rank].steps, rows[rank].steps)
         committed.update(rows)

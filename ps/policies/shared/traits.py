@@ -30,6 +30,8 @@ class Traits:
     # A version is a round of all live workers, who all get it. The run's length is then counted in versions, and not
     # in each worker's contributions.
     has_rounds: ClassVar[bool] = False
+    # A step may be made of the contributions of several workers, which must have the same hyperparameters.
+    steps_jointly: ClassVar[bool] = False
     # A contribution may get its reply when it is folded, before its version exists. Its payload must then be in memory
     # that its worker does not write to again.
     replies_before_commit: ClassVar[bool] = False
