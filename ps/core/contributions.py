@@ -127,8 +127,8 @@ class Contributions:
                 return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, other_data)]
             found += self.data.record(rank, contribution.base.version, first.digest)
         groups = worker.hyperparameters if policy.steps_jointly and training.iteration else None
-        place = policy.steps_done(rank), training.iteration
-        if groups is not None and (differ := self._schedules.differ(rank, place, groups)) is not None:
+        at_step = policy.steps_done(rank), training.iteration
+        if groups is not None and (differ := self._schedules.differ(rank, at_step, groups)) is not None:
             return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, differ)]
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version = policy.seq(rank), policy.version
@@ -140,7 +140,7 @@ class Contributions:
             found.append(self._note(event, outcome, version))
             self._counted(worker, stats, event, found)
             if groups is not None:
-                self._schedules.counted(rank, place, groups)
+                self._schedules.counted(rank, at_step, groups)
         else:
             outcome = "repeated" if contribution.id.seq == num_counted else "dropped"
             if any(isinstance(decision, Refuse) for decision in decisions):

@@ -78,7 +78,7 @@ def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: in
     code, output = check_history(cluster)
     assert (code, UNCHECKED in output) == (0, True), output
 
-    # The first line claims another limit. Both workers began at version 0, so one of them was late: only the rule minds.
+    # The first line claims another limit. Both began at version 0, so one of them was late: only the rule minds.
     lines[0]["options"]["max_age"] = 0
     (cluster.folder / "h.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, output = check_history(cluster, "--mode", NAME)

@@ -172,9 +172,7 @@ class Ledger(Traits):
             newest, num_batches = rows[first], rows[first].batches - committed[first].batches
             for rank in rows.keys() - set(ranks) - self.finished_ranks:
                 if (row := rows[rank]).steps <= newest.steps:
-                    rows[rank] = row._replace(
-                        steps=newest.steps, batches=row.batches + num_batches, part=newest.part
-                    )
+                    rows[rank] = row._replace(steps=newest.steps, batches=row.batches + num_batches, part=newest.part)
         for rank in self.members:
             self._standing.move(rank, committed[rank].steps, rows[rank].steps)
         committed.update(rows)
