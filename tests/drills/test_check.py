@@ -193,3 +193,14 @@ def test_who_takes_no_more_steps_is_ahead_of_nobody() -> None:
         lines += applied(0, seq, seq, 0, 1)
     lines[-1]["last"] = True
     assert messages(lines) == ""
+
+
+def test_a_round_that_leaves_a_rank_behind_moves_it_too() -> None:
+    """Rank 1 misses two rounds; meanwhile rank 0 has contributed to a third."""
+    lines = [start("sync", options=options_of("sync") | {"straggler_timeout_s": 1.0}), *joined(0, 1)]
+    lines += [*applied(0, 1, 1, 0, 1), *applied(0, 2, 2, 0, 1), applied(0, 3, 3, 0, 1)[0]]
+    late = op("accept", 1, seq=1, base_version=0, version=2, outcome="DROPPED")
+    reply = op("reply", 1, seq=0, version=2, outcome="DROPPED") | {"training_steps": 2}
+    assert messages([*lines, late, reply]) == ""
+    wrong = messages([*lines, late, reply | {"training_steps": 3}])
+    assert "rank 1 goes on at training step 3: its contributions have 2" in wrong

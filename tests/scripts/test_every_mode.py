@@ -31,7 +31,7 @@ OPTIONS = {
     "snapshots of shards": ["--shards", "2", "--checkpoint-dir", "snapshots", "--checkpoint-every", "4"],
     "median": ["--set", "policy.aggregation=median"],
     "fragments": ["--fragments", "2", "--local-steps", "6"],
-    "grpc": ["--set", "server.shared_memory=false", "--set", "server.direct_port=null"],
+    "grpc": ["--set", "server.shared_memory=false", "--set", "server.direct=false"],
     "backup workers": ["--backup-workers", "1"],
     "evaluations": ["--eval-every", "5", "--best", "loss"],
     "samples": ["--set", "policy.weighting=samples"],

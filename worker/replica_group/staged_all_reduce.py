@@ -23,13 +23,15 @@ from ...common.tensors.clipping import scale
 from ...common.wire.records import GroupInfo, Reply
 from ..conversation.exchange import Exchange
 from ..conversation.membership import GroupView
-from ..conversation.messages import Outgoing
+from ..conversation.messages import Outgoing, Settings, loses_replies
 from ..conversation.security import worker_credentials
 from ..strategies.all_reduce import AllReduceStrategy
 from ..strategies.group import Group as Peers
 from ..strategies.undoable_step import Mean
+from ..tensors.transfer import ModelTensors
 from .group import Group
 from .member import GroupMember
+from .redistribution import Redistribution
 
 
 class Placement(NamedTuple):
@@ -42,8 +44,11 @@ class Placement(NamedTuple):
 class StageMember(GroupMember):
     """A GroupMember that knows the server's facts about peers."""
 
-    def __init__(self, exchange: Exchange | None, config: Config, *others: Any) -> None:
-        super().__init__(exchange, *others)
+    def __init__(
+        self, exchange: Exchange | None, config: Config, whole: ModelTensors, redistribution: Redistribution,
+        settings: Settings,
+    ) -> None:  # fmt: skip
+        super().__init__(exchange, whole, redistribution, settings, loses_replies(config.worker, settings))
         self.config, self.server = config.worker, config.worker.server
         self.credentials = exchange.credentials if exchange is not None else worker_credentials(config)
         self.group_view = exchange.group_view if exchange is not None else GroupView()

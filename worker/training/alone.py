@@ -384,6 +384,10 @@ class AloneSession(RemoteSession):
         self.alone.measures(self.readings.taken)
         return BlockingStrategy(self.alone)
 
+    @property
+    def _mode(self) -> str:
+        return _MODE
+
 
 @contextmanager
 def reporting(alone: Alone, config: Config) -> Iterator[None]:

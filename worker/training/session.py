@@ -490,7 +490,11 @@ class Session:
 
         has_begun = self._memory is not None or self.losses.points
         where = (self.rank, self.num_workers, self._position, self.is_done) if has_begun else None
-        return of_session(self.settings.mode, where, self.losses.points, self.metrics)
+        return of_session(self._mode, where, self.losses.points, self.metrics)
+
+    @property
+    def _mode(self) -> str:
+        return self.settings.mode
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """The card as a notebook displays it."""

@@ -102,3 +102,50 @@ def test_equal_schedules_of_processes_at_other_steps_of_their_own_are_no_fault(m
         found = run.apply(event)
     (commit,) = [effect for effect in found if isinstance(effect, effects.Commit)]
     assert commit.hyperparameters == ({"lr": 0.05},), "the schedule that is farther"
+
+
+def test_schedules_are_compared_with_what_counts_and_up_to_roundings() -> None:
+    run = started("sync", num_workers=3)
+
+    def contribute(rank: int, lr: float, base: int = 0, iteration: int = 1) -> list[effects.Effect]:
+        return run.apply(contributed(rank, 1, 1, base, hyperparameters=({"lr": lr},), iteration=iteration))
+
+    assert not any(isinstance(effect, effects.Refuse) for effect in contribute(0, 0.1))
+    assert not any(isinstance(effect, effects.Refuse) for effect in contribute(1, 0.1 * (1 + 1e-13)))
+    found = contribute(2, 0.2, iteration=9)
+    (commit,) = [effect for effect in found if isinstance(effect, effects.Commit)]
+    (log,) = [effect for effect in found if isinstance(effect, effects.Log) and effect.event == "schedules_differ"]
+    assert (commit.hyperparameters, commit.iteration, log.fields["ranks"]) == (({"lr": 0.2},), 9, [0, 1])
+
+
+def test_a_contribution_that_did_not_count_is_compared_with_nothing() -> None:
+    """Its round was over: the schedule of its process says nothing about the next round."""
+    run = started("sync", straggler_timeout_s=1.0)
+    run.apply(contributed(0, 1, 1, 0, at=1.0, hyperparameters=({"lr": 0.1},), iteration=1))
+    run.apply(events.Ticked(at=3.0))
+    assert run.policy.version == 1
+    dropped = run.apply(contributed(1, 1, 1, 0, at=3.5, hyperparameters=({"lr": 0.1},), iteration=1))
+    assert [effect.outcome for effect in dropped if isinstance(effect, effects.ContributionTaken)] == ["dropped"]
+    found = run.apply(contributed(0, 1, 2, 1, at=4.0, hyperparameters=({"lr": 0.05},), iteration=2))
+    assert not any(isinstance(effect, effects.Refuse) for effect in found)
+
+
+def test_a_mode_whose_workers_step_by_themselves_compares_nothing() -> None:
+    run = started("localsgd")
+    for rank, lr in ((0, 0.1), (1, 0.5)):
+        event = contributed(rank, 1, 1, 0, num_steps=STEPS, hyperparameters=({"lr": lr},), iteration=1)
+        assert not any(isinstance(effect, effects.Refuse) for effect in run.apply(event))
+    assert run.policy.version == 1
+
+
+def test_a_rank_that_missed_a_round_goes_on_after_as_many_of_its_own_batches() -> None:
+    """It has used other batches than the others before, and a rank that has finished is nowhere else."""
+    run = started("sync", num_workers=3, straggler_timeout_s=1.0)
+    for rank, num_batches in ((0, 2), (1, 2), (2, 7)):
+        run.apply(contributed(rank, 1, 1, 0, at=1.0, num_batches=num_batches))
+    run.apply(events.Finished(2, 1, at=1.5))
+    run.apply(contributed(0, 1, 2, 1, at=2.0, num_batches=3))
+    run.apply(events.Ticked(at=4.0))
+    rows = run.policy.committed
+    assert run.policy.version == 2
+    assert [(rows[rank].steps, rows[rank].batches) for rank in range(3)] == [(2, 5), (2, 5), (1, 7)]
