@@ -36,11 +36,15 @@ def sent() -> Iterator[tuple[str, set[str], bool]]:
                         yield name, set(), False
 
 
-SENT = list(sent())
+@pytest.fixture(scope="module")
+def everything_sent() -> list[tuple[str, set[str], bool]]:
+    return list(sent())
 
 
 @pytest.mark.parametrize(("name", "fields"), USED)
-def test_each_sender_of_an_event_sends_the_fields_that_are_read(name: str, fields: tuple[str, ...]) -> None:
-    senders = [(found, is_all) for event, found, is_all in SENT if event == name]
+def test_each_sender_of_an_event_sends_the_fields_that_are_read(
+    everything_sent: list[tuple[str, set[str], bool]], name: str, fields: tuple[str, ...]
+) -> None:
+    senders = [(found, is_all) for event, found, is_all in everything_sent if event == name]
     assert senders, f"nothing sends {name}"
     assert [found for found, is_all in senders if is_all and not found.issuperset(fields) and "path" not in found] == []

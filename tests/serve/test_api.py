@@ -23,7 +23,6 @@ from paramserver.worker.conversation.reader import Standing
 from paramserver.worker.tasks.digits import Digits
 from paramserver.worker.tasks.gpt import Gpt
 
-openai = pytest.importorskip("openai", reason="pip install 'openai>=2'")
 pytest.importorskip("starlette", reason="pip install 'paramserver[serve]'")
 
 SIZES = {"num_layers": 1, "num_heads": 2, "width": 16, "context": 2000, "max_bytes": 60_000}
@@ -57,6 +56,7 @@ class Client:
         return ask(self.url, path, body)
 
     def openai(self) -> Any:
+        openai = pytest.importorskip("openai", reason="pip install 'openai>=2'")
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
 

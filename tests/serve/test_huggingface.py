@@ -14,13 +14,12 @@ from paramserver.serve.models import language_model
 from paramserver.serve.slots import NUM_SLOTS, Version
 from paramserver.tests.serve.conftest import GREEDY, Reply
 
-transformers = pytest.importorskip("transformers", reason="pip install 'paramserver[huggingface]'")
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 20
 
 
-def llama() -> Any:
+def llama(transformers: Any) -> Any:
     """Rotary positions, and fewer heads of keys than of queries."""
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -30,7 +29,7 @@ def llama() -> Any:
     )  # fmt: skip
 
 
-def gpt2() -> Any:
+def gpt2(transformers: Any) -> Any:
     """Learned positions."""
     config = transformers.GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=128)
     return transformers.GPT2LMHeadModel(config)
@@ -45,10 +44,11 @@ class Text:
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_a_model_of_transformers_is_served(make: Callable[[], Any]) -> None:
+def test_a_model_of_transformers_is_served(make: Callable[[Any], Any]) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'paramserver[huggingface]'")
     torch.manual_seed(0)
-    plain = make().eval()
-    models = [make() for _ in range(NUM_SLOTS)]
+    plain = make(transformers).eval()
+    models = [make(transformers) for _ in range(NUM_SLOTS)]
     for model in models:
         model.load_state_dict(plain.state_dict())
     engine = Engine(Text(), models, language_model(Text(), models[0]), ServeConfig())
