@@ -18,7 +18,7 @@ Row = dict[str, str]
 # The first value of an option is its default, to which a row that fails is reduced.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "mode": ("sync", "async", "ssp", "dssp", "buffered", "localsgd", "diloco", "async_diloco", "allreduce"),
-    "loop": ("plain", "accumulate", "prefetch", "epochs", "steps"),
+    "loop": ("plain", "accumulate", "prefetch", "ahead", "epochs", "steps"),  # ahead: both of those before it
     "fault": ("none", "kill_worker", "kill_server", "stop_worker"),
     "workers": ("1", "2"),
     "transport": ("shared", "direct", "grpc"),

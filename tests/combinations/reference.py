@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .options import LOCAL_STEPS, Row
-from .script import ACCUMULATE, Numbered, dtype_of, model_of, optimizers_of, output_of
+from .script import Numbered, accumulate_of, dtype_of, model_of, optimizers_of, output_of
 
 Key = tuple[str, int, int]  # (region, rank, process of the worker)
 Steps = Mapping[Key, Mapping[int, list[list[int]]]]  # batches of each process and training step
@@ -67,7 +67,7 @@ def _step(
     row: Row, model: nn.Module, optimizers: dict[str, torch.optim.Optimizer], processes: list[Any], dataset: Numbered
 ) -> None:
     """One step along the mean gradient of these processes, weighted by their samples."""
-    accumulate = ACCUMULATE if row["loop"] == "accumulate" else 1
+    accumulate = accumulate_of(row)
     total = sum(len(batch) for batches in processes for batch in batches)
     sums = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     for batches in processes:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from .options import DEFAULTS, OPTIONS, Row, command, is_promised
 from .reference import Key, Steps, is_exact, train
-from .script import ACCUMULATE, BATCH, EPOCHS, SAMPLES
+from .script import BATCH, EPOCHS, SAMPLES, accumulate_of
 
 SCRIPT = Path(__file__).with_name("script.py")
 TIMEOUT_S = 150.0
@@ -153,7 +153,7 @@ def _judge(row: Row, folder: Path, problems: list[str]) -> None:
 def _judge_batches(row: Row, steps: Steps, problems: list[str]) -> None:
     """Each sample is used once in each pass, and each process takes as many steps as its batches make."""
     num_shares = len(steps)
-    accumulate = ACCUMULATE if row["loop"] == "accumulate" else 1
+    accumulate = accumulate_of(row)
     per_pass = SAMPLES // num_shares if num_shares else 0
     for key, mine in steps.items():
         if sorted(mine) != list(range(len(mine))):

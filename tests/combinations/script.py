@@ -33,6 +33,10 @@ class Numbered(torch.utils.data.Dataset[Any]):
         return index, self.inputs[index], self.targets[index]
 
 
+def accumulate_of(row: dict[str, str]) -> int:
+    return ACCUMULATE if row["loop"] in ("accumulate", "ahead") else 1
+
+
 def dtype_of(row: dict[str, str]) -> torch.dtype:
     return torch.float64 if row["model"] == "float64" else torch.float32
 
@@ -96,8 +100,8 @@ def main() -> None:
         optimizers = session.optimizers(**parts)
     else:
         optimizers = (session.optimizer(model, local[""]),)
-    accumulate = ACCUMULATE if row["loop"] == "accumulate" else 1
-    prefetch = PREFETCH if row["loop"] == "prefetch" else 0
+    accumulate = accumulate_of(row)
+    prefetch = PREFETCH if row["loop"] in ("prefetch", "ahead") else 0
     epochs = EPOCHS if row["loop"] == "plain" else None if row["loop"] == "steps" else 1
     stated = {
         name: value
@@ -106,7 +110,7 @@ def main() -> None:
     }
     loader = session.shard(dataset, batch_size=BATCH, epochs=epochs, **stated)
     note(op="begin")
-    for _ in session.epochs(EPOCHS) if row["loop"] in ("epochs", "accumulate", "prefetch") else range(1):
+    for _ in session.epochs(EPOCHS) if row["loop"] in ("epochs", "accumulate", "prefetch", "ahead") else range(1):
         batches: list[list[int]] = []
         for index, (ids, inputs, targets) in enumerate(ahead(loader, prefetch) if prefetch else loader):
             if not batches:
