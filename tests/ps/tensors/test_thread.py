@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from paramserver.common.errors import Reason
+from paramserver.common.tensors.judgement import overflowed
 from paramserver.ps.tensors.thread import INLINE_BYTES, TensorsBroken, TensorThread
 
 SIZES = [pytest.param(1, id="inline"), pytest.param(INLINE_BYTES + 1, id="thread")]
@@ -47,6 +49,24 @@ def test_after_work_on_the_weights_has_failed_nothing_is_done_with_them(num_byte
             await tensors.run(lambda: found.append("a look"))
         assert found == [TensorsBroken, "then"] and tensors.is_broken
         assert [str(error) for error in ends] == ["no such tensor"]
+        tensors.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+def test_after_weights_have_overflowed_work_says_so(num_bytes):
+    async def scenario() -> None:
+        tensors = TensorThread(lambda _: None)
+        tensors.size_for(num_bytes)
+
+        def overflow() -> None:
+            raise overflowed(3, "inf in 'weight'", [(0, 1, 3)], {})
+
+        tensors.submit(overflow)
+        with pytest.raises(TensorsBroken, match="the weights overflowed: version 3") as found:
+            await tensors.run(lambda: None)
+        assert found.value.reason is Reason.DIVERGED
         tensors.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
