@@ -93,6 +93,8 @@ SCRIPTS = {
     "another switch": loop(last="keep(); optimizer.param_groups[0]['nesterov'] = True"),
     "rows' rate": "table = session.rows('items', 4, 8, lr=0.1)\n"
     + loop(first="backward(batch + table(torch.arange(8) % 4)); table.lr = -1.0"),
+    "rows overflow": "table = session.rows('items', 4, 8, optimizer='sgd', lr=1e9, dtype=torch.float64)\n"
+    + loop(first="backward(batch); (table(torch.arange(8) % 4).sum() * 1e300).backward()"),
     "begun": "model[0].weight.data[0, 0] = float('inf')\n" + loop(),
     "touched": loop(last="keep()\n    if number == 3: model[0].weight.data.clamp_(-0.1, 0.1)"),
     "buffer": loop(last="if number == 3: model[1].running_mean.fill_(1.0)"),
@@ -100,6 +102,7 @@ SCRIPTS = {
     "raises": loop(last="keep()\n    if number == 3: raise ValueError('of the script')"),
     "exits": loop(last="keep()\n    if number == 3: sys.exit(3)"),
     "frozen": loop(last="model[0].requires_grad_(number < 3)"),
+    "unfrozen": "model[0].requires_grad_(False)\n" + loop(last="model[0].requires_grad_(number > 2)"),
     "inner": loop(first="backward(batch); keep(); optimizer.inner.step()"),
     "state": loop("join(torch.optim.Adam(model.parameters()))", last="keep(); optimizer.state = {}"),
     "hooked": """
@@ -173,6 +176,19 @@ for number, (batch,) in enumerate(session.shard(data, 8, epochs=2)):
         model[3](model[0](batch)).square().mean().backward()
         optimizer.step()
 """,
+    "first part nan": """
+parts = (model[0], torch.optim.Adam(model[0].parameters())), (model[3], torch.optim.SGD(model[3].parameters(), lr=0.1))
+optimizers = session.optimizers(first=parts[0], second=parts[1])
+for number, (batch,) in enumerate(session.shard(data, 8, epochs=2)):
+    for part, optimizer in enumerate(optimizers):
+        weights = [item.detach().clone() for item in parts[part][0].parameters()]
+        optimizer.zero_grad()
+        factor = float("nan") if number in (0, 4) and not part else 1.0
+        (model[3](model[0](batch)).square().mean() * factor).backward()
+        optimizer.step()
+        has_moved = any(map(torch.ne, map(torch.sum, weights), map(torch.sum, parts[part][0].parameters())))
+        assert has_moved == (number not in (0, 4))
+""",
     "rows": """
 table = session.rows("items", 20, 8, optimizer="sparse_adam", lr=0.1, dtype=torch.float64)
 optimizer = join()
@@ -215,7 +231,8 @@ SETTINGS = {
 }
 # The exit codes of those that do not end well.
 CODES = {
-    "only nan": 16, "overflow": 16, "later overflow": 16, "halting": 16, "rate": 1,
+    "only nan": 16, "overflow": 16, "later overflow": 16, "halting": 16, "rows overflow": 16,
+    "rate": 1,
     "first rate": 1, "another switch": 1, "rows' rate": 1, "begun": 2, "touched": 2, "raises": 1, "exits": 3,
     "inner": 2, "state": 2, "hooked": 2, "LBFGS": 2, "own scaler": 2, "after the end": 2, "a second": 2,
     "without a batch": 2,
@@ -248,7 +265,8 @@ def is_same(mine: Any, other: Any) -> bool:
 # Variants of others.
 SLOW = {
     "summed", "skipped", "only nan", "later overflow", "nan rows", "mended", "halting", "scaled down", "first rate",
-    "another switch", "exits", "frozen", "inner", "own loader", "closure", "own scaler", "a second", "without a batch",
+    "another switch", "exits", "frozen", "rows overflow", "inner", "own loader", "closure", "own scaler", "a second",
+    "without a batch",
 }  # fmt: skip
 
 

@@ -81,6 +81,7 @@ class Alone:
         self.ended_by = ""  # why the run ended early; empty: it did not
         self.summary: Summary | None = None  # set when the run is over
         self.row, self.loss = NO_ROW, math.nan
+        self.has_overflowed = False  # the weights are not a valid version
         self.started_at = time.perf_counter()
         self.stepped_at = (0.0, 0.0)  # when the first and the newest step ended, in seconds of perf_counter
         self.first_samples = 0  # samples of the first step
@@ -227,11 +228,14 @@ class Alone:
         for group, changed in zip(self._optimizer.param_groups, values, strict=False):
             apply_hyperparameters(group, changed)
         before = [parameter.grad for parameter in parameters]
+        self._optimizer.at(self.progress.version)
+        have_state = [bool(self._optimizer.state.get(parameter)) for parameter in parameters]
         try:
-            for parameter, gradient in zip(parameters, sources, strict=True):
-                parameter.grad = gradient
-            self._optimizer.at(self.progress.version)
-            self._optimizer.step()
+            # A fused step of torch cannot mix parameters with state and parameters without.
+            for has_state in {known for known, source in zip(have_state, sources, strict=True) if source is not None}:
+                for parameter, gradient, known in zip(parameters, sources, have_state, strict=True):
+                    parameter.grad = gradient if known is has_state else None
+                self._optimizer.step()
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
@@ -247,6 +251,7 @@ class Alone:
 
     def _overflowed(self, where: str) -> ParamServerError:
         """The error of a step along finite values that left NaN or Inf in the weights."""
+        self.has_overflowed = True
         numbers = {key: float(value) for key, value in self._optimizer.param_groups[0].items() if key in ("lr", "eps")}
         return overflowed(self.progress.version + 1, where, [(0, 0, self.progress.next_number)], numbers)
 
@@ -465,6 +470,8 @@ def write_alone(alone: Alone, config: Config) -> None:
             summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)
         alone.summary = summary
         tensors = {}
-        if config.output.save is not None:
+        if config.output.save is not None and alone.has_overflowed:
+            log.error("not_saved", reason="earlier work on the weights failed, so they are not a valid version")
+        elif config.output.save is not None:
             tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
         write_results(config, summary, tensors, {"mode": _MODE, "version": str(alone.progress.version)})
