@@ -103,6 +103,12 @@ SCRIPTS = {
     "exits": loop(last="keep()\n    if number == 3: sys.exit(3)"),
     "frozen": loop(last="model[0].requires_grad_(number < 3)"),
     "unfrozen": "model[0].requires_grad_(False)\n" + loop(last="model[0].requires_grad_(number > 2)"),
+    "own gradients": loop(
+        first="backward(batch)\n    for item in model.parameters(): item.grad = item.grad.t().contiguous().t()"
+    ),
+    "gaps": "model[0].weight = torch.nn.Parameter(torch.randn(6, 16).double()[:, ::2])\n" + loop(),
+    "no count": loop(first="session.record(loss=backward(batch), num_samples=-1)", last="keep()"),
+    "a mean": loop(first="session.record(loss=backward(batch), num_samples=8.5)", last="keep()"),
     "inner": loop(first="backward(batch); keep(); optimizer.inner.step()"),
     "state": loop("join(torch.optim.Adam(model.parameters()))", last="keep(); optimizer.state = {}"),
     "hooked": """
@@ -231,11 +237,10 @@ SETTINGS = {
 }
 # The exit codes of those that do not end well.
 CODES = {
-    "only nan": 16, "overflow": 16, "later overflow": 16, "halting": 16, "rows overflow": 16,
-    "rate": 1,
+    "only nan": 16, "overflow": 16, "later overflow": 16, "halting": 16, "rows overflow": 16, "rate": 1,
     "first rate": 1, "another switch": 1, "rows' rate": 1, "begun": 2, "touched": 2, "raises": 1, "exits": 3,
-    "inner": 2, "state": 2, "hooked": 2, "LBFGS": 2, "own scaler": 2, "after the end": 2, "a second": 2,
-    "without a batch": 2,
+    "inner": 2, "no count": 2, "a mean": 2, "state": 2, "hooked": 2, "LBFGS": 2, "own scaler": 2, "after the end": 2,
+    "a second": 2, "without a batch": 2,
 }  # fmt: skip
 
 
@@ -266,7 +271,7 @@ def is_same(mine: Any, other: Any) -> bool:
 SLOW = {
     "summed", "skipped", "only nan", "later overflow", "nan rows", "mended", "halting", "scaled down", "first rate",
     "another switch", "exits", "frozen", "rows overflow", "inner", "own loader", "closure", "own scaler", "a second",
-    "without a batch",
+    "without a batch", "own gradients", "a mean",
 }  # fmt: skip
 
 
@@ -289,3 +294,16 @@ def test_a_script_alone_is_one_worker_in_sync(cluster: Cluster, kind: str) -> No
         assert server.wait() == 0, server.output
         samples = json.loads((cluster.folder / "s.json").read_text())["workers"][0]["samples"]
         assert f"samples {samples}\n" in scripts[0].output
+
+
+def test_a_script_alone_names_the_settings_that_only_a_server_reads(cluster: Cluster) -> None:
+    (cluster.folder / "alone.py").write_text("import paramserver\nparamserver.connect()\n", encoding="utf-8")
+    settings = {
+        "PS_STORE__POLYAK": "0.9",
+        "PS_CHECKPOINT__DIR": "kept",
+        "PS_STORE__CLIP_NORM": "1",
+        "PS_RUN__STEPS": "3",
+    }
+    script = cluster.fork("alone", "alone.py", **settings)
+    assert script.wait() == 0
+    assert [event["keys"] for event in script.events("unread_settings")] == ["checkpoint.dir, store.polyak"]

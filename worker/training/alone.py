@@ -201,9 +201,9 @@ class Alone:
         assert self._model is not None
         training, limits = outgoing.contribution.training, self._all.store
         parameters = self._model.tensors[: self._model.num_trained]
+        found = self._model.sources(ContributionKind.GRADIENT, range(len(parameters)))
         sources = [
-            None if item is None else item.detach()
-            for item in self._model.sources(ContributionKind.GRADIENT, range(len(parameters)))
+            None if item is None else _like(own, item.detach()) for own, item in zip(parameters, found, strict=True)
         ]
         gradients, rows = [item for item in sources if item is not None], [item.gradients for item in outgoing.rows]
         where = self._first_unsound(sources)
@@ -370,6 +370,11 @@ def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if norms
         else torch.zeros((), device="cpu")
     )
+
+
+def _like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in the memory layout of its parameter: torch's fused steps read both in the order of memory."""
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
