@@ -30,6 +30,12 @@ from .training.tasks.evaluator import EvaluatorSession
 
 __all__ = ["Session", "connect", "open_session"]
 
+# Settings, or beginnings of their names, with which a run with a server trains or writes otherwise.
+_OF_SERVERS = (
+    "checkpoint.", "limits.", "output.history", "output.save", "output.summary", "output.track", "policy.", "run.mode",
+    "run.workers", "server.metrics", "server.web", "store.polyak", "upstream.", "worker.codec", "worker.reply_codec",
+)  # fmt: skip
+
 
 def connect(address: str | None = None, rank: int | None = None) -> Session:
     """Join the run at `address` (or PS_SERVER) as `rank` (or PS_WORKER__RANK, or an engine's RANK).
@@ -46,9 +52,14 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
     if not structlog.is_configured():
         setup_logging(resolved.config.log, "script")
-    if not resolved.was_set("worker.server") and not resolved.config.worker.evaluate:
-        return AloneSession(resolved.config)
     worker = resolved.config.worker
+    is_alone = not (resolved.was_set("worker.server") or worker.evaluate)
+    unread = [key for key in resolved.origins if key.startswith(_OF_SERVERS)]
+    if unread and (is_alone or worker.server == "none"):
+        meaning = "this script trains alone, and only a run with a server reads these settings"
+        get_logger().warning("unread_settings", keys=", ".join(unread), meaning=meaning, fix="ps-launch -n 1 train.py")
+    if is_alone:
+        return AloneSession(resolved.config)
     if not worker.evaluate:
         if (parent := parent_of(worker.rank, worker.server)) is not None:
             return cast("Session", ParentsSession(parent))

@@ -374,7 +374,9 @@ def build_optimizer(
     groups = [{**group, **as_arguments({k: v for k, v in group.items() if k != "params"})} for group in groups]
     parameters = [param for group in groups for param in group["params"]]
     if has_fused(name) and all(
-        _is_fused_right(name, parameter.dtype) for parameter in parameters if parameter.device.type == "cpu"
+        _is_fused_right(name, item.dtype) and torch.empty_like(item, device="meta").stride() == item.stride()  # no gaps
+        for item in parameters
+        if item.device.type == "cpu"
     ):
         try:
             return _with_sums(cls(groups, **arguments, fused=True))  # type: ignore[call-arg]

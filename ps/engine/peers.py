@@ -176,8 +176,8 @@ class Streams:
         if effect.has_weights:  # on all shards, even without a stream here
             self._model.references.replies(version, effect.is_start)
         peer = self.peers.get((effect.rank, effect.incarnation))
-        if peer is None:
-            return  # its stream has just ended: the worker asks again
+        if peer is None or self._tensors.is_broken:
+            return  # its stream has just ended: the worker asks again, or gets the refusal that ends the run
         peer.state = "computing"
         if not effect.has_weights:
             self._tensors.then(partial(peer.say, Go(effect)))

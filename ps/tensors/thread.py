@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ...common.errors import ParamServerError
+from ...common.errors import DivergedError, ParamServerError
 
 Result = TypeVar("Result")
 
@@ -24,7 +24,10 @@ INLINE_BYTES = 256 << 10
 
 
 class TensorsBroken(ParamServerError):
-    """Earlier tensor work failed, so the tensors are not a valid version, and no further work runs."""
+    """Earlier tensor work failed, so the tensors are not a valid version, and no further work runs.
+
+    If the weights overflowed, it says so, with that reason.
+    """
 
 
 class _Work(NamedTuple):
@@ -50,6 +53,7 @@ class TensorThread:
         self._queue: deque[_Work] = deque()  # work that has not begun
         self.is_paused = False
         self.is_broken = False
+        self._broken = TensorsBroken("earlier work on the weights failed, so their state is unknown")
         self.busy_s = 0.0  # total time of all work
 
     def size_for(self, num_bytes: int) -> None:
@@ -106,12 +110,14 @@ class TensorThread:
     def _execute(self, work: _Work) -> tuple[Any, Exception | None]:
         """On the thread: run `work` unless earlier work failed. Returns (result, error)."""
         if self.is_broken:
-            return None, TensorsBroken("earlier work on the weights failed, so their state is unknown")
+            return None, self._broken
         began = time.perf_counter()
         try:
             return work.run(), None
         except Exception as error:
             self.is_broken = work.failed is None
+            if self.is_broken and isinstance(error, DivergedError):
+                self._broken = TensorsBroken(error.message, fix=error.fix, reason=error.reason)
             return None, error
         finally:
             self.busy_s += time.perf_counter() - began

@@ -93,6 +93,8 @@ SCRIPTS = {
     "another switch": loop(last="keep(); optimizer.param_groups[0]['nesterov'] = True"),
     "rows' rate": "table = session.rows('items', 4, 8, lr=0.1)\n"
     + loop(first="backward(batch + table(torch.arange(8) % 4)); table.lr = -1.0"),
+    "rows overflow": "table = session.rows('items', 4, 8, optimizer='sgd', lr=1e9, dtype=torch.float64)\n"
+    + loop(first="backward(batch); (table(torch.arange(8) % 4).sum() * 1e300).backward()"),
     "begun": "model[0].weight.data[0, 0] = float('inf')\n" + loop(),
     "touched": loop(last="keep()\n    if number == 3: model[0].weight.data.clamp_(-0.1, 0.1)"),
     "buffer": loop(last="if number == 3: model[1].running_mean.fill_(1.0)"),
@@ -100,6 +102,12 @@ SCRIPTS = {
     "raises": loop(last="keep()\n    if number == 3: raise ValueError('of the script')"),
     "exits": loop(last="keep()\n    if number == 3: sys.exit(3)"),
     "frozen": loop(last="model[0].requires_grad_(number < 3)"),
+    "unfrozen": "model[0].requires_grad_(False)\n" + loop(last="model[0].requires_grad_(number > 2)"),
+    "own gradients": loop(
+        first="backward(batch)\n    for item in model.parameters(): item.grad = item.grad.t().contiguous().t()"
+    ),
+    "gaps": "model[0].weight = torch.nn.Parameter(torch.randn(6, 16).double()[:, ::2])\n" + loop(),
+    "no count": loop(first="session.record(loss=backward(batch), num_samples=-1)", last="keep()"),
     "inner": loop(first="backward(batch); keep(); optimizer.inner.step()"),
     "state": loop("join(torch.optim.Adam(model.parameters()))", last="keep(); optimizer.state = {}"),
     "hooked": """
@@ -173,6 +181,17 @@ for number, (batch,) in enumerate(session.shard(data, 8, epochs=2)):
         model[3](model[0](batch)).square().mean().backward()
         optimizer.step()
 """,
+    "first part nan": """
+parts = (model[0], torch.optim.Adam(model[0].parameters())), (model[3], torch.optim.SGD(model[3].parameters(), lr=0.1))
+optimizers = session.optimizers(first=parts[0], second=parts[1])
+for number, (batch,) in enumerate(session.shard(data, 8, epochs=2)):
+    for optimizer, of_first in zip(optimizers, (True, False)):
+        weights = [item.sum().item() for item in optimizer.parameters]
+        optimizer.zero_grad()
+        (model[3](model[0](batch)).square().mean() * (float("nan") if number in (0, 4) and of_first else 1)).backward()
+        optimizer.step()
+        assert (weights == [item.sum().item() for item in optimizer.parameters]) == (number in (0, 4))
+""",
     "rows": """
 table = session.rows("items", 20, 8, optimizer="sparse_adam", lr=0.1, dtype=torch.float64)
 optimizer = join()
@@ -215,10 +234,10 @@ SETTINGS = {
 }
 # The exit codes of those that do not end well.
 CODES = {
-    "only nan": 16, "overflow": 16, "later overflow": 16, "halting": 16, "rate": 1,
+    "only nan": 16, "overflow": 16, "later overflow": 16, "halting": 16, "rows overflow": 16, "rate": 1,
     "first rate": 1, "another switch": 1, "rows' rate": 1, "begun": 2, "touched": 2, "raises": 1, "exits": 3,
-    "inner": 2, "state": 2, "hooked": 2, "LBFGS": 2, "own scaler": 2, "after the end": 2, "a second": 2,
-    "without a batch": 2,
+    "inner": 2, "no count": 2, "state": 2, "hooked": 2, "LBFGS": 2, "own scaler": 2, "after the end": 2,
+    "a second": 2, "without a batch": 2,
 }  # fmt: skip
 
 
@@ -248,7 +267,8 @@ def is_same(mine: Any, other: Any) -> bool:
 # Variants of others.
 SLOW = {
     "summed", "skipped", "only nan", "later overflow", "nan rows", "mended", "halting", "scaled down", "first rate",
-    "another switch", "exits", "frozen", "inner", "own loader", "closure", "own scaler", "a second", "without a batch",
+    "another switch", "exits", "frozen", "rows overflow", "inner", "own loader", "closure", "own scaler", "a second",
+    "without a batch", "own gradients",
 }  # fmt: skip
 
 
@@ -271,3 +291,16 @@ def test_a_script_alone_is_one_worker_in_sync(cluster: Cluster, kind: str) -> No
         assert server.wait() == 0, server.output
         samples = json.loads((cluster.folder / "s.json").read_text())["workers"][0]["samples"]
         assert f"samples {samples}\n" in scripts[0].output
+
+
+def test_a_script_alone_names_the_settings_that_only_a_server_reads(cluster: Cluster) -> None:
+    (cluster.folder / "alone.py").write_text("import paramserver\nparamserver.connect()\n", encoding="utf-8")
+    settings = {
+        "PS_STORE__POLYAK": "0.9",
+        "PS_CHECKPOINT__DIR": "kept",
+        "PS_STORE__CLIP_NORM": "1",
+        "PS_RUN__STEPS": "3",
+    }
+    script = cluster.fork("alone", "alone.py", **settings)
+    assert script.wait() == 0
+    assert [event["keys"] for event in script.events("unread_settings")] == ["checkpoint.dir, store.polyak"]

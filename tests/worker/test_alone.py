@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 from torch.utils.data import TensorDataset
 
 from paramserver.common.config.schema import Config, RunConfig
-from paramserver.common.errors import UsageError
+from paramserver.common.errors import DivergedError, UsageError
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
-from paramserver.worker.training.alone import AloneSession, reporting, write_alone
+from paramserver.worker.training.alone import AloneSession, kept_if_it_fails, reporting, write_alone
 from paramserver.worker.training.evaluation import untouched
 
 
@@ -181,6 +181,18 @@ def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_s
     with RunStore(store) as runs:
         [kept] = runs.runs()
         assert (kept.mode, runs.config(kept)["run"]["mode"]) == ("single", "single")
+
+
+def test_weights_that_have_overflowed_are_not_saved(tmp_path: Path) -> None:
+    config = Config.model_validate({"output": {"save": str(tmp_path / "w.safetensors"), "store": False}})
+    session, model = AloneSession(config), torch.nn.Linear(2, 1)
+    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=1e9))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    (model(torch.ones(1, 2)).sum() * 1e30).backward()
+    with pytest.raises(DivergedError, match="overflowed"), kept_if_it_fails(session.alone, config):
+        optimizer.step()
+    assert not (tmp_path / "w.safetensors").exists()
 
 
 @pytest.mark.parametrize(("num_said", "known"), [(0, None), (5, 10)])

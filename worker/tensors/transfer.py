@@ -34,7 +34,7 @@ _COPIED_AT_ONCE = 8 << 20
 
 _COPIED_WITH_GIL = 64 << 10
 
-_OURS = 2  # references to a gradient's storage: the gradient, and the object that asks
+_OURS = 2  # references to a gradient's storage: the gradient, and the object that asks; 0: this torch cannot count
 
 Indices = Sequence[int] | None  # of the layout's entries; None: all exchanged entries
 
@@ -397,7 +397,7 @@ class DirectTransfer:
             not gradient.requires_grad
             and gradient.is_contiguous()
             and storage.nbytes() == gradient.nbytes
-            and torch._C._storage_Use_Count(storage._cdata) == _OURS
+            and getattr(torch._C, "_storage_Use_Count", lambda _: 0)(storage._cdata) == _OURS
         ):
             # a storage of its own: moving a model's gradients would otherwise move the segment's view
             memory = view.reshape(-1).view(torch.uint8).numpy()

@@ -81,6 +81,7 @@ class Alone:
         self.ended_by = ""  # why the run ended early; empty: it did not
         self.summary: Summary | None = None  # set when the run is over
         self.row, self.loss = NO_ROW, math.nan
+        self.has_overflowed = False  # the weights are not a valid version
         self.started_at = time.perf_counter()
         self.stepped_at = (0.0, 0.0)  # when the first and the newest step ended, in seconds of perf_counter
         self.first_samples = 0  # samples of the first step
@@ -200,9 +201,9 @@ class Alone:
         assert self._model is not None
         training, limits = outgoing.contribution.training, self._all.store
         parameters = self._model.tensors[: self._model.num_trained]
+        found = self._model.sources(ContributionKind.GRADIENT, range(len(parameters)))
         sources = [
-            None if item is None else item.detach()
-            for item in self._model.sources(ContributionKind.GRADIENT, range(len(parameters)))
+            None if item is None else _like(own, item.detach()) for own, item in zip(parameters, found, strict=True)
         ]
         gradients, rows = [item for item in sources if item is not None], [item.gradients for item in outgoing.rows]
         where = self._first_unsound(sources)
@@ -227,11 +228,14 @@ class Alone:
         for group, changed in zip(self._optimizer.param_groups, values, strict=False):
             apply_hyperparameters(group, changed)
         before = [parameter.grad for parameter in parameters]
+        self._optimizer.at(self.progress.version)
+        have_state = [bool(self._optimizer.state.get(parameter)) for parameter in parameters]
         try:
-            for parameter, gradient in zip(parameters, sources, strict=True):
-                parameter.grad = gradient
-            self._optimizer.at(self.progress.version)
-            self._optimizer.step()
+            # A fused step of torch cannot mix parameters with state and parameters without.
+            for has_state in {known for known, source in zip(have_state, sources, strict=True) if source is not None}:
+                for parameter, gradient, known in zip(parameters, sources, have_state, strict=True):
+                    parameter.grad = gradient if known is has_state else None
+                self._optimizer.step()
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
@@ -247,6 +251,7 @@ class Alone:
 
     def _overflowed(self, where: str) -> ParamServerError:
         """The error of a step along finite values that left NaN or Inf in the weights."""
+        self.has_overflowed = True
         numbers = {key: float(value) for key, value in self._optimizer.param_groups[0].items() if key in ("lr", "eps")}
         return overflowed(self.progress.version + 1, where, [(0, 0, self.progress.next_number)], numbers)
 
@@ -367,6 +372,11 @@ def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     )
 
 
+def _like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in the memory layout of its parameter: torch's fused steps read both in the order of memory."""
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
+
+
 def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether no element is NaN or Inf."""
     return all(bool(torch.isfinite(item).all()) for item in tensors)
@@ -469,6 +479,8 @@ def write_alone(alone: Alone, config: Config) -> None:
             summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)
         alone.summary = summary
         tensors = {}
-        if config.output.save is not None:
+        if config.output.save is not None and alone.has_overflowed:
+            log.error("not_saved", reason="earlier work on the weights failed, so they are not a valid version")
+        elif config.output.save is not None:
             tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
         write_results(config, summary, tensors, {"mode": _MODE, "version": str(alone.progress.version)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -277,6 +278,8 @@ class RemoteSession(Session):
         self._owner.check()
         if self._steps is None:
             raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
+        if not hasattr(num_samples, "__index__") or (num_samples := operator.index(num_samples)) < 0:
+            raise UsageError(f"session.record(num_samples={num_samples!r}): a whole number of at least 0 is expected")
         self._steps.record(num_samples, loss)
         super().record(loss=loss, num_samples=num_samples, **metrics)
 

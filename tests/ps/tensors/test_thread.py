@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from paramserver.common.errors import DivergedError, Reason
 from paramserver.ps.tensors.thread import INLINE_BYTES, TensorsBroken, TensorThread
 
 SIZES = [pytest.param(1, id="inline"), pytest.param(INLINE_BYTES + 1, id="thread")]
@@ -32,8 +33,14 @@ def test_an_error_reaches_who_awaits_the_work_and_nobody_else(num_bytes):
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
+@pytest.mark.parametrize(
+    "error", [ValueError("no such tensor"), DivergedError("no such tensor", reason=Reason.DIVERGED)]
+)
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_after_work_on_the_weights_has_failed_nothing_is_done_with_them(num_bytes):
+def test_after_work_on_the_weights_has_failed_nothing_is_done_with_them(num_bytes, error):
+    def fail() -> None:
+        raise error
+
     async def scenario() -> None:
         ends: list[BaseException] = []
         found: list[object] = []
@@ -43,8 +50,9 @@ def test_after_work_on_the_weights_has_failed_nothing_is_done_with_them(num_byte
         tensors.submit(lambda: found.append("a later commit"))
         tensors.submit(lambda: found.append("a capture"), failed=lambda error: found.append(type(error)))
         tensors.then(lambda: found.append("then"))
-        with pytest.raises(TensorsBroken):
+        with pytest.raises(TensorsBroken) as broken:
             await tensors.run(lambda: found.append("a look"))
+        assert broken.value.reason is getattr(error, "reason", None)
         assert found == [TensorsBroken, "then"] and tensors.is_broken
         assert [str(error) for error in ends] == ["no such tensor"]
         tensors.close()

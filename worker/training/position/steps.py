@@ -10,7 +10,7 @@ import torch
 
 from ....common.errors import UsageError
 from ....common.tensors.optimizers import Hyperparameters
-from ....common.wire.records import Contribution, Counts, FirstInfo, Timing, TrainingInfo
+from ....common.wire.records import Contribution, Counts, FirstInfo, Outcome, Timing, TrainingInfo
 from ...conversation.messages import Begun, Outgoing, RowGradients
 from ...ownership import Owner
 from ...session import Progress
@@ -82,7 +82,7 @@ class Steps:
         self._began: Begun | None = None  # where the newest training step's contribution began
         self._num_starts = -1
         self._replays_left = 0  # contributions that count already, of the training step that is replayed
-        self._skips_step = False  # the current step() belongs to a training step from before the run moved
+        self._skips_step = False  # the current step() belongs to a training step that the run rejected, or moved from
         self._num_samples = 0
         self._step_samples = 0  # of the newest training step
         self._losses: list[float] = []
@@ -246,7 +246,10 @@ class Steps:
             position=began.position if began is not None else None,
         )
         outgoing = Outgoing(contribution, began.payload if began is not None else None, self._rows())
+        num_counted = self.progress.row.seq
         self.strategy.contribute(outgoing, part.parameters if number else None)
+        if self._begins and self.progress.outcome is Outcome.REJECTED and self.progress.row.seq == num_counted:
+            self._skips_step = self.data.is_parted  # the other optimizers' parts would count to the step before
         self._begin_anew()
         self.memory.after_step()
         self.data.apply_start()
