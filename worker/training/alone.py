@@ -82,6 +82,7 @@ class Alone:
         self.summary: Summary | None = None  # set when the run is over
         self.row, self.loss = NO_ROW, math.nan
         self.has_overflowed = False  # the weights are not a valid version
+        self._hyperparameters: tuple[dict[str, Any], ...] = ()  # of the newest contribution
         self.started_at = time.perf_counter()
         self.stepped_at = (0.0, 0.0)  # when the first and the newest step ended, in seconds of perf_counter
         self.first_samples = 0  # samples of the first step
@@ -121,7 +122,8 @@ class Alone:
         if contribution.first is not None:
             self._work = read_json(contribution.first.work or "{}")
             self.progress.total_steps = self.settings.steps or contribution.first.run_steps or None
-        self._spec.check_changes(contribution.training.hyperparameters)
+        if contribution.training.hyperparameters is not self._hyperparameters:
+            self._change(contribution.training.hyperparameters)
         judgement = self._step(outgoing)
         if judgement.action in ("reject", "halt"):
             return self._rejected(judgement)
@@ -224,9 +226,6 @@ class Alone:
             sources = [None if item is None else item.clone() for item in sources]
             rows = [item.clone() for item in rows]
             clip([*(item for item in sources if item is not None), *rows], bound)
-        values = training.hyperparameters
-        for group, changed in zip(self._optimizer.param_groups, values, strict=False):
-            apply_hyperparameters(group, changed)
         before = [parameter.grad for parameter in parameters]
         self._optimizer.at(self.progress.version)
         have_state = [bool(self._optimizer.state.get(parameter)) for parameter in parameters]
@@ -239,8 +238,6 @@ class Alone:
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
-        for table, changed in zip(self._tables, values[len(self._optimizer.param_groups) :], strict=False):
-            table.set_lr(changed.get("lr"))
         for item, taken in zip(outgoing.rows, rows, strict=True):
             if where := self._tables[item.table].step(item.ids, taken):
                 raise self._overflowed(where)
@@ -248,6 +245,16 @@ class Alone:
             wrong = next(tensor.detach() for tensor in parameters if self._model.names[id(tensor)] == where)
             raise self._overflowed(f"{wrong[~torch.isfinite(wrong)][0].item()} in '{where}'")
         return SOUND
+
+    def _change(self, hyperparameters: tuple[dict[str, Any], ...]) -> None:
+        """Step with these from now on. Raises UsageError for one that the optimizer cannot have."""
+        self._spec.check_changes(hyperparameters)
+        groups = self._optimizer.param_groups
+        for group, changed in zip(groups, hyperparameters, strict=False):
+            apply_hyperparameters(group, changed)
+        for table, changed in zip(self._tables, hyperparameters[len(groups) :], strict=False):
+            table.set_lr(changed.get("lr"))
+        self._hyperparameters = hyperparameters
 
     def _overflowed(self, where: str) -> ParamServerError:
         """The error of a step along finite values that left NaN or Inf in the weights."""
