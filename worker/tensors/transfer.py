@@ -385,24 +385,21 @@ class DirectTransfer:
             view.copy_(tensor.detach())
         gradient = self._model.tensors[index].grad
         if tensor is not None and tensor is gradient and self._may_lend and self._model.may_lend:
-            self._lend(index, view, gradient)
+            # Let a place be the memory of its gradient, if the loop keeps the gradient and no other tensor shares it.
+            storage, seen = gradient.untyped_storage(), self._seen.get(index)
+            if seen is None or seen() is not gradient:
+                self._seen[index] = weakref.ref(gradient)
+            elif (
+                not gradient.requires_grad
+                and gradient.is_contiguous()
+                and storage.nbytes() == gradient.nbytes
+                and torch._C._storage_Use_Count(storage._cdata) == _OURS
+            ):
+                # a storage of its own: moving a model's gradients would otherwise move the segment's view
+                memory = view.reshape(-1).view(torch.uint8).numpy()
+                gradient.data = torch.from_numpy(memory).view(view.dtype).view(view.shape)
+                self._lent = {**self._lent, index: weakref.ref(memory)}
         return True
-
-    def _lend(self, index: int, view: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Let a place be the memory of its gradient, if the loop keeps the gradient and no other tensor shares it."""
-        storage, seen = gradient.untyped_storage(), self._seen.get(index)
-        if seen is None or seen() is not gradient:
-            self._seen[index] = weakref.ref(gradient)
-        elif (
-            not gradient.requires_grad
-            and gradient.is_contiguous()
-            and storage.nbytes() == gradient.nbytes
-            and torch._C._storage_Use_Count(storage._cdata) == _OURS
-        ):
-            # a storage of its own: moving a model's gradients would otherwise move the segment's view
-            memory = view.reshape(-1).view(torch.uint8).numpy()
-            gradient.data = torch.from_numpy(memory).view(view.dtype).view(view.shape)
-            self._lent = {**self._lent, index: weakref.ref(memory)}
 
     def prepare(self, indices: Sequence[int], segment: torch.Tensor | None) -> bool:
         """Start copying these gradients off their device. Returns False if they are on the host."""
