@@ -83,25 +83,21 @@ class Family:
     def load(self, name: str) -> Any:
         """Import the file of `name` and return the class that `ENTRY` or `FILE.py:NAME` names."""
         if self._base and is_in_file(name):
-            return self._load_users(name)
+            wanted = getattr(importlib.import_module(f"{self.package}.base"), self._base)
+            try:
+                found = load_from_file(self.noun, name)
+            except UserCodeError as error:
+                raise UsageError(f"{self.noun} {name}: {line_of(error)}: {error}") from error.original
+            if not (isinstance(found, type) and issubclass(found, wanted)):
+                raise UsageError(
+                    f"{self.noun} {name} is no {self.noun}",
+                    fix=f"write a class that extends {wanted.__name__} of {self.package}.base, and name that",
+                )
+            missing = sorted(getattr(found, "__abstractmethods__", ()))
+            if missing:
+                raise UsageError(f"{self.noun} {name} lacks {', '.join(missing)}", fix=f"see {self.package}.base")
+            return found
         return importlib.import_module(self._modules[self.check(name)]).ENTRY
-
-    def _load_users(self, name: str) -> Any:
-        """Returns the class in a user's file. Raises UsageError, also if the file itself raises an exception."""
-        wanted = getattr(importlib.import_module(f"{self.package}.base"), self._base)
-        try:
-            found = load_from_file(self.noun, name)
-        except UserCodeError as error:
-            raise UsageError(f"{self.noun} {name}: {line_of(error)}: {error}") from error.original
-        if not (isinstance(found, type) and issubclass(found, wanted)):
-            raise UsageError(
-                f"{self.noun} {name} is no {self.noun}",
-                fix=f"write a class that extends {wanted.__name__} of {self.package}.base, and name that",
-            )
-        missing = sorted(getattr(found, "__abstractmethods__", ()))
-        if missing:
-            raise UsageError(f"{self.noun} {name} lacks {', '.join(missing)}", fix=f"see {self.package}.base")
-        return found
 
 
 _NO_MODES = frozenset({"averaging", "base", "rules", "shared", "single"})

@@ -49,7 +49,24 @@ def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> 
         return None if _is_served(host, port, credentials) else _refused(server, credentials, caller)
     except ssl.SSLCertVerificationError as error:
         certificate = ssl.get_server_certificate((host, port), timeout=_PROBE_S)
-        return _distrusted(server, host, certificate.encode(), str(credentials.config.ca), error)
+        ca = str(credentials.config.ca)
+        facts, whose, code = facts_of(certificate.encode()), f"the certificate of {server}", error.verify_code
+        if code in (_NAME_MISMATCH, _ADDRESS_MISMATCH):
+            return AuthError(
+                f"{whose} is for {', '.join(facts.names) or 'no address at all'}; not for {host}",
+                fix=f"connect to a name it has; or, where the CA is: ps-certs init DIR --renew --host {host}",
+            )
+        problem = facts.problem(datetime.now(UTC))
+        if code in (_EXPIRED, _NOT_YET_VALID) and problem is not None:
+            renew = "where the CA is: ps-certs init DIR --renew; a running server takes the new one by itself"
+            clocks = "set the clocks of both machines (NTP)"
+            return AuthError(f"{whose} {problem}", fix=renew if code == _EXPIRED else clocks)
+        if code in _UNKNOWN_ISSUER:
+            return AuthError(
+                f"{whose} was signed by '{facts.issuer}', and not by the CA in {ca}",
+                fix="copy ca.crt from the directory that ps-certs init made the server's certificate in",
+            )
+        return AuthError(f"{whose} cannot be trusted: {error.verify_message}", fix=f"compare it with {ca}")
     except ssl.SSLError as error:
         return _failed(server, credentials, caller, str(error.reason))
 
@@ -88,11 +105,7 @@ def _in_the_clear(server: str, host: str, port: int, caller: str) -> ParamServer
             f"{server} is no ps-server: it says '{line[:_SHOWN]}'",
             fix="give the address that ps-server says it is listening on (--server HOST:PORT)",
         )
-    return _untold(server, host, port, caller)
-
-
-def _untold(server: str, host: str, port: int, caller: str) -> ParamServerError | None:
-    """Check whether the server speaks TLS although this caller has no TLS settings."""
+    # Check whether the server speaks TLS although this caller has no TLS settings.
     try:
         ssl.get_server_certificate((host, port), timeout=_PROBE_S)
     except ssl.SSLError as error:
@@ -102,26 +115,6 @@ def _untold(server: str, host: str, port: int, caller: str) -> ParamServerError 
         f"{server} speaks TLS, and this {caller} has no CA certificate (security.ca)",
         fix="add --ca FILE: ca.crt of ps-certs init, from the server's machine",
     )
-
-
-def _distrusted(server: str, host: str, pem: bytes, ca: str, error: ssl.SSLCertVerificationError) -> AuthError:
-    facts, whose, code = facts_of(pem), f"the certificate of {server}", error.verify_code
-    if code in (_NAME_MISMATCH, _ADDRESS_MISMATCH):
-        return AuthError(
-            f"{whose} is for {', '.join(facts.names) or 'no address at all'}; not for {host}",
-            fix=f"connect to a name it has; or, where the CA is: ps-certs init DIR --renew --host {host}",
-        )
-    problem = facts.problem(datetime.now(UTC))
-    if code in (_EXPIRED, _NOT_YET_VALID) and problem is not None:
-        renew = "where the CA is: ps-certs init DIR --renew; a running server takes the new one by itself"
-        clocks = "set the clocks of both machines (NTP)"
-        return AuthError(f"{whose} {problem}", fix=renew if code == _EXPIRED else clocks)
-    if code in _UNKNOWN_ISSUER:
-        return AuthError(
-            f"{whose} was signed by '{facts.issuer}', and not by the CA in {ca}",
-            fix="copy ca.crt from the directory that ps-certs init made the server's certificate in",
-        )
-    return AuthError(f"{whose} cannot be trusted: {error.verify_message}", fix=f"compare it with {ca}")
 
 
 def _failed(server: str, credentials: Credentials, caller: str, reason: str) -> AuthError | None:

@@ -74,17 +74,6 @@ def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _allow_connections() -> None:
-    """Raise the limit of open files to the system's maximum.
-
-    With the usual limit of 1,024, 1,500 silent connections prevented workers from connecting.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _keep_memory() -> None:
     """Keep freed memory in the process, and switch threads more often.
 
@@ -137,7 +126,12 @@ async def _serve(resolved: Resolved) -> None:
     before_torch()
     gc.disable()
     _keep_memory()
-    _allow_connections()
+    # Raise the limit of open files to the system's maximum. With the usual limit of 1,024, 1,500 silent connections
+    # prevented workers from connecting.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     from ..common.tensors.optimizers import without_compiler
     from .server import check_before_start
     from .snapshots.available import locked_dir

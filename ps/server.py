@@ -233,7 +233,10 @@ class Server:
         self._bus.close()
         if self.goes_back:
             return
-        self._write_results(tensors)
+        if self._model.has_weights:  # also of an incomplete run
+            summary = reports.summary(self.engine)
+            metadata = {"mode": summary.mode, "version": str(self._model.store.version), "run": self._run.name}
+            write_results(self._config, summary, tensors, metadata)
         if engine.error is not None:
             raise engine.error
         if lost is not None:
@@ -308,10 +311,3 @@ class Server:
         whole, addresses = self._model.whole, self.engine.shard_addresses
         assert whole is not None
         return await collect(self._config, addresses, whole, local_tensors, averaged=averaged, version=version)
-
-    def _write_results(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the weights and the summary to their files, and print the summary, also of an incomplete run."""
-        if self._model.has_weights:
-            summary = reports.summary(self.engine)
-            metadata = {"mode": summary.mode, "version": str(self._model.store.version), "run": self._run.name}
-            write_results(self._config, summary, tensors, metadata)

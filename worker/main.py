@@ -67,21 +67,17 @@ def work(
             f"{', '.join(alone)}: with a server, this is an option of ps-server",
             fix=f"ps-server {alone[0]} ..., or train alone with --server none",
         )
-    _check_here(resolved)
+    # Before torch is loaded and the server is contacted.
+    check_device(resolved.config.worker.device)
+    task = resolved.config.task
+    if resolved.was_set("task.name"):
+        check_task(task.name, task.args if resolved.was_set("task.args") else {})
+    if task.init is not None:
+        check_weights(task.init)
     setup_logging(resolved.config.log, WORKER)
     _say_place(resolved)
     interrupts.install({signal.SIGTERM: Drained, signal.SIGINT: KeyboardInterrupt})
     _work(resolved)
-
-
-def _check_here(resolved: Resolved) -> None:
-    """Check settings before torch is loaded and the server is contacted. Raises UsageError."""
-    config = resolved.config
-    check_device(config.worker.device)
-    if resolved.was_set("task.name"):
-        check_task(config.task.name, config.task.args if resolved.was_set("task.args") else {})
-    if config.task.init is not None:
-        check_weights(config.task.init)
 
 
 def _say_place(resolved: Resolved) -> None:

@@ -143,7 +143,7 @@ class Player:
         await self._send(messages.message(join=messages.join_message(self._progress, "swarm", os.getpid(), "cpu")))
         welcome = (await self._receive("welcome")).of(messages.Welcome)
         self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
-        model = messages.model_message(self._payloads.layout, self._payloads.spec, (), "raw")
+        model = messages.model_message(self._payloads.layout, self._payloads.spec, "raw", "raw")
         model.direct = self._is_direct
         direct = await DirectCall.opened(self._call, self._host, welcome.direct) if self._is_direct else None
         await self._send(messages.message(model=model))

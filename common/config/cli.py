@@ -248,7 +248,8 @@ def show_config(resolved: Resolved) -> None:
 
 def _check_values(command: TyperCommand, ctx: Any, arguments: list[str]) -> None:
     """Refuse an option without its value, which would take the next option for its value. Raises UsageError."""
-    valued = valued_options(command, ctx)
+    options = [found for found in command.get_params(ctx) if found.param_type_name == "option"]
+    valued = {name for option in options if not option.is_flag for name in option.opts}  # type: ignore[attr-defined]
     for option, value in pairwise([*arguments, "--"]):
         if option == "--":
             return
@@ -256,12 +257,6 @@ def _check_values(command: TyperCommand, ctx: Any, arguments: list[str]) -> None
             program = ctx.command_path.partition(" ")[0]
             fix = synonyms.of_flag(program, option) or f"{option} VALUE; {program} --help lists every flag"
             raise UsageError(f"option {option} needs a value", fix=fix)
-
-
-def valued_options(command: TyperCommand, ctx: Any) -> set[str]:
-    """Returns the names of the options that take a value."""
-    options = [found for found in command.get_params(ctx) if found.param_type_name == "option"]
-    return {name for option in options if not option.is_flag for name in option.opts}  # type: ignore[attr-defined]
 
 
 def _fix_of(program: str, error: Any, message: str) -> str:

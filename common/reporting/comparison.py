@@ -40,10 +40,6 @@ class Measure(NamedTuple):
     is_up: bool | None = None  # whether more is better; None: neither is
     help: str = ""
 
-    @property
-    def is_of_task(self) -> bool:
-        return self.key.startswith("eval.") or self.key == "target"
-
 
 class Spread(NamedTuple):
     """Mean and range of one metric over all runs with the same name."""
@@ -149,7 +145,7 @@ def compare(runs: Runs, target: Condition | None = None, *, same_task: bool = Tr
     found = [spreads(runs, column.get) for column in columns]
     best = [
         best_of({name: item for name, item in of.items() if name not in lost}, column.is_up)
-        if same_task or not column.is_of_task else None
+        if same_task or (column.key != "target" and not column.key.startswith("eval.")) else None
         for column, of in zip(columns, found, strict=True)
     ]  # fmt: skip
     rows = []
@@ -222,7 +218,11 @@ def comparison_columns(runs: Runs, target: Condition | None) -> list[Measure]:
     if target is not None:
         columns.append(Measure(f"s to {target}", lambda run: run.seconds_to(target), OF_RUN["wall_s"].text, "target",
                                False, "Seconds of training until then."))  # fmt: skip
-    columns += run_measures(runs)
+    columns += [
+        Measure(metric.label, attrgetter(metric.name), metric.text, metric.name, IS_UP.get(metric.name), metric.help)
+        for metric in shown_of_run(Display.REPORT)
+        if not metric.is_rare or any(getattr(run, metric.name) for _, run in runs)
+    ]
     currencies = list(dict.fromkeys(run.cost.currency for _, run in runs if run.cost is not None))
     for currency in currencies:
         way, suffix = (False, "") if len(currencies) == 1 else (None, f", {currency}")
@@ -230,15 +230,6 @@ def comparison_columns(runs: Runs, target: Condition | None) -> list[Measure]:
                                partial(_priced, currency), "cost", way))  # fmt: skip
         columns.append(Measure(f"for waiting{suffix}", partial(_cost, currency, "waiting"), price, "waiting_cost", way))
     return columns
-
-
-def run_measures(runs: Runs) -> list[Measure]:
-    """The metrics that a comparison displays, without rare ones that no run has."""
-    return [
-        Measure(metric.label, attrgetter(metric.name), metric.text, metric.name, IS_UP.get(metric.name), metric.help)
-        for metric in shown_of_run(Display.REPORT)
-        if not metric.is_rare or any(getattr(run, metric.name) for _, run in runs)
-    ]
 
 
 def _final(name: str, run: Summary) -> float | None:

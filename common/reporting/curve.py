@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -49,12 +49,6 @@ def stated(name: str) -> tuple[str, str]:
     """Returns a metric's name and what is stated behind it: `reward:max` is (reward, max), `reward` is (reward, "")."""
     metric, _, way = name.rpartition(":")
     return (metric, way) if metric and way in ("max", "min") else (name, "")
-
-
-def better_of(points: Iterable[Point]) -> dict[str, str]:
-    """Returns what the points state, without metrics of which they state both."""
-    found = {item for point in points for item in point.better.items()}
-    return {metric: way for metric, way in found if (metric, "min" if way == "max" else "max") not in found}
 
 
 def split_names(field: str) -> Callable[[Any], Any]:

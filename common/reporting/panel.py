@@ -27,10 +27,6 @@ class TerminalConsole(PipeConsole):
     def show_cursor(self, show: bool = True) -> bool:
         return False
 
-    @property
-    def can_redraw(self) -> bool:
-        return self.is_terminal and not self.is_dumb_terminal
-
 
 def live_panel(
     console: Console, latest: Callable[[], Status | None], redirects: bool = False, job: Callable[[], str] = str

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from ..config.conditions import Condition
 from ..wire.json_text import to_json
-from .curve import MetricValue, Point, better_of, is_up, split_names
+from .curve import MetricValue, Point, is_up, split_names
 from .metrics import OF_RUN, Display, Metric, Tense
 from .status import Measured, WorkerStatus
 
@@ -115,7 +115,10 @@ class Summary(Measured):
 
     def is_up(self, metric: str) -> bool | None:
         """Returns whether a higher value of the metric is better; None if the direction is not known."""
-        return is_up(metric, {**better_of(self.curve), **self.better})
+        # What the points state, without metrics of which they state both.
+        found = {item for point in self.curve for item in point.better.items()}
+        stated = {name: way for name, way in found if (name, "min" if way == "max" else "max") not in found}
+        return is_up(metric, stated | self.better)
 
     def points_of(self, metric: str) -> list[Point]:
         """Returns the evaluations with this metric; for `curve.TRAINED` the points of training."""

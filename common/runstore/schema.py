@@ -104,7 +104,21 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         if _version_of(connection) == 0 or _lacking(connection):
-            _make_tables(connection)
+            # If two processes try at once, the second finds all tables and columns created.
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                if _version_of(connection) == 0:
+                    for statement in _TABLES.split(";"):
+                        connection.execute(statement)
+                    connection.execute(f"PRAGMA user_version = {VERSION}")
+                for table, name, default in _lacking(connection):
+                    value = "NULL" if default is None else default
+                    connection.execute(f'ALTER TABLE {table} ADD COLUMN "{name}" DEFAULT {value}')
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
     except BaseException:
         connection.close()
         raise
@@ -173,21 +187,3 @@ def _lacking(connection: sqlite3.Connection) -> list[tuple[str, str, object]]:
         columns = {**defaults, "recorded": "'{}'"}  # JSON: metrics that scripts record
         found += [(table, name, default) for name, default in columns.items() if name not in known]
     return found
-
-
-def _make_tables(connection: sqlite3.Connection) -> None:
-    """Create missing tables and columns. If two processes try at once, the second finds them created."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        if _version_of(connection) == 0:
-            for statement in _TABLES.split(";"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {VERSION}")
-        for table, name, default in _lacking(connection):
-            value = "NULL" if default is None else default
-            connection.execute(f'ALTER TABLE {table} ADD COLUMN "{name}" DEFAULT {value}')
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise

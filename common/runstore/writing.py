@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import ParamServerError
 from ..reporting.summary import Summary
-from ..reporting.view import Event, Tick
+from ..reporting.view import Tick
 from ..wire.json_text import to_json
 from .process import still_writes, this_host, this_process
 from .ran import Ran
@@ -136,7 +136,10 @@ class RunWriter:
     def _write(self, db: sqlite3.Connection) -> None:
         db.execute("BEGIN IMMEDIATE")
         try:
-            self._check_owned(db)
+            row = db.execute("SELECT host, process FROM runs WHERE key = ?", (self._key,)).fetchone()
+            if row != (this_host(), this_process()):
+                cause = "was deleted" if row is None else "was taken over by another process"
+                raise ParamServerError(f"run {self._beginning.run} {cause} while this process wrote it")
             for number, tick in enumerate(self._pending):
                 self._put_tick(db, tick, has_status=number >= self._num_skipped)
             if self._ending is not None:
@@ -193,13 +196,6 @@ class RunWriter:
             return True
         return False
 
-    def _check_owned(self, db: sqlite3.Connection) -> None:
-        """Raise ParamServerError if the run was deleted, or if another process has taken it over."""
-        row = db.execute("SELECT host, process FROM runs WHERE key = ?", (self._key,)).fetchone()
-        if row != (this_host(), this_process()):
-            cause = "was deleted" if row is None else "was taken over by another process"
-            raise ParamServerError(f"run {self._beginning.run} {cause} while this process wrote it")
-
     def _put_name(self, db: sqlite3.Connection) -> None:
         """Write the run's name and note if its command gives them. A name that another run has gets a number."""
         name, note = self._beginning.name, self._beginning.note
@@ -226,7 +222,11 @@ class RunWriter:
 
     def _put_tick(self, db: sqlite3.Connection, tick: Tick, has_status: bool) -> None:
         for event in tick.events:
-            self._put_event(db, event)
+            self._num_events += 1
+            row = {"number": self._num_events, "at": event.at, "kind": event.kind, "rank": event.rank}
+            self._insert(db, "events", [{**row, "fields": to_json(event.fields)}])
+            if (oldest := self._num_events - _MOST_EVENTS) > 0:
+                db.execute("DELETE FROM events WHERE run = ? AND number <= ?", (self._key, oldest))
         for point in tick.evaluations:
             row = {**point.model_dump(exclude={"better"}), "metrics": to_json(point.named())}
             self._insert(db, "evaluations", [row])
@@ -234,41 +234,28 @@ class RunWriter:
         self._insert(db, "snapshots", [snapshot.model_dump() for snapshot in tick.snapshots])
         self._put_ran(db)
         if has_status:
-            self._put_status(db, tick)
-
-    def _put_status(self, db: sqlite3.Connection, tick: Tick) -> None:
-        self._tick += 1
-        status = tick.status
-        row = {"waiting": status.waiting_reason(), "recorded": to_json(status.recorded), **status.row()}
-        now = {"heard_at": tick.at, "model": self.model, "mode": status.mode or self._beginning.mode, **row}
-        sets = ", ".join(f'"{name}" = :{name}' for name in now)
-        db.execute(f"UPDATE runs SET {sets} WHERE key = :key", {**now, "key": self._key})
-        if self._tick % self._stride and not tick.is_over:
-            return
-        self._insert(db, "series", [{"tick": self._tick, "at": tick.at, **row}])
-        workers = [
-            {name: getattr(worker, name) for name in _OF_WORKER}
-            | {"recorded": to_json(worker.recorded), **worker.row()}
-            for worker in status.workers
-        ]
-        self._insert(db, "worker_series", [{"tick": self._tick, **worker} for worker in workers])
-        self._num_kept += 1
-        if self._num_kept >= _MOST_TICKS:
-            self._thin(db)
-
-    def _thin(self, db: sqlite3.Connection) -> None:
-        self._stride *= 2
-        for table in ("series", "worker_series"):
-            db.execute(f"DELETE FROM {table} WHERE run = ? AND tick % ?", (self._key, self._stride))
-        (self._num_kept,) = self._row(db, "SELECT count(*) FROM series WHERE run = ?")
-        db.execute("UPDATE runs SET stride = ? WHERE key = ?", (self._stride, self._key))
-
-    def _put_event(self, db: sqlite3.Connection, event: Event) -> None:
-        self._num_events += 1
-        row = {"number": self._num_events, "at": event.at, "kind": event.kind, "rank": event.rank}
-        self._insert(db, "events", [{**row, "fields": to_json(event.fields)}])
-        if (oldest := self._num_events - _MOST_EVENTS) > 0:
-            db.execute("DELETE FROM events WHERE run = ? AND number <= ?", (self._key, oldest))
+            self._tick += 1
+            status = tick.status
+            row = {"waiting": status.waiting_reason(), "recorded": to_json(status.recorded), **status.row()}
+            now = {"heard_at": tick.at, "model": self.model, "mode": status.mode or self._beginning.mode, **row}
+            sets = ", ".join(f'"{name}" = :{name}' for name in now)
+            db.execute(f"UPDATE runs SET {sets} WHERE key = :key", {**now, "key": self._key})
+            if self._tick % self._stride and not tick.is_over:
+                return
+            self._insert(db, "series", [{"tick": self._tick, "at": tick.at, **row}])
+            workers = [
+                {name: getattr(worker, name) for name in _OF_WORKER}
+                | {"recorded": to_json(worker.recorded), **worker.row()}
+                for worker in status.workers
+            ]
+            self._insert(db, "worker_series", [{"tick": self._tick, **worker} for worker in workers])
+            self._num_kept += 1
+            if self._num_kept >= _MOST_TICKS:
+                self._stride *= 2
+                for table in ("series", "worker_series"):
+                    db.execute(f"DELETE FROM {table} WHERE run = ? AND tick % ?", (self._key, self._stride))
+                (self._num_kept,) = self._row(db, "SELECT count(*) FROM series WHERE run = ?")
+                db.execute("UPDATE runs SET stride = ? WHERE key = ?", (self._stride, self._key))
 
     def _put_end(self, db: sqlite3.Connection, summary: Summary, ended_by: str) -> None:
         self._put_document(db, "summary", summary.text())

@@ -90,7 +90,12 @@ class Agent:
         while (line := sys.stdin.buffer.readline()).endswith(b"\n"):  # the reader that has read this source
             signal.setitimer(signal.ITIMER_REAL, self._limit_s or 0)
             self._do(json.loads(line))
-        self._end_all()
+        popens = list(self._popens.values())
+        for popen in popens:
+            kill_group(popen.pid)
+        for popen in popens:
+            popen.wait()
+        self._guardian.close()
 
     def _on_signal(self, *_: object) -> None:
         if not self._passes_on:
@@ -190,14 +195,6 @@ class Agent:
                 while piece := results.read(_RESULTS_PIECE):
                     self._send({"results": number, "size": len(piece)}, piece)
         self._send({"exit": number, "code": popen.returncode, "why": ""})
-
-    def _end_all(self) -> None:
-        popens = list(self._popens.values())
-        for popen in popens:
-            kill_group(popen.pid)
-        for popen in popens:
-            popen.wait()
-        self._guardian.close()
 
 
 class Guardian:

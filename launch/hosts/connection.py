@@ -244,7 +244,12 @@ class Connection:
                     self._heard_at = self._loop.time()
                     message = _parsed(line)
                     if not self._ready.done():
-                        self._introduce(message)
+                        # A shell's start-up files may have printed other lines before the agent's first.
+                        if message.get("magic") == agent.MAGIC:
+                            self.hello = message
+                            self._ready.set_result(None)
+                            if self.lost_after_s is not None:
+                                watched(self._watch(self.lost_after_s))
                     elif not message:
                         self._lose(f"the agent sent no message but {line[:80]!r}")
                     elif "out" in message:
@@ -263,14 +268,6 @@ class Connection:
                         num_taken = 0
                     await asyncio.sleep(0)  # so that signals do not wait for the lines of a chatty child
         self._lose(_CLOSED)
-
-    def _introduce(self, message: dict[str, Any]) -> None:
-        """Handle the first line of the agent; a shell's start-up files may have printed others before it."""
-        if message.get("magic") == agent.MAGIC:
-            self.hello = message
-            self._ready.set_result(None)
-            if self.lost_after_s is not None:
-                watched(self._watch(self.lost_after_s))
 
     async def _overhear(self, pipe: IO[bytes]) -> None:
         """Read the lines of the command itself, which explain why there is no agent."""

@@ -73,7 +73,10 @@ def main() -> None:
 
     address = options["address"]
     try:
-        _reach(address)
+        # Ray itself would retry an unreachable address for half a minute.
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdecimal() and "//" not in address:
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (OSError, ConnectionError, RuntimeError, ValueError) as error:
         _reply(error=f"no Ray cluster at {address}: {' '.join(str(error).split())[:200]}",
@@ -98,13 +101,6 @@ def main() -> None:
 
 def _reply(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
-
-
-def _reach(address: str) -> None:
-    """Raise OSError for an unreachable address, for which Ray itself would retry for half a minute."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal() and "//" not in address:
-        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
 
 
 def _reserved(ray: Any, options: dict[str, Any]) -> Any:

@@ -42,7 +42,16 @@ def find_regions(hosts: Sequence[str], trips: Trips, upstream: str, num: int | N
     """
     known = distances(hosts, trips)
     groups: dict[int, list[str]] = {}
-    for host, label in zip(hosts, _labels(hosts, _with_detours(hosts, known), num), strict=True):
+    # Distances of regions are nearly an ultrametric: d(a, b) <= max(d(a, c), d(c, b)) for each host c. The least of
+    # these bounds replaces an infinite distance. A blocked pair therefore does not split a region whose other hosts
+    # connect it, and does not join two regions, because every detour between them crosses the border. Without a detour
+    # over one host the distance stays infinite.
+    full = dict(known)
+    for a, b in known:
+        if math.isinf(known[a, b]):
+            detours = (max(known[a, c], known[c, b]) for c in hosts if c not in (a, b))
+            full[a, b] = min(detours, default=math.inf)
+    for host, label in zip(hosts, _labels(hosts, full, num), strict=True):
         groups.setdefault(label, []).append(host)
     return [Region(tuple(group), _relay(group, upstream, trips, known)) for group in groups.values()]
 
@@ -68,22 +77,6 @@ def distances(hosts: Sequence[str], trips: Trips) -> dict[tuple[str, str], float
         both = [trips.get(pair, math.inf) for pair in ((a, b), (b, a))]
         found[a, b] = found[b, a] = max(filter(math.isfinite, both), default=math.inf)
     return found
-
-
-def _with_detours(hosts: Sequence[str], known: Trips) -> Trips:
-    """Returns the distances with an upper bound in place of each infinite one.
-
-    Distances of regions are nearly an ultrametric: d(a, b) <= max(d(a, c), d(c, b)) for each host c. The least of these
-    bounds replaces an infinite distance. A blocked pair therefore does not split a region whose other hosts connect
-    it, and does not join two regions, because every detour between them crosses the border. Without a detour over one
-    host the distance stays infinite.
-    """
-    full = dict(known)
-    for a, b in known:
-        if math.isinf(known[a, b]):
-            detours = (max(known[a, c], known[c, b]) for c in hosts if c not in (a, b))
-            full[a, b] = min(detours, default=math.inf)
-    return full
 
 
 def _labels(hosts: Sequence[str], full: Trips, num: int | None) -> list[int]:

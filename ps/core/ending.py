@@ -79,7 +79,14 @@ class Ending(Saving):
         yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})
         yield effects.WorkerLeft(rank, incarnation, how, reason, worker.is_finished)
         if self.is_done and (how == "failed" or (rank == self.evaluator and not is_goodbye)):
-            yield from self._failed_at_the_end(rank, how, reason, exit_code)
+            # The final weights exist, but not their evaluation.
+            account = f"failed after the last training step: {reason}"
+            if how != "failed":
+                account = f"was lost while it evaluated the final weights: {reason}"
+            self.failure = ParamServerError(f"rank {rank} {account}")
+            self.failure.exit_code = exit_code
+            self.ended_by = self.failure.message
+            yield Log("error", "run_failed", {"rank": rank, "reason": self.ended_by, "exit_code": exit_code})
         if not self.has_weights:
             yield from self._pass_on(worker)
         elif self.initializer is worker:
@@ -152,16 +159,6 @@ class Ending(Saving):
     def stop(self, ended_by: str, at: float) -> Iterator[Effect]:
         self.ended_by = ended_by
         yield from self.performed(self.policy.stopped(at), at)
-
-    def _failed_at_the_end(self, rank: int, how: str, reason: str, exit_code: int) -> Iterator[Effect]:
-        """Record a failure after the last step: the final weights exist, but not their evaluation."""
-        account = f"failed after the last training step: {reason}"
-        if how != "failed":
-            account = f"was lost while it evaluated the final weights: {reason}"
-        self.failure = ParamServerError(f"rank {rank} {account}")
-        self.failure.exit_code = exit_code
-        self.ended_by = self.failure.message
-        yield Log("error", "run_failed", {"rank": rank, "reason": self.ended_by, "exit_code": exit_code})
 
     def _end_if_over(self, at: float) -> Iterator[Effect]:
         """End the run when all workers have finished, including those lost a moment ago that may come back."""

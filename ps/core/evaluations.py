@@ -22,7 +22,8 @@ class Evaluations:
         """Take an evaluation during the run. Its metrics may stop the run; a failed evaluation ends it."""
         if self._run.is_closed or self._run.is_done or event.version > self._run.policy.version:
             return  # too late, or from before the run went back
-        if event.rank is not None and not self._is_asked(event.rank):
+        worker = None if event.rank is None else self._run.roster.workers.get(event.rank)
+        if event.rank is not None and (worker is None or not worker.num_asked):
             yield ignored(
                 event.rank, "the server did not ask this rank; it asks the evaluator process, or else the lowest rank"
             )
@@ -34,10 +35,6 @@ class Evaluations:
             if why and not self._run.policy.is_stopping:
                 yield Log("info", "run_stopped", {"reason": why, "version": self._run.policy.version})
                 yield from self._run.stop(f"stopped: {why}", event.at)
-
-    def _is_asked(self, rank: int) -> bool:
-        worker = self._run.roster.workers.get(rank)
-        return worker is not None and worker.num_asked > 0
 
     def evaluated(
         self, step: int, metrics: dict[str, float], at: float, version: int | None = None

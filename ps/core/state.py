@@ -69,11 +69,6 @@ class RunState:
         self.lost_at: dict[int, float] = {}  # by rank, before its last training step
         self.returning: list[int] = []  # ranks of a snapshot with steps left; they count as lost at the first join
 
-    def use_policy(self, mode: str, policy: Policy) -> None:
-        """Continue with this mode."""
-        self.mode, self.policy = mode, policy
-        self.contributions.policy = self.length.policy = policy
-
     def absent(self, at: float) -> list[int]:
         """Returns the ranks that were lost recently, before their last training step."""
         since = at - self.options.absent_s

@@ -182,7 +182,12 @@ class Folding:
         if without is not None:
             steps_here = store.optimizer is not None and self.above is None
             self._model.changes.made(commit.version, without if steps_here else ())
-        self._warn_of_few(len(commit.contributions), store.aggregator.fewest)
+        count = len(commit.contributions)
+        if count >= store.aggregator.fewest:
+            self._are_few = False  # so that the next commit of too few is warned of again
+        elif count and not self._are_few:
+            self._are_few = True
+            log.warning("few_contributions", count=count, fewest=store.aggregator.fewest, meaning=_FEW)
         num_live = 1 if self._model.kind.has_peers else commit.num_active
         # With all-reduce peers the worker that uploads the weights has the lowest rank's buffers.
         lowest_live = sys.maxsize if self._model.kind.has_peers else commit.members[0] if commit.members else 0
@@ -204,14 +209,6 @@ class Folding:
     def clip(self, clip: effects.Clip) -> None:
         work = self._steps.pop(clip.version)
         self._tensors.go_on(partial(work, norm=clip.norm), self._model.staging.reclaim)
-
-    def _warn_of_few(self, count: int, fewest: int) -> None:
-        """Warn once, and again after a commit that had enough contributions."""
-        if count >= fewest:
-            self._are_few = False
-        elif count and not self._are_few:
-            self._are_few = True
-            log.warning("few_contributions", count=count, fewest=fewest, meaning=_FEW)
 
 
 def _sound(commit: effects.Commit, step: Callable[..., list[torch.Tensor]], **options: Any) -> list[torch.Tensor]:

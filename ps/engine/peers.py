@@ -95,16 +95,11 @@ class Peer:
         worker would otherwise have those of a reference."""
         if self.reply_codec is None:
             return False
-        return not effect.is_evaluated if self.has_reference else not effect.is_start
+        return not effect.is_evaluated if moves_reference(self.reply_codec) else not effect.is_start
 
     def as_frames(self, effect: effects.SendReply) -> bool:
         """Whether the reply's weights are frames that workers share, or are read from the weights' own memory."""
         return effect.is_start or (self.takes_frames and not self.encodes(effect))
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether its replies are differences that update its copy of the reference."""
-        return moves_reference(self.reply_codec)
 
     def say(self, item: Item) -> None:
         """Send an item now, or queue it for the worker."""
@@ -181,7 +176,7 @@ class Streams:
         peer.state = "computing"
         if not effect.has_weights:
             self._tensors.then(partial(peer.say, Go(effect)))
-        elif peer.encodes(effect) and peer.has_reference:
+        elif peer.encodes(effect) and moves_reference(peer.reply_codec):
             assert isinstance(peer.reply_codec, ByTensor)
             reference = self._model.references.of(peer.reply_codec, version)
             update = reference.update_from(0 if effect.is_start else peer.reference)

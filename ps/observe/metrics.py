@@ -39,7 +39,7 @@ from prometheus_client.registry import Collector
 from ...common.config.addresses import is_loopback, join_address, split_address
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
-from ...common.reporting.metrics import Display, Fold, Metric, Tense, Value, shown_of_run, shown_of_workers, values_of
+from ...common.reporting.metrics import Display, Fold, Tense, Value, shown_of_run, shown_of_workers, values_of
 from ...common.version import PROGRAM_VERSION
 from ..core.effects import Commit, ContributionTaken, Fact, Seated, SnapshotTaken, WorkerLeft
 from ..engine.engine import Engine
@@ -177,18 +177,15 @@ class MetricsSink(Sink, Collector):
         yield workers
         read = sorted(read, key=lambda item: item.rank)
         for metric in shown_of_workers(Display.PROMETHEUS):
-            yield self._family(metric, read)
-
-    def _family(self, metric: Metric, read: list[_RankRead]) -> PrometheusMetric:
-        """Return one metric of all ranks. A counter has the increase since this process started."""
-        is_counter = metric.over_time is Fold.SUM
-        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
-        family = kind(metric.prometheus_name, metric.help, labels=["rank"])
-        for item in read:
-            value, before = item.values.get(metric.name), self._at_start.get(item.rank, {}).get(metric.name) or 0
-            if value is not None:
-                family.add_metric([str(item.rank)], value - before if is_counter else value)
-        return family
+            # A counter has the increase since this process started.
+            is_counter = metric.over_time is Fold.SUM
+            kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+            family = kind(metric.prometheus_name, metric.help, labels=["rank"])
+            for item in read:
+                value, before = item.values.get(metric.name), self._at_start.get(item.rank, {}).get(metric.name) or 0
+                if value is not None:
+                    family.add_metric([str(item.rank)], value - before if is_counter else value)
+            yield family
 
 
 def _counter(registry: CollectorRegistry, name: str, text: str, **values: tuple[str, ...]) -> Counter:

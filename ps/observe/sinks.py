@@ -93,7 +93,7 @@ class LiveSink(Sink):
 def make_bus(config: Config) -> Bus:
     """Return the bus of one server process. Raises UsageError or OutputError if a sink cannot start."""
     console, output, server = TerminalConsole(), config.output, config.server
-    is_live = config.log.format == "text" and console.can_redraw
+    is_live = config.log.format == "text" and console.is_terminal and not console.is_dumb_terminal
     sinks: list[Sink] = [LiveSink(console) if is_live else StatusSink(config.log.format == "json")]
     # Packages that few servers need are imported only here.
     if server.metrics is not None:

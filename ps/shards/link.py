@@ -105,7 +105,17 @@ class Link:
             if self._follower is not None:
                 register = replace(register, num_received=self._follower.outbox.num_received)
             try:
-                return await self._begin_call(register)
+                if self._is_named:
+                    certificate = await asyncio.to_thread(self._certificate)
+                    await self._channel.close()
+                    # The call uses a new channel on which gRPC accepts only this certificate.
+                    self._channel = open_channel(self._address, replace(self._credentials, ca=certificate), _OPTIONS)
+                self._num_calls += 1
+                self._changed.set()  # ends the reports of the previous call
+                self._call = self._channel.stream_stream(
+                    f"/{SERVICE}/Attend", pb.ShardReport.SerializeToString, pb.ShardOrder.FromString
+                )(self._reports(register, self._num_calls), metadata=self._credentials.metadata)
+                return (await self._next())[1]
             except LinkLost as lost:
                 if self._clock.now() >= deadline:
                     raise
@@ -117,19 +127,6 @@ class Link:
                             raise mistake from None
                     log.info("waiting_for_coordinator", address=self._address, reason=reason)
             await self._clock.sleep(_TRY_AGAIN_S)
-
-    async def _begin_call(self, register: Register) -> Order:
-        if self._is_named:
-            certificate = await asyncio.to_thread(self._certificate)
-            await self._channel.close()
-            # The call uses a new channel on which gRPC accepts only this certificate.
-            self._channel = open_channel(self._address, replace(self._credentials, ca=certificate), _OPTIONS)
-        self._num_calls += 1
-        self._changed.set()  # ends the reports of the previous call
-        self._call = self._channel.stream_stream(
-            f"/{SERVICE}/Attend", pb.ShardReport.SerializeToString, pb.ShardOrder.FromString
-        )(self._reports(register, self._num_calls), metadata=self._credentials.metadata)
-        return (await self._next())[1]
 
     def _certificate(self) -> bytes:
         """Return the coordinator's certificate, in PEM form.

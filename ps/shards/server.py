@@ -202,19 +202,17 @@ class ShardServer:
             raise
 
     async def _obey(self, engine: Engine, follower: Follower) -> None:
-        end: End | None = None
         async for number, order in self._link.orders():
-            if isinstance(order, End):
-                end = order
-                break
-            follower.hear(number, order)
-        assert end is not None
-        follower.outbox.put(engine.state)
-        await self._link.finish()
-        if end.error:
-            raise EndedError(end)
-        with contextlib.suppress(TimeoutError):  # workers say goodbye here too
-            await engine.until(lambda: not engine.peers, _GOODBYE_S)
+            if not isinstance(order, End):
+                follower.hear(number, order)
+                continue
+            follower.outbox.put(engine.state)
+            await self._link.finish()
+            if order.error:
+                raise EndedError(order)
+            with contextlib.suppress(TimeoutError):  # workers say goodbye here too
+                await engine.until(lambda: not engine.peers, _GOODBYE_S)
+            return
 
     async def _close(self) -> None:
         await self._listening.say_healthy(False)

@@ -110,8 +110,11 @@ class Available:
         here = self._num_shards
         local_paths = candidates(_shard_dir(directory, self._shard, here))
         found = [_Moment(directory, here, age_of(path), {self._shard: path}) for path in local_paths]
-        for num_shards in _other_numbers(directory, here):
-            parts = [_by_age(_shard_dir(directory, shard, num_shards)) for shard in range(num_shards)]
+        # Other numbers of shards for which at least one shard has snapshots.
+        names = [_NAME.fullmatch(path.name) for path in directory.iterdir()] if directory.is_dir() else []
+        for num_shards in sorted(({int(name[2]) for name in names if name is not None} | {1}) - {here}):
+            found_here = [candidates(_shard_dir(directory, shard, num_shards)) for shard in range(num_shards)]
+            parts = [{age_of(path): path for path in reversed(paths)} for paths in found_here]  # not a replaced .old
             for age in set().union(*parts):
                 paths = {shard: by_age[age] for shard, by_age in enumerate(parts) if age in by_age}
                 missing = tuple(shard for shard in range(num_shards) if shard not in paths)
@@ -164,13 +167,3 @@ class Available:
         log.warning("resharded", path=str(moment.path.parent), shards=moment.num_shards, now=self._num_shards)
         parts = [load(moment.paths[shard], is_verified=True) for shard in range(moment.num_shards)]
         return merge(parts, self._shard, self._num_shards)
-
-
-def _by_age(directory: Path) -> dict[tuple[int, int], Path]:
-    return {age_of(path): path for path in reversed(candidates(directory))}  # a new snapshot replaces its .old
-
-
-def _other_numbers(directory: Path, num_shards: int) -> list[int]:
-    """Return the other numbers of shards for which at least one shard has snapshots."""
-    names = [_NAME.fullmatch(path.name) for path in directory.iterdir()] if directory.is_dir() else []
-    return sorted(({int(name[2]) for name in names if name is not None} | {1}) - {num_shards})

@@ -274,7 +274,14 @@ class FlatOptimizer:
             flat.parameter.grad = flat.prepare(gradient, view)
         # A fused step of torch cannot mix parameters with state and parameters without.
         for has_state in (True, False) if self._is_parted else (None,):
-            self._step_those(window, has_state)
+            # The flats of the window with state (True), without state (False), or all (None).
+            if len(self._windows) > 1 or has_state is not None:
+                state = self.torch.state
+                for group, flats in zip(self.torch.param_groups, window, strict=True):
+                    group["params"] = [
+                        flat.parameter for flat in flats if has_state in (None, bool(state.get(flat.parameter)))
+                    ]
+            self.torch.step()
         for flat in stepped:
             flat.finish()
             flat.parameter.grad = None  # the gradient's memory is reused
@@ -297,16 +304,6 @@ class FlatOptimizer:
             for flat in flats:
                 flat.finish()
         return True
-
-    def _step_those(self, window: list[list[_Flat]], has_state: bool | None) -> None:
-        """Step the flats of a window with state (True), without state (False), or all (None)."""
-        if len(self._windows) > 1 or has_state is not None:
-            state = self.torch.state
-            for group, flats in zip(self.torch.param_groups, window, strict=True):
-                group["params"] = [
-                    flat.parameter for flat in flats if has_state in (None, bool(state.get(flat.parameter)))
-                ]
-        self.torch.step()
 
     def _part(self, index: int, group: int, kind: Callable[[str], Hashable]) -> None:
         """Divide the flats of a window's group, so that tensors of different `kind` are in different flats."""

@@ -23,10 +23,6 @@ class _Pair(NamedTuple):
     narrow: FlatRun
     wide: FlatRun
 
-    @property
-    def is_rounded(self) -> bool:
-        return self.narrow.dtype is not self.wide.dtype
-
 
 class Master:
     """Float32 values of a store's 16-bit tensors. Its other tensors keep their dtype.
@@ -62,8 +58,8 @@ class Master:
         Workers began at the `published` weights. To weights and statistics, this adds what rounding took from those.
         """
         wide = self.widened(payload)
-        for narrow, run in (pair for pair in self._pairs if pair.is_rounded):
-            if are_weights or narrow.kind is Kind.BUFFER:
+        for narrow, run in self._pairs:
+            if narrow.dtype is not run.dtype and (are_weights or narrow.kind is Kind.BUFFER):
                 run.view(wide).sub_(narrow.view(published)).add_(run.view(self.weights))
         return wide
 

@@ -15,7 +15,7 @@ from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import AGGREGATIONS
 from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import unsound_start
-from ...common.tensors.layout import Kind, Layout, as_bytes
+from ...common.tensors.layout import Kind, Layout
 from ...common.tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, TableSpec
 from ...common.tensors.sharding import Share, divide
 from ...common.tensors.tables import make_spec
@@ -111,7 +111,12 @@ class Model:
         if self.whole is None or self.whole_optimizer is None:
             self.check_optimizer(optimizer)
             self._check_size(self.share_of(layout), optimizer)
-            self._check_average(layout)
+            # An average of 16-bit weights would stop moving, as its steps are below their precision.
+            narrow = first_narrow(layout)
+            if self._config.store.polyak is not None and narrow is not None and not self._has_master():
+                problem = f"store.polyak with '{narrow.name}' in {narrow.dtype}, in which an average stops moving"
+                fix = "leave store.polyak out; or a model in float32, with --precision bf16"
+                raise refusal(Reason.OPTIMIZER_UNSUPPORTED, problem, fix=fix)
             return
         if layout.fingerprint != self.whole.fingerprint:
             fix = "give every worker the same task, task arguments and code"
@@ -170,14 +175,6 @@ class Model:
         """Whether 16-bit weights are stepped in float32: workers take local steps, and send what is averaged."""
         return self._config.store.master_weights and self.kind.worker_steps and not self.kind.has_peers
 
-    def _check_average(self, layout: Layout) -> None:
-        """Refuse an average of 16-bit weights: it would stop moving, as its steps are below their precision."""
-        narrow = first_narrow(layout)
-        if self._config.store.polyak is not None and narrow is not None and not self._has_master():
-            problem = f"store.polyak with '{narrow.name}' in {narrow.dtype}, in which an average stops moving"
-            fix = "leave store.polyak out; or a model in float32, with --precision bf16"
-            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, problem, fix=fix)
-
     def _name_narrow(self, layout: Layout) -> None:
         """Log what happens to 16-bit weights."""
         if (narrow := first_narrow(layout)) is None:
@@ -212,7 +209,11 @@ class Model:
         fields = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
         log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **fields)
         if server.shard == 0:
-            self._name_buffers(whole)
+            # The user may have to name statistics of own layers.
+            names = [spec.name for spec in whole.specs if not spec.averaged]
+            if names and self._config.store.buffers == "average":  # otherwise no buffer is averaged
+                rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+                log.info("buffers_not_averaged", buffers=", ".join(names[:_NUM_NAMED]) + rest, meaning=_NOT_AVERAGED)
             self._name_narrow(whole)
         if optimizer.tables and server.shard == 0:
             rows = ", ".join(f"{table.name} {table.num_rows:,} x {table.dim}" for table in optimizer.tables)
@@ -220,13 +221,6 @@ class Model:
             if self._config.checkpoint.dir is None and self._config.output.save is None:
                 meaning = "tables of rows are lost at the end of the run; --save or --checkpoint-dir writes them"
                 log.warning("tables_not_kept", meaning=meaning)
-
-    def _name_buffers(self, whole: Layout) -> None:
-        """Log the buffers that are not averaged, because the user may have to name statistics of own layers."""
-        names = [spec.name for spec in whole.specs if not spec.averaged]
-        if names and self._config.store.buffers == "average":  # otherwise no buffer is averaged
-            rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-            log.info("buffers_not_averaged", buffers=", ".join(names[:_NUM_NAMED]) + rest, meaning=_NOT_AVERAGED)
 
     def change(self, optimizer: OptimizerSpec) -> None:
         """Adopt the optimizer of the first worker after a resume."""
@@ -349,10 +343,6 @@ class Model:
             payload = bytes(self.publisher.latest.segment.bytes[: self.store.layout.exchange_bytes])
             self._small_payload = self.store.version, payload
         return payload
-
-    def frozen_bytes(self) -> memoryview:
-        """Return the part of the weights that never changes."""
-        return as_bytes(self.store.weights)[self.store.layout.exchange_bytes :]
 
     def copy(self, averaged: bool) -> tuple[int, torch.Tensor]:
         """Return the version, and a copy of the weights or of their Polyak average, uint8 [total_bytes].

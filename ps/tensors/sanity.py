@@ -80,7 +80,9 @@ class Sanity:
             if not math.isfinite(norm):
                 if not bool(torch.isfinite(values).all()):
                     return None
-                norm = _large_norm(values)
+                # The squares overflow. The result is Inf if even the norm overflows.
+                largest = values.abs().max().double().item()
+                norm = largest * torch.linalg.vector_norm(values.double() / largest).item()
             if has_norm:
                 norms.append(norm)
         return math.hypot(*norms)
@@ -131,9 +133,18 @@ class Sanity:
         action, problem, limit = decide(limits, findings.is_finite, findings.norm)
         is_clipped = False
         if not findings.is_finite:
-            problem += self._where(payload)
+            found = (self.first_unsound(payload, window) for window in self._windows)
+            first = next((element for element in found if element is not None), None)
+            name = self._name_of(first) if first is not None else ""
+            problem += f" in '{name}'" if name else ""
             if action == "clip":
-                self._mend(payload, weights)
+                # By 0 in a gradient, and by the server's value in statistics and weights.
+                for piece in self._floats:
+                    values = self._view(piece, payload)
+                    if piece.kind is Kind.PARAMETER and self._is_gradient:
+                        torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
+                    else:
+                        values.copy_(torch.where(torch.isfinite(values), values, piece.view(weights)))
                 is_clipped, findings = True, self._look_at_all(payload)
                 action, other, limit = decide(limits, findings.is_finite, findings.norm)
                 problem = f"{problem}, and without them {other}" if other else problem
@@ -146,12 +157,6 @@ class Sanity:
         assert action != "clip"
         return Judgement(action, problem, limit)
 
-    def _where(self, payload: torch.Tensor) -> str:
-        found = (self.first_unsound(payload, window) for window in self._windows)
-        first = next((element for element in found if element is not None), None)
-        name = self._name_of(first) if first is not None else ""
-        return f" in '{name}'" if name else ""
-
     def with_rows(self, judgement: Judgement, rows: Sequence[torch.Tensor]) -> Judgement:
         """Return the judgement of a contribution with these gradients of rows. Clipping changes the rows."""
         if not judgement.is_taken or all(bool(torch.isfinite(row).all()) for row in rows):
@@ -159,19 +164,10 @@ class Sanity:
         action, problem, limit = decide(self.limits, False, 0.0)
         if action == "clip":
             for row in rows:
-                _zero_unsound(row)
+                torch.nan_to_num_(row, nan=0.0, posinf=0.0, neginf=0.0)
             return judgement._replace(problem=problem, limit=limit, is_clipped=True)
         assert action != "take"
         return Judgement(action, problem, limit)
-
-    def _mend(self, payload: torch.Tensor, weights: torch.Tensor) -> None:
-        """Replace every NaN and Inf: by 0 in a gradient, and by the server's value in statistics and weights."""
-        for piece in self._floats:
-            values = self._view(piece, payload)
-            if piece.kind is Kind.PARAMETER and self._is_gradient:
-                _zero_unsound(values)
-            else:
-                values.copy_(torch.where(torch.isfinite(values), values, piece.view(weights)))
 
     def scale(self, payload: torch.Tensor, factor: float) -> None:
         """Multiply the parameters by `factor`, 0 to 1."""
@@ -187,10 +183,6 @@ class Sanity:
                     self._view(piece, payload).mul_(item)
 
 
-def _zero_unsound(values: torch.Tensor) -> None:
-    torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
-
-
 def _sum(values: torch.Tensor) -> float:
     """Return the sum. It is in float32 for float16, which overflows above 65,504."""
     return values.sum(dtype=torch.float32 if values.dtype is torch.float16 else None).item()
@@ -200,9 +192,3 @@ def _norm(values: torch.Tensor) -> float:
     """Return the 2-norm of [n]. It is not finite if a value is not, or if a square is too large for float32."""
     is_short = values.dtype in (torch.float16, torch.bfloat16)
     return torch.linalg.vector_norm(values, dtype=torch.float32 if is_short else None).item()
-
-
-def _large_norm(values: torch.Tensor) -> float:
-    """Return the 2-norm of finite [n] whose squares overflow. It is Inf if even the norm overflows."""
-    largest = values.abs().max().double().item()
-    return largest * torch.linalg.vector_norm(values.double() / largest).item()

@@ -210,7 +210,10 @@ class Store:
                 self._check_window(new, window)
                 progress(window.end)
         if self.master is not None:
-            self._publish_master(self.master, new, progress)
+            self.master.round(new)
+            for window in self.windows:
+                self._check_window(new, window)
+            progress(self.layout.exchange_bytes)
         if optimizer is not None and before:  # not after a failed step, which ends the run
             optimizer.restore(before)
         self.weights = new
@@ -218,13 +221,6 @@ class Store:
         if self.direction is not None:
             self.direction.close()
         return self._close_round()
-
-    def _publish_master(self, master: Master, target: torch.Tensor, progress: Callable[[int], None]) -> None:
-        """Write the rounded weights to `target`."""
-        master.round(target)
-        for window in self.windows:
-            self._check_window(target, window)
-        progress(self.layout.exchange_bytes)
 
     def _check_window(self, weights: torch.Tensor, window: Window) -> None:
         """Raise Unsound for NaN or Inf in a window that a round has changed."""

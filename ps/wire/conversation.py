@@ -20,7 +20,7 @@ from ..engine.peers import Done, Go, Peer
 from .delivery import Delivery
 from .joining import Joining
 from .partial_transfers import PartialTransfers
-from .receiver import Destination, Receiver
+from .receiver import Receiver
 from .small import SmallExchanges
 from .stream import Stream
 from .transports import Transport
@@ -42,19 +42,15 @@ class Conversation:
         peer = self._peer = await joining.seat(self._stream, context)
         if peer is None:
             return
-        engine, model, tensors = self._engine, self._model, self._engine.tensors
-        folding, states = engine.folding, engine.states
-        delivery = Delivery(self._stream, peer, model, tensors, folding, states)
+        engine = self._engine
+        delivery = Delivery(self._stream, peer, self._model, engine.tensors, engine.folding, engine.states)
         transport = await joining.meet(self._stream, peer, delivery.transport, context)
         if transport is None:
             return
         self._transport = delivery.transport = transport
         if not peer.is_resumed and not await self._send_items(peer, delivery):
             return
-        destination = Destination(
-            engine.run, model, tensors, folding, states, self._config.limits.state_bytes, engine.offer, engine.now
-        )
-        receiver = Receiver(destination, self._stream, peer, transport, self._partials)
+        receiver = Receiver(engine, self._stream, peer, transport, self._partials)
         goodbye = await self._exchange(peer, delivery, receiver)
         if goodbye is not None:
             self._leave(peer, goodbye.of(pb.Leave))

@@ -90,7 +90,10 @@ class Delivery:
         if (raw := self.whole(go)) is not None:
             await self._stream.write(raw)
         elif effect.is_start:
-            await self._send_state(script.payload if script is not None else b"")
+            state = script.payload if script is not None else b""
+            for offset in range(0, len(state), CHUNK_BYTES):
+                piece = pb.State(num_bytes=len(state), offset=offset, piece=state[offset : offset + CHUNK_BYTES])
+                await self._stream.say(pb.ServerMessage(state=piece))
             await self._start(header, go)
         elif go.update is not None:
             await self._send_update(header, go.update)
@@ -109,15 +112,9 @@ class Delivery:
 
         await self._send(self.transport, header, done.min_version)
 
-    async def _send_state(self, state: bytes) -> None:
-        """Send the state of the worker's script."""
-        for offset in range(0, len(state), CHUNK_BYTES):
-            piece = pb.State(num_bytes=len(state), offset=offset, piece=state[offset : offset + CHUNK_BYTES])
-            await self._stream.say(pb.ServerMessage(state=piece))
-
     async def _start(self, header: Header, go: Go) -> None:
         model = self._model
-        frozen = model.frozen_bytes()
+        frozen = as_bytes(model.store.weights)[model.store.layout.exchange_bytes :]
         if go.update is not None:
             await self._send_update(header, go.update, [frozen])
             return

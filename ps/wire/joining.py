@@ -150,7 +150,16 @@ class Joining:
             why_no_better = refused or why_no_better
         self._model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
-        self._agree_on_codecs(peer, offered)
+        reply_codec = codec_named(offered.reply_codec)
+        peer.reply_codec = None if reply_codec.is_identity else reply_codec
+        if len(offered.codecs) > _MAX_CODECS:
+            raise refusal(Reason.BAD_REQUEST, f"Model.codecs has {len(offered.codecs)} names; at most {_MAX_CODECS}")
+        for name in offered.codecs or ("raw",):
+            codec = codec_named(name)
+            if (error := unusable(run, peer, codec)) is not None:
+                raise refusal(Reason.BAD_REQUEST, f"rank {peer.rank}: {error.message}", fix=error.fix)
+            peer.codecs[codec.name] = ""
+            self._warn_of_momentum(codec)
         peer.takes_frames = transport.as_frames
         peer.traffic.transport, peer.traffic.transport_reason = transport.name, why_no_better
         peer.state = "computing" if peer.is_resumed else "waiting"
@@ -167,19 +176,6 @@ class Joining:
             problem = f"mode {mode} averages among workers, and this worker sent no Model.rendezvous"
         if problem:
             raise refusal(Reason.BAD_REQUEST, problem, fix="install the same version of paramserver on both")
-
-    def _agree_on_codecs(self, peer: Peer, offered: pb.Model) -> None:
-        """Set the codecs of the worker's contributions and replies. Raises a refusal for codecs the run cannot use."""
-        run, reply_codec = self._run, codec_named(offered.reply_codec)
-        peer.reply_codec = None if reply_codec.is_identity else reply_codec
-        if len(offered.codecs) > _MAX_CODECS:
-            raise refusal(Reason.BAD_REQUEST, f"Model.codecs has {len(offered.codecs)} names; at most {_MAX_CODECS}")
-        for name in offered.codecs or ("raw",):
-            codec = codec_named(name)
-            if (error := unusable(run, peer, codec)) is not None:
-                raise refusal(Reason.BAD_REQUEST, f"rank {peer.rank}: {error.message}", fix=error.fix)
-            peer.codecs[codec.name] = ""
-            self._warn_of_momentum(codec)
 
     def _warn_of_momentum(self, codec: Codec) -> None:
         """Warn once if the outer momentum does not suit this codec."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 
 from ...common.codecs.base import Codec, payload_bytes
@@ -20,14 +20,12 @@ from ...common.wire.messages import read_contribution
 from ...common.wire.records import Contribution, PayloadInfo
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
-from ..core.run import Run
-from ..engine.folding import Folding, Staged
+from ..engine.engine import Engine
+from ..engine.folding import Staged
 from ..engine.peers import Peer
-from ..engine.states import States
 from ..tensors.model import Model
 from ..tensors.staging import Payload
 from ..tensors.store import Store
-from ..tensors.thread import TensorThread
 from ..tensors.upload import Upload
 from .attachments import Attachments, StateAssembler
 from .codecs import codec_named, unusable
@@ -41,20 +39,6 @@ _MAX_METRICS = 64  # of an evaluation
 _BEFORE = ("begin", "rows", "optimizer", "state", "metrics", "stop", "taken", "")
 _INSTEAD = ("ask_again", "finish", "leave")
 _PIECE = ("taken", "")
-
-
-@dataclass(frozen=True)
-class Destination:
-    """The objects that receive contributions: the run, which counts them, and the owners of their tensors."""
-
-    run: Run
-    model: Model  # has the store, and the staging pool for uploads
-    tensors: TensorThread
-    folding: Folding
-    states: States
-    max_state_bytes: int  # limit for a script's state
-    offer: Callable[[events.Event], None]
-    now: Callable[[], float]
 
 
 class UploadMemory:
@@ -115,13 +99,13 @@ class Receiver:
     """Receives one worker's contributions, one after another, and offers them to the run."""
 
     def __init__(
-        self, destination: Destination, stream: Stream, peer: Peer, transport: Transport, partials: PartialTransfers
+        self, engine: Engine, stream: Stream, peer: Peer, transport: Transport, partials: PartialTransfers
     ) -> None:
         self._stream, self._peer, self._transport, self._partials = stream, peer, transport, partials
-        self._run, self._model, self._tensors = destination.run, destination.model, destination.tensors
-        self._folding, self._states = destination.folding, destination.states
-        self._max_state_bytes = destination.max_state_bytes
-        self._offer, self._now = destination.offer, destination.now
+        self._run, self._model, self._tensors = engine.run, engine.model, engine.tensors
+        self._folding, self._states = engine.folding, engine.states
+        self._max_state_bytes = engine.config.limits.state_bytes
+        self._offer, self._now = engine.offer, engine.now
         position = partial(self._run.policy.upload_position, peer.rank)
         self._memory = UploadMemory(self._model, stream, partials, peer.rank, position)
         self._script_state = StateAssembler()
@@ -173,15 +157,33 @@ class Receiver:
             case None:
                 return await self._take_piece(received)
             case pb.Contribution() as header:
-                return await self._take_contribution(header, received)
+                contribution = self._announced(header)
+                if self._upload is None and self._take_whole(contribution, received):
+                    return True
+                self._contribution = contribution
+                self._upload = await self._expected(contribution.payload)
+                return await self._take_piece(received)
             case pb.Begin() as begin:
-                return await self._take_begin(begin, received)
+                if begin.continues:
+                    self._continue(begin)
+                else:
+                    self._upload = await self._expected(begin)
+                    self._upload.restart()
+                return await self._take_piece(received)
             case pb.Rows():
                 await self._take_attachment(received)
             case pb.State() if received.kind == "optimizer":
                 await self._take_attachment(received)
             case pb.State() as state:
-                self._take_state(state)
+                limit = self._max_state_bytes
+                if state.num_bytes > limit:
+                    raise refusal(
+                        Reason.LIMIT_EXCEEDED,
+                        f"the script of rank {peer.rank} has a state (session.state) of {state.num_bytes:,} bytes; "
+                        f"this server accepts {limit:,} (limits.state_bytes)",
+                        fix="pass less to session.state(), or start ps-server with --set limits.state_bytes=...",
+                    )
+                self._script_state.add(state)
             case pb.EvaluationMetrics() as metrics:
                 self._offer(evaluation_event(peer.rank, metrics))
             case pb.Stop() as stop:
@@ -192,14 +194,6 @@ class Receiver:
                 peer.state, peer.base, peer.reference = "waiting", None, question.reference
                 self._offer(events.AskedAgain(*peer.seat, question.seq))
         return received.kind in _INSTEAD
-
-    async def _take_contribution(self, header: pb.Contribution, received: Frame) -> bool:
-        contribution = self._announced(header)
-        if self._upload is None and self._take_whole(contribution, received):
-            return True
-        self._contribution = contribution
-        self._upload = await self._expected(contribution.payload)
-        return await self._take_piece(received)
 
     def _take_whole(self, contribution: Contribution, received: Frame) -> bool:
         """Handle a contribution without payload, or with a complete raw payload. Otherwise return False.
@@ -217,14 +211,6 @@ class Receiver:
         self._model.staging.bytes_of(payload)[:] = received.data
         self._hand_over(contribution, payload, store.sanity.examine(payload, store.weights))
         return True
-
-    async def _take_begin(self, begin: pb.Begin, received: Frame) -> bool:
-        if begin.continues:
-            self._continue(begin)
-        else:
-            self._upload = await self._expected(begin)
-            self._upload.restart()
-        return await self._take_piece(received)
 
     async def _take_piece(self, received: Frame) -> bool:
         upload, contribution = self._upload, self._contribution
@@ -250,17 +236,6 @@ class Receiver:
         if self._upload is None:
             await self._memory.reserve()
         await self._attachments.add(received)
-
-    def _take_state(self, state: pb.State) -> None:
-        limit = self._max_state_bytes
-        if state.num_bytes > limit:
-            raise refusal(
-                Reason.LIMIT_EXCEEDED,
-                f"the script of rank {self._peer.rank} has a state (session.state) of {state.num_bytes:,} bytes; "
-                f"this server accepts {limit:,} (limits.state_bytes)",
-                fix="pass less to session.state(), or start ps-server with --set limits.state_bytes=...",
-            )
-        self._script_state.add(state)
 
     # ---- a contribution ---------------------------------------------------------------------------
 

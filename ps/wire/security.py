@@ -59,23 +59,19 @@ def check_security(config: Config) -> None:
             fix="add --ca: ca.crt of ps-certs init",
         )
     if config.server.shards > 1 and security.mutual and pem.cert is not None:
-        _check_own_name(config, facts_of(pem.cert).name)
+        name, expected = facts_of(pem.cert).name, f"{SHARD_PREFIX}{config.server.shard}"
+        if name != expected:  # the other shards would refuse it later
+            raise AuthError(
+                f"{security.cert} is the certificate of '{name}', and this is shard {config.server.shard}: with "
+                "security.mutual, shards check each other's names",
+                fix=f"use {expected}.crt and .key: ps-certs init DIR --renew --shards {config.server.shards} makes "
+                "them",
+            )
     if (lacks := _missing(config)) is not None and not config.server.insecure:
         raise AuthError(
             f"{config.server.listen} can be reached by other machines, and {lacks}",
             fix="run ps-certs init, which makes certificates and a token and prints how to use them; on a network that "
             "you trust, add --insecure; for one machine, listen on 127.0.0.1",
-        )
-
-
-def _check_own_name(config: Config, name: str) -> None:
-    """Raise AuthError if the certificate is not this shard's, because the other shards would refuse it later."""
-    expected = f"{SHARD_PREFIX}{config.server.shard}"
-    if name != expected:
-        raise AuthError(
-            f"{config.security.cert} is the certificate of '{name}', and this is shard {config.server.shard}: with "
-            "security.mutual, shards check each other's names",
-            fix=f"use {expected}.crt and .key: ps-certs init DIR --renew --shards {config.server.shards} makes them",
         )
 
 

@@ -82,8 +82,8 @@ class Simulation:
             name.endswith("_s") and value is not None for name, value in policy.options.model_dump().items()
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
-            effects.Fold: self._fold,
-            effects.Discard: self._discard,
+            effects.Fold: lambda fold: self._server.fold(self.workers[fold.id.rank]),
+            effects.Discard: lambda discard: self._server.release(self.workers[discard.id.rank]),
             effects.Commit: self._commit,
             effects.SendReply: self._reply,
             effects.ContributionTaken: self._taken,
@@ -281,12 +281,6 @@ class Simulation:
         if self._observe is not None and isinstance(effect, effects.Fact):
             self._observe(now, effect)
 
-    def _fold(self, fold: effects.Fold) -> None:
-        self._server.fold(self.workers[fold.id.rank])
-
-    def _discard(self, discard: effects.Discard) -> None:
-        self._server.release(self.workers[discard.id.rank])
-
     def _commit(self, commit: effects.Commit) -> None:
         self._server.commit()
         self.tally.note((self._agenda.now, commit.version))
@@ -304,16 +298,13 @@ class Simulation:
         if taken.outcome == "accepted":
             tally.num_steps += taken.contribution.counts.num_steps
             if tally.num_steps >= self._sampled_at:
-                self._sample()
+                # Note how far apart the workers' versions are, and where their time went until now.
+                versions = [worker.version for worker in self.workers if worker.next_steps]
+                self.tally.sample(self._agenda.now, max(versions) - min(versions) if versions else 0)
+                total = self.world.num_workers * (self.policy.training_steps or 1)
+                self._sampled_at = self.tally.num_steps + max(1, total // NUM_SAMPLES)
+                self._progressed(min(1.0, self.tally.num_steps / total))
         tally.note((self._agenda.now, taken.outcome, rank, number, taken.contribution.base.version))
-
-    def _sample(self) -> None:
-        """Note how far apart the workers' versions are, and where their time went until now."""
-        versions = [worker.version for worker in self.workers if worker.next_steps]
-        self.tally.sample(self._agenda.now, max(versions) - min(versions) if versions else 0)
-        total = self.world.num_workers * (self.policy.training_steps or 1)
-        self._sampled_at = self.tally.num_steps + max(1, total // NUM_SAMPLES)
-        self._progressed(min(1.0, self.tally.num_steps / total))
 
     def _done(self, done: effects.TellDone) -> None:
         self._agenda.is_stopped = True

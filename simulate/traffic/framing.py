@@ -53,24 +53,21 @@ class Framing:
         )  # fmt: skip
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._up_of(contribution)
+            from ...common.wire.messages import contribution_message
+
+            num, is_direct = self.up_bytes, self.is_direct and self.codec == "raw"
+            sent = records.changed(
+                contribution,
+                base=records.Base(contribution.base.version, self.has_base),
+                payload=records.PayloadInfo(self.codec, num, is_direct and num > INLINE_BYTES),
+                training=records.TrainingInfo(
+                    wants_weights=contribution.training.wants_weights, iteration=contribution.id.seq
+                ),
+            )
+            if self.codec != "raw" and contribution.id.seq > 1:
+                sent = records.changed(sent, residual=_RESIDUAL)
+            found = self._found[key] = contribution_message(sent).ByteSize() + _payload(num, is_direct) + self.extra.up
         return found
-
-    def _up_of(self, contribution: records.Contribution) -> float:
-        from ...common.wire.messages import contribution_message
-
-        num, is_direct = self.up_bytes, self.is_direct and self.codec == "raw"
-        sent = records.changed(
-            contribution,
-            base=records.Base(contribution.base.version, self.has_base),
-            payload=records.PayloadInfo(self.codec, num, is_direct and num > INLINE_BYTES),
-            training=records.TrainingInfo(
-                wants_weights=contribution.training.wants_weights, iteration=contribution.id.seq
-            ),
-        )
-        if self.codec != "raw" and contribution.id.seq > 1:
-            sent = records.changed(sent, residual=_RESIDUAL)
-        return contribution_message(sent).ByteSize() + _payload(num, is_direct) + self.extra.up
 
     def down(self, effect: effects.SendReply) -> float:
         """Returns the bytes of a reply: its messages and its weights."""

@@ -240,7 +240,16 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
             connection.connect(address)
             connection.settimeout(left_s(deadline))
             if proxy is not None:
-                _http_connect(connection, join_address(host, port))
+                wanted = join_address(host, port)
+                connection.sendall(f"CONNECT {wanted} HTTP/1.1\r\nHost: {wanted}\r\n\r\n".encode())
+                reply = b""
+                while not reply.endswith(b"\r\n\r\n"):
+                    piece = connection.recv(1)  # byte by byte, because later bytes are the server's
+                    if not piece or len(reply) > 4096:
+                        raise OSError(0, "the proxy does not connect")
+                    reply += piece
+                if reply.split(b" ", 2)[1:2] != [b"200"]:
+                    raise OSError(0, f"the proxy says {reply.splitlines()[0][:80].decode('latin-1')}")
             return connection
         except OSError:
             connection.close()
@@ -254,15 +263,3 @@ def left_s(deadline: float) -> float:
     if seconds <= 0:
         raise TimeoutError
     return seconds
-
-
-def _http_connect(connection: socket.socket, target: str) -> None:
-    connection.sendall(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n\r\n".encode())
-    reply = b""
-    while not reply.endswith(b"\r\n\r\n"):
-        piece = connection.recv(1)  # byte by byte, because later bytes are the server's
-        if not piece or len(reply) > 4096:
-            raise OSError(0, "the proxy does not connect")
-        reply += piece
-    if reply.split(b" ", 2)[1:2] != [b"200"]:
-        raise OSError(0, f"the proxy says {reply.splitlines()[0][:80].decode('latin-1')}")

@@ -1,8 +1,7 @@
 """The worker's side of the conversation: offer the model, contribute, finish; reconnect after a lost connection.
 
-`Membership` joins and rejoins, `ShardSet` sends each request to all shards, `CodecChoice` chooses the codec, and
-`GroupView` has the server's facts about all-reduce peers. If the connection to any shard is lost, all connections are
-closed and made again.
+`Membership` joins and rejoins, `ShardSet` sends each request to all shards, and `GroupView` has the server's facts
+about all-reduce peers. If the connection to any shard is lost, all connections are closed and made again.
 """
 
 from __future__ import annotations
@@ -125,13 +124,10 @@ class Exchange:
             meaning = "these encode contributions and weights on the wire; the server's own state stays exact"
             log.info("codecs", up=up, down=down, meaning=meaning)
         try:
-            self._offer()
+            self._membership.offer()
             self._begin()
         except Lost as lost:
             self._rejoin(lost)
-
-    def _offer(self) -> None:
-        self._membership.offer((self.shards.codec,))
 
     def _begin(self) -> Reply:
         reply = self._replied(self.shards.each(Shard.begin))
@@ -149,7 +145,7 @@ class Exchange:
 
     def _rejoin(self, lost: Lost) -> Reply | None:
         """Join again. Returns the reply that says where to start; None: this worker is still a member."""
-        return self._membership.rejoin(lost, self._offer, self._begin)
+        return self._membership.rejoin(lost, self._begin)
 
     def use_transports(self, names: tuple[str, ...]) -> None:
         """Reconnect, with the first of these transports that both sides can open."""
@@ -176,7 +172,13 @@ class Exchange:
         return reply
 
     def _exchange(self, outgoing: Outgoing) -> Reply:
-        outgoing = self._numbered(outgoing)
+        # Number the contribution, and add the facts that depend on the worker's progress.
+        contribution, progress = outgoing.contribution, self.progress
+        topics: dict[str, Any] = {"id": ContributionId(progress.rank or 0, progress.incarnation, progress.next_number)}
+        topics["base"] = changed(contribution.base, version=progress.version)
+        if contribution.completion.generation or not (progress.wants_weights or contribution.training.evaluates):
+            topics["training"] = changed(contribution.training, wants_weights=False)
+        outgoing = outgoing.changed(**topics)
         if self._membership.region is not None:
             name, _ = self._membership.region
             self._membership.region = name, outgoing.contribution.counts.num_workers  # for the next join
@@ -200,15 +202,6 @@ class Exchange:
         if self._traces is not None:
             self._traces.came()
         return shard.take(received)
-
-    def _numbered(self, outgoing: Outgoing) -> Outgoing:
-        """Number the contribution, and add the facts that depend on the worker's progress."""
-        contribution, progress = outgoing.contribution, self.progress
-        topics: dict[str, Any] = {"id": ContributionId(progress.rank or 0, progress.incarnation, progress.next_number)}
-        topics["base"] = changed(contribution.base, version=progress.version)
-        if contribution.completion.generation or not (progress.wants_weights or contribution.training.evaluates):
-            topics["training"] = changed(contribution.training, wants_weights=False)
-        return outgoing.changed(**topics)
 
     def _contribute_again(self, lost: Lost, outgoing: Outgoing) -> Reply:
         """Send the same contribution on new connections, until it gets a reply or the worker has to start again."""

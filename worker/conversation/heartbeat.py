@@ -17,7 +17,6 @@ from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
 from ..ownership import at_exit, not_at_exit
 from .channel import HEARTBEAT_OPTIONS, open_channel
-from .messages import measured_bytes
 
 _HEARTBEATS = 4  # in one lease; two may be lost
 _TRY_AGAIN_S = 0.2
@@ -85,7 +84,8 @@ class Heartbeat:
         while True:
             membership, heartbeat = self._heartbeat
             sent.append(membership)
-            # Messages of protobuf that follow one another are one message.
-            yield heartbeat + measured_bytes(self.measure())
+            if metrics := self.measure():  # messages of protobuf that follow one another are one message
+                heartbeat += pb.HeartbeatRequest(metrics=pb.EvaluationMetrics(metrics=metrics)).SerializeToString()
+            yield heartbeat
             if self._stop.wait(self._interval_s):
                 return

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ...common.config.schema import WorkerConfig
 from ...common.errors import Reason, refusal
@@ -19,7 +19,7 @@ from ..session import Progress, Retry
 from .channel import Lost, wait_for_server
 from .heartbeat import Heartbeat
 from .interrupts import sleep
-from .messages import Welcome, heartbeat_bytes, join_message
+from .messages import Welcome, join_message
 from .shard_set import ShardSet
 
 log = get_logger()
@@ -98,10 +98,11 @@ class Membership:
         progress.pull_every = max(1, welcome.settings.pull_every)
         self.retry.rank = welcome.rank
         self._group.server_incarnation = welcome.server_incarnation
-        self._group.membership = self.heartbeat.start(heartbeat_bytes(progress), welcome.lease_s)
+        heartbeat = pb.HeartbeatRequest(run=progress.run, rank=welcome.rank, process=progress.process)
+        self._group.membership = self.heartbeat.start(heartbeat.SerializeToString(), welcome.lease_s)
         self._shards.connect(list(welcome.shards))
 
-    def offer(self, codecs: Sequence[str]) -> None:
+    def offer(self) -> None:
         """Offer the model to all shards, and negotiate the transports. Raises Lost."""
         kind = self.welcome.settings.contribution
         for shard in self._shards.all:
@@ -110,10 +111,10 @@ class Membership:
                     shard.join(self._message(self.welcome), _ATTEMPT_S)
                 except Lost as lost:
                     raise self._shards.lost(shard, lost) from None
-            shard.offer(self._shards.layout, self._shards.optimizer, kind, codecs, self._group.rendezvous)
+            shard.offer(self._shards.layout, self._shards.optimizer, kind, self._shards.codec, self._group.rendezvous)
         log.routine("tensors", transport=self._shards.transport, reason=self._shards.first.transports.reason)
 
-    def rejoin(self, lost: Lost, offer: Callable[[], None], begin: Callable[[], Reply]) -> Reply | None:
+    def rejoin(self, lost: Lost, begin: Callable[[], Reply]) -> Reply | None:
         """Rejoin after a lost connection. Returns the reply that says where to start; None: still a member.
 
         As a member the worker has nothing to start: the Welcome counts as many contributions as `progress`, or one
@@ -128,7 +129,7 @@ class Membership:
             sleep(self.retry.failed(time.monotonic(), str(lost)))
             self.join()
             try:
-                offer()
+                self.offer()
                 reply = None if self.welcome.resumed else begin()
             except Lost as again:
                 lost = again

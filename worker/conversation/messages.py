@@ -120,17 +120,6 @@ def join_message(progress: Progress, host: str, pid: int, device: str, seated: W
     return join
 
 
-def heartbeat_bytes(progress: Progress) -> bytes:
-    return pb.HeartbeatRequest(run=progress.run, rank=progress.rank or 0, process=progress.process).SerializeToString()
-
-
-def measured_bytes(metrics: Mapping[str, float]) -> bytes:
-    """The part of a worker's heartbeat that has what its process measures."""
-    if not metrics:
-        return b""
-    return pb.HeartbeatRequest(metrics=pb.EvaluationMetrics(metrics=metrics)).SerializeToString()
-
-
 def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
     """The heartbeat of an evaluator; `metrics` are the fields of EvaluationMetrics."""
     heartbeat = pb.HeartbeatRequest(process=process, evaluates=True)
@@ -139,13 +128,13 @@ def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
     return heartbeat.SerializeToString()
 
 
-def model_message(layout: Layout, optimizer: OptimizerSpec, codecs: Sequence[str], reply_codec: str) -> pb.Model:
-    """The Model message, without a transport's offer. `codecs`: allowed codecs of contributions."""
+def model_message(layout: Layout, optimizer: OptimizerSpec, codec: str, reply_codec: str) -> pb.Model:
+    """The Model message, without a transport's offer. `codec`: that of contributions."""
     return pb.Model(
         tensors=layout_to_proto(layout),
         fingerprint=layout.fingerprint,
         optimizer=optimizer_to_proto(optimizer),
-        codecs=[name for name in codecs if name != "raw"],
+        codecs=[] if codec == "raw" else [codec],
         reply_codec="" if reply_codec == "raw" else reply_codec,
     )
 

@@ -6,7 +6,7 @@ If the server is one process, there is one shard, and its part is the whole mode
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -114,10 +114,10 @@ class Shard:
         return self.down
 
     def offer(
-        self, whole: Layout, optimizer: OptimizerSpec, kind: messages.KindOfRun, codecs: Sequence[str], rendezvous: str
+        self, whole: Layout, optimizer: OptimizerSpec, kind: messages.KindOfRun, codec: str, rendezvous: str
     ) -> None:
         """Offer the model and negotiate the transport. `kind` is that of contributions, as in RunSettings."""
-        model = messages.model_message(whole, optimizer, codecs, self._config.reply_codec)
+        model = messages.model_message(whole, optimizer, codec, self._config.reply_codec)
         model.contribution, model.rendezvous = kind, rendezvous
         self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
         offered = self.transports.offer(model, self.model.layout.exchange_bytes)

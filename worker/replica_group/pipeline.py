@@ -16,7 +16,7 @@ import copy
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -363,22 +363,19 @@ class StagedPipeline(Pipeline):
             rank = self._group.rank
             self._schedules[key] = Chain(self._pieces[rank], self._group, num, self._ahead(rank, num), loss)
         else:
-            self._schedules[key] = self._torch_schedule(inputs, num, loss)
+            from torch.distributed.pipelining import PipelineStage
+            from torch.distributed.pipelining.schedules import get_schedule_class
+
+            borders = self._borders_of(inputs[: len(inputs) // num])
+            size, total = self._group.size, len(self.placement.ranks)
+            stages = [
+                PipelineStage(piece, index, total, self.device, borders[index], borders[index + 1])
+                for index, piece in self._pieces.items()
+            ]
+            name = schedule_for(self._schedule_name, size, num)
+            given = stages[0] if num_pieces(name) == 1 else stages
+            self._schedules[key] = get_schedule_class(name)(given, num, loss_fn=loss, scale_grads=False)
         return self._schedules[key]
-
-    def _torch_schedule(self, inputs: torch.Tensor, num: int, loss: Callable[[torch.Tensor, Any], torch.Tensor]) -> Any:
-        from torch.distributed.pipelining import PipelineStage
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
-        borders = self._borders_of(inputs[: len(inputs) // num])
-        size, total = self._group.size, len(self.placement.ranks)
-        stages = [
-            PipelineStage(piece, index, total, self.device, borders[index], borders[index + 1])
-            for index, piece in self._pieces.items()
-        ]
-        name = schedule_for(self._schedule_name, size, num)
-        given = stages[0] if num_pieces(name) == 1 else stages
-        return get_schedule_class(name)(given, num, loss_fn=loss, scale_grads=False)
 
     def borders(self, batch: Any) -> list[torch.Tensor]:
         """Returns the inputs of each piece for a microbatch, and the last outputs, as meta tensors."""

@@ -73,15 +73,10 @@ class AllReduceStrategy(Strategy):
         if self._device.type == "cuda":  # other threads create groups again and again
             without_watchdog()
         if self._codec != "raw":
-            self._encoded = self._encoded_mean(optimizer)
+            self._encoded = EncodedMean(CODECS.load(self._codec)(), self._model, self._of_sum)
+            self._exchange.residuals.encoding = self._encoded.encoding
         if self._may_leave_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._ready_gradients = ReadyGradients(model, self._leave_early)
-
-    def _encoded_mean(self, optimizer: OptimizerSpec) -> EncodedMean:
-        codec = CODECS.load(self._codec)()
-        found = EncodedMean(codec, self._model, self._of_sum)
-        self._exchange.residuals.encoding = found.encoding
-        return found
 
     def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Join the first group. On return this worker has the weights of the newest version, and the optimizer state.

@@ -125,23 +125,21 @@ class GroupLifecycle:
         Raises Broken as `work` does, and when the server has released a member. A member that hangs or is cut off does
         not close its connections, so only the server notices it.
         """
-        future: Future[Found] = self._helper.submit(work)
+        future: Future[Any] = self._helper.submit(work)
         while not wait([future], timeout=_LOOK_UP_S).done:
             if self._generation is None or not self._exchange.group_view.is_over(self._generation.number):
                 continue
             message = f"generation {self._generation.number} has ended: {_RELEASED}"
             if self.group is None:
-                self._abandon(future)
+                # Abandon the group that is forming: torch ends it only at its timeout, so nothing waits for it.
+                future.add_done_callback(lambda item: item.exception() or item.result().close())
+                self._helper.dismiss()
+                self._forming.append(self._helper)
+                self._helper = Helper("group")
                 raise Broken(message)
             self.group.cut(message)
-        return future.result()
-
-    def _abandon(self, forming: Future[Any]) -> None:
-        """Abandon a group that is forming. torch ends it only at its timeout, so nothing waits for it."""
-        forming.add_done_callback(lambda item: item.exception() or item.result().close())
-        self._helper.dismiss()
-        self._forming.append(self._helper)
-        self._helper = Helper("group")
+        found: Found = future.result()
+        return found
 
     def take_num_sent(self) -> int:
         """Bytes sent to peers since the last call."""

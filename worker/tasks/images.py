@@ -26,7 +26,14 @@ class ImageTask:
 
     def __init__(self, side: int, channels: Sequence[int], hidden: int) -> None:
         self._side = side
-        self._channels = _check_channels(channels, side)
+        # Each entry halves `side`, and at least one pixel must remain.
+        if not isinstance(channels, list | tuple) or not channels:
+            raise UsageError(f"task.args.channels is {channels!r}, not a list of whole numbers", fix=_EXAMPLE)
+        most = side.bit_length() - 1
+        if len(channels) > most:
+            message = f"task.args.channels has {len(channels)} entries: each halves the {side}-pixel image"
+            raise UsageError(f"{message}, so {most} is the limit", fix=_EXAMPLE)
+        self._channels = tuple(check_whole(f"channels[{i}]", value, least=1) for i, value in enumerate(channels))
         self._hidden = check_whole("hidden", hidden, least=1)
 
     @staticmethod
@@ -86,14 +93,3 @@ class ConvNet(nn.Module):
 def _scaled(images: torch.Tensor) -> torch.Tensor:
     """Convert bytes (grey levels) to float32 in 0..1."""
     return images.float().div(255) if images.dtype is torch.uint8 else images
-
-
-def _check_channels(channels: Any, side: int) -> tuple[int, ...]:
-    """Return `channels` as a tuple of positive ints. Each entry halves `side`, and at least one pixel must remain."""
-    if not isinstance(channels, list | tuple) or not channels:
-        raise UsageError(f"task.args.channels is {channels!r}, not a list of whole numbers", fix=_EXAMPLE)
-    most = side.bit_length() - 1
-    if len(channels) > most:
-        message = f"task.args.channels has {len(channels)} entries: each halves the {side}-pixel image"
-        raise UsageError(f"{message}, so {most} is the limit", fix=_EXAMPLE)
-    return tuple(check_whole(f"channels[{i}]", value, least=1) for i, value in enumerate(channels))

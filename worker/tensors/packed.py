@@ -48,7 +48,13 @@ def take_apart(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tor
             return value.item() if isinstance(value, np.number) else value
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             name = str(len(tensors))
-            tensors[name] = _on_host(value, seen)
+            # On the host, contiguous and with a storage of its own.
+            tensor = value.detach().cpu()
+            is_alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+            if not is_alone or tensor.data_ptr() in seen:
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor
             return {"$tensor": name}
         if isinstance(value, tuple):
             return {"$tuple": [take(item, f"{where}[{index}]") for index, item in enumerate(value)]}
@@ -69,16 +75,6 @@ def _refused(where: str, problem: str) -> UsageError:
         f"session.state(): '{where}' is {problem}, and only tensors and JSON travel (numbers, text, lists, dicts)",
         fix="give session.state() an object whose state_dict() holds only these",
     )
-
-
-def _on_host(value: torch.Tensor, seen: set[int]) -> torch.Tensor:
-    """Return the tensor on the host, contiguous and with a storage of its own."""
-    tensor = value.detach().cpu()
-    is_alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    if not is_alone or tensor.data_ptr() in seen:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    seen.add(tensor.data_ptr())
-    return tensor
 
 
 def unpack(payload: bytes) -> dict[str, Any]:

@@ -214,14 +214,11 @@ class Batches:
             if memory is not None and data.has_replayed and not cursor.in_hand:
                 memory.replayed()
             if not self._is_done():
-                return len(cursor.in_hand) == cursor.num_void or not self._has_all(cursor)
+                # Whether the loop has yielded the batches of all remaining steps.
+                has_all = data.covers_last_replay or ((left := self._num_left) is not None and left <= 0)
+                return len(cursor.in_hand) == cursor.num_void or not has_all
             if cursor.in_hand or self._is_over():  # other workers may wait for the steps of the batches in hand
                 return False
-
-    def _has_all(self, cursor: Cursor) -> bool:
-        """Whether the loop has yielded the batches of all remaining steps."""
-        num_left = self._num_left
-        return self._data.covers_last_replay or (num_left is not None and num_left <= 0)
 
     def _read(self, cursor: Cursor) -> Iterator[tuple[Any, int, bool]]:
         """Read the batches from the cursor on to the end of the loop.

@@ -25,15 +25,6 @@ log = get_logger()
 _PLACE = "paramserver"  # key in a saved state: the run and the training step that it is from
 
 
-def warn_of_lost_state() -> None:
-    """Warn that moments of a worker's optimizer are not used, because the server steps."""
-    log.warning(
-        "optimizer_state_not_loaded",
-        meaning="only hyperparameters are loaded: the server keeps its own moments; a new run begins without moments, "
-        "and ps-server --checkpoint-dir resumes with them",
-    )
-
-
 class NoAttributeError(UsageError, AttributeError):
     """An attribute that the optimizer of a session does not have. So `hasattr` works."""
 
@@ -189,7 +180,11 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if not self._steps_here:
             position = {"run": self.progress.run, "steps": self.progress.position}
             if state_dict["state"] and state_dict.get(_PLACE) != position:
-                warn_of_lost_state()
+                log.warning(
+                    "optimizer_state_not_loaded",
+                    meaning="only hyperparameters are loaded: the server keeps its own moments; a new run begins "
+                    "without moments, and ps-server --checkpoint-dir resumes with them",
+                )
             state_dict = {**state_dict, "state": {}}
         self.inner.load_state_dict(state_dict)
 
@@ -282,27 +277,22 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     def step_inner(self, closure: Callable[[], Any] | None = None) -> Any:
         self._is_stepping = True
         try:
-            if self._is_unseen():
+            # torch's wrapper around the inner step() is skipped where it would have no effect, which avoids the import
+            # of the compiler (2.3 s, four at once on two cores at 2.6 GHz).
+            inner = self.inner
+            if not (
+                "torch._dynamo" in sys.modules
+                or "step" in vars(inner)
+                or not type(inner).__module__.startswith("torch.optim.")
+                or len(inner._optimizer_step_pre_hooks) > 1  # more than our own hook
+                or inner._optimizer_step_post_hooks
+                or any(group.get("differentiable") for group in inner.param_groups)
+                or _are_all_watched()
+            ):
                 return self._plain_step(self.inner, closure)
             return self.inner.step() if closure is None else self.inner.step(closure)  # some take no closure
         finally:
             self._is_stepping = False
-
-    def _is_unseen(self) -> bool:
-        """Whether torch's wrapper around the inner step() would have no effect.
-
-        Skipping it avoids the import of the compiler (2.3 s, four at once on two cores at 2.6 GHz).
-        """
-        inner = self.inner
-        return not (
-            "torch._dynamo" in sys.modules
-            or "step" in vars(inner)
-            or not type(inner).__module__.startswith("torch.optim.")
-            or len(inner._optimizer_step_pre_hooks) > 1  # more than our own hook
-            or inner._optimizer_step_post_hooks
-            or any(group.get("differentiable") for group in inner.param_groups)
-            or _are_all_watched()
-        )
 
     def hyperparameters(self) -> list[Hyperparameters]:
         """The hyperparameters of every group. They are computed again only when a value changes, which is rare."""

@@ -70,7 +70,18 @@ class RemoteSession(Session):
         self._restarted = Restarted(accepts=config.worker.accept_restarted_schedule)
         check(choices_of(config))
         if config.worker.group:
-            self._strategy = self._join_group()
+            # One of the group's processes. Gradients leave the worker when they are the mean of all processes.
+            from ..replica_group.strategy import Grouped, chosen_device, join  # loads torch.distributed
+
+            if self._config.worker.zero == WITHIN_WORKER:
+                from torch.distributed import fsdp  # noqa: F401  (takes seconds, and must be loaded before a server waits)
+            if self._worker.pipeline:
+                from ..replica_group.pipeline import load
+
+                load(self._worker.schedule, torch.device(chosen_device(self._worker)))
+            group = join(self._config)
+            self._inner = self._data_share = group.rank, group.size
+            self._strategy: Strategy = Grouped(group, partial(self._connect, may_overlap=False), self._config)
         else:
             self._strategy = self._open(may_overlap)
         self._final: Final | None = None
@@ -97,23 +108,6 @@ class RemoteSession(Session):
         exchange.measures(self.readings.taken)
         may_send_early = may_overlap and CODECS.load(config.worker.codec).goes_in_parts
         return exchange, make_strategy(exchange, may_send_early)
-
-    def _join_group(self) -> Strategy:
-        """Join the replica group as one of its processes.
-
-        Gradients leave the worker when they are the mean of all processes.
-        """
-        from ..replica_group.strategy import Grouped, chosen_device, join  # loads torch.distributed
-
-        if self._config.worker.zero == WITHIN_WORKER:
-            from torch.distributed import fsdp  # noqa: F401  (takes seconds, and must be loaded before a server waits)
-        if self._worker.pipeline:
-            from ..replica_group.pipeline import load
-
-            load(self._worker.schedule, torch.device(chosen_device(self._worker)))
-        group = join(self._config)
-        self._inner = self._data_share = group.rank, group.size
-        return Grouped(group, partial(self._connect, may_overlap=False), self._config)
 
     @property
     def rank(self) -> int:
@@ -167,7 +161,14 @@ class RemoteSession(Session):
                 check_is_plain(part, self.settings.mode)
         self._strategy.wraps(model)
         if self._strategy.kind.steps_along_mean_gradient:
-            _check_forward(model)
+            for name, module in model.named_modules():
+                if getattr(module, "max_norm", None) is not None:  # forward() changes weights, which the server owns
+                    raise UsageError(
+                        f"embedding '{name}' has a max_norm, so each lookup changes its rows: the server, which owns "
+                        "the weights, would not see these changes",
+                        fix="leave max_norm out (weight decay also bounds rows), or use --mode localsgd, which sends "
+                        "weights",
+                    )
         stepped = [param for part in optimizers for group in part.param_groups for param in group["params"]]
         tensors = self._strategy.tensors(model, stepped, averaged_buffers)
         described = replace(
@@ -369,14 +370,3 @@ def choices_of(config: Config, settings: Settings | None = None) -> Choices:
         is_region=settings.in_region,
         precision=settings.train.precision,
     )
-
-
-def _check_forward(model: nn.Module) -> None:
-    """Raises UsageError for a module that changes its weights in forward(), because the server owns the weights."""
-    for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None:
-            raise UsageError(
-                f"embedding '{name}' has a max_norm, so each lookup changes its rows: the server, which owns the "
-                "weights, would not see these changes",
-                fix="leave max_norm out (weight decay also bounds rows), or use --mode localsgd, which sends weights",
-            )

@@ -82,14 +82,11 @@ class Rows:
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (ids, gradients) since the last call, on the CPU, each row once; None if there are none."""
-        found = self._summed()
+        parts = [(ids, rows.grad.cpu(), 1.0) for ids, rows in self._used.values() if rows.grad is not None]
+        found = summed(parts) if parts else None
         self.drop()
         self.num_sent += sum(tensor.nbytes for tensor in found or ())
         return found
-
-    def _summed(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        parts = [(ids, rows.grad.cpu(), 1.0) for ids, rows in self._used.values() if rows.grad is not None]
-        return summed(parts) if parts else None
 
     @property
     def is_used(self) -> bool:

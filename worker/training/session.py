@@ -347,7 +347,10 @@ class Session:
         for the batch (dropout, augmentation) are the same in a run that was killed and resumed.
         """
         progress, data = self._joined()
-        self._say_length(progress())
+        steps = progress().total_steps
+        if steps is not None and progress().row.steps >= steps and not self._is_told:  # the loop gets no batches
+            self._is_told = True
+            log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
         check_count("accumulate", accumulate, 1)
         check_count("prefetch", prefetch)
         if epochs is not None:
@@ -451,13 +454,6 @@ class Session:
                 fix="call session.optimizer(model, ...) first: it gives this rank its position",
             )
         return lambda: self._progress, self._data
-
-    def _say_length(self, progress: Progress) -> None:
-        """Warn once if a loop gets no batches because the run's steps are all taken."""
-        steps = progress.total_steps
-        if steps is not None and progress.row.steps >= steps and not self._is_told:
-            self._is_told = True
-            log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
         """Record the loss of a step, its number of samples (instead of those of its batches), and your own metrics.

@@ -62,27 +62,24 @@ class Down:
                 raise _other_bytes(num_bytes, self._layout.exchange_bytes)
             receive(self.transfer.write)
         else:
-            self._take_encoded(num_bytes, codec, receive)
+            if self._reference is not None:
+                message = f"weights in codec '{codec}', which takes differences only, and no reference"
+                raise refusal(Reason.BAD_REQUEST, message, fix="install the same version of paramserver on both")
+            if codec != self.codec.name:
+                raise refusal(Reason.BAD_REQUEST, f"weights in codec '{codec}', asked for were '{self.codec.name}'")
+            if num_bytes != (expected := payload_bytes(self.codec, self._layout)):
+                raise _other_bytes(num_bytes, expected)
+            encoded, payload = self._encoded.lend(num_bytes), self._payloads.lend(self._layout.exchange_bytes)
+            receive(_writer(encoded))
+            take_payload(self.codec, self._decoder, self._layout, encoded, payload)
+            self.transfer.write(0, as_bytes(payload))
+            self._decoder.commit()
+            self._encoded.give_back(encoded)
+            self._payloads.give_back(payload)
+            self.num_taken += 1
             num_bytes = self._layout.exchange_bytes
         if num_bytes:
             self.transfer.finish_write(num_bytes, kept)
-
-    def _take_encoded(self, num_bytes: int, codec: str, receive: Receive) -> None:
-        if self._reference is not None:
-            message = f"weights in codec '{codec}', which takes differences only, and no reference"
-            raise refusal(Reason.BAD_REQUEST, message, fix="install the same version of paramserver on both")
-        if codec != self.codec.name:
-            raise refusal(Reason.BAD_REQUEST, f"weights in codec '{codec}', asked for were '{self.codec.name}'")
-        if num_bytes != (expected := payload_bytes(self.codec, self._layout)):
-            raise _other_bytes(num_bytes, expected)
-        encoded, payload = self._encoded.lend(num_bytes), self._payloads.lend(self._layout.exchange_bytes)
-        receive(_writer(encoded))
-        take_payload(self.codec, self._decoder, self._layout, encoded, payload)
-        self.transfer.write(0, as_bytes(payload))
-        self._decoder.commit()
-        self._encoded.give_back(encoded)
-        self._payloads.give_back(payload)
-        self.num_taken += 1
 
 
 class Reference:

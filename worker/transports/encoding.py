@@ -139,12 +139,10 @@ class Encoding:
     def _has_feedback(self) -> bool:
         if self.codec.has_feedback or self._preparation is not None:
             return True
-        return self._residual is not None and self._has_residual
-
-    @property
-    def _has_residual(self) -> bool:
-        """Whether the residual has tensors of the next contribution."""
-        return not self._without or self._without in self._squares or frozenset() in self._squares
+        # Whether the residual has tensors of the next contribution.
+        return self._residual is not None and (
+            not self._without or self._without in self._squares or frozenset() in self._squares
+        )
 
     def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         num_bytes = payload_bytes(self.codec, self._layout)
@@ -184,7 +182,13 @@ class Encoding:
             if isinstance(self.codec, ByTensor):
                 self._retain()
             else:
-                self._clear()
+                # c was sent without loss, so the residual becomes zero.
+                assert self._residual is not None
+                self._squares.pop(self._without, None)
+                for (residual,) in self._views(self._residual):
+                    residual.zero_()
+                if not (self._without and self._squares):
+                    self._residual, self._squares = None, {}
         self._forget_attempt()
 
     def rollback(self, work: Stretch | None = None) -> None:
@@ -249,18 +253,19 @@ class Encoding:
             self._square += _square(values)
         self._retain()
 
-    def _clear(self) -> None:
-        """c was sent without loss, so the residual becomes zero."""
-        assert self._residual is not None
-        self._squares.pop(self._without, None)
-        for (residual,) in self._views(self._residual):
-            residual.zero_()
-        if not (self._without and self._squares):
-            self._residual, self._squares = None, {}
-
     def _retain(self) -> None:
         if self._without:
-            self._retain_part()
+            assert self._payload is not None
+            is_finite = math.isfinite(self._square)
+            before = self._squares.get(self._without, 0.0)
+            if not is_finite:
+                self._lose(math.sqrt(before))
+            self._squares.pop(frozenset(), None)
+            self._squares[self._without] = self._square if is_finite else 0.0
+            if self._residual is None:
+                self._residual = torch.zeros_like(self._payload)
+            for residual, values in self._views(self._residual, self._payload):
+                residual.copy_(values) if is_finite else residual.zero_()
         elif not math.isfinite(self._square):
             self._lose(self._reset())
         else:
@@ -268,19 +273,6 @@ class Encoding:
             self._residual, self._payload = self._payload, self._residual
             if self._preparation is not None:
                 self._preparation.commit()
-
-    def _retain_part(self) -> None:
-        assert self._payload is not None
-        is_finite = math.isfinite(self._square)
-        before = self._squares.get(self._without, 0.0)
-        if not is_finite:
-            self._lose(math.sqrt(before))
-        self._squares.pop(frozenset(), None)
-        self._squares[self._without] = self._square if is_finite else 0.0
-        if self._residual is None:
-            self._residual = torch.zeros_like(self._payload)
-        for residual, values in self._views(self._residual, self._payload):
-            residual.copy_(values) if is_finite else residual.zero_()
 
     def _reset(self) -> float:
         norm, self._squares = self.norm, {}

@@ -20,7 +20,12 @@ class Data:
 
     def record(self, rank: int, version: int, digest: int) -> Iterator[Effect]:
         """Record a digest of the result of a worker's first contribution; 0: unknown. Warns once of equal ones."""
-        if (other := self._twin(rank, version, digest)) is not None:
+        before, newest = self._began.get(rank), (version, digest)
+        if before is not None and self._firsts.get(before) == rank:
+            del self._firsts[before]
+        self._began[rank] = newest
+        # Another rank whose first result, from the same weights, is the same.
+        if digest and (other := self._firsts.setdefault(newest, rank)) != rank:
             self.twins |= {rank: other, other: rank}
             if not self._is_said:
                 self._is_said = True
@@ -38,12 +43,3 @@ class Data:
             fix="give every worker the whole data set, the same as before a resume; or a DataLoader of its own instead "
             "of session.shard(); worker.accept_other_data=true (PS_WORKER__ACCEPT_OTHER_DATA=1) goes on with it",
         )
-
-    def _twin(self, rank: int, version: int, digest: int) -> int | None:
-        """Returns another rank whose first result, from the same weights, is the same."""
-        before, newest = self._began.get(rank), (version, digest)
-        if before is not None and self._firsts.get(before) == rank:
-            del self._firsts[before]
-        self._began[rank] = newest
-        other = self._firsts.setdefault(newest, rank) if digest else rank
-        return other if other != rank else None

@@ -182,24 +182,13 @@ class RoundPolicy(Policy):
         rest = self._order[self._num_folded :] if self.has_fixed_set else []
         return [Fold(rank, self._weights[rank]) for rank in rest if rank in self._weights]
 
-    def _admit_late(self) -> None:
-        """Take late workers into the round, when too few are left without them (`min_workers`)."""
-        self._missing = sorted(self._late)
-        if self._weights:
-            self._as_they_come |= self._late
-        else:
-            self._order, self._num_folded = list(self._missing), 0
-            self._vacant.clear()
-        self._late.clear()
-        self._waiting.ask_all()
-
     def _why_close(self, now: float) -> str | None:
         """Returns the reason that the open round closes now; None while it stays open."""
         contributed, num_missing = len(self._weights), len(self._missing)
         if contributed < max(1, self._needed):
             return None
         if not num_missing:
-            live = self._num_in_round()
+            live = len(self.members) - len(self._late)
             departed = contributed - live
             others = f", and {departed} before leaving" if departed else ""
             return f"{live} of {live} live workers contributed{others}"
@@ -213,13 +202,17 @@ class RoundPolicy(Policy):
             return f"{message}, rank {names(self._missing)} did not"
         return None
 
-    def _num_in_round(self) -> int:
-        """Live workers in this round."""
-        return len(self.members) - len(self._late)
-
     def _advance(self, now: float) -> list[Decision]:
         if self._late and not self._missing and len(self._weights) < self._needed:
-            self._admit_late()
+            # Take late workers into the round, when too few are left without them (`min_workers`).
+            self._missing = sorted(self._late)
+            if self._weights:
+                self._as_they_come |= self._late
+            else:
+                self._order, self._num_folded = list(self._missing), 0
+                self._vacant.clear()
+            self._late.clear()
+            self._waiting.ask_all()
         reason = self._why_close(now)
         if reason is None:
             return []
@@ -245,7 +238,7 @@ class RoundPolicy(Policy):
         return Closed(self.version + 1, self._why_open) if is_done else None
 
     def _why_open(self) -> str:
-        live = self._num_in_round()
+        live = len(self.members) - len(self._late)
         return f"{live - len(self._missing)} of {live} workers contributed; missing rank {names(self._missing)}"
 
     def _progress(self) -> int:

@@ -96,23 +96,20 @@ class Reference:
         """Return the update for a worker that has reference `known`; 0: none."""
         first = self._ring[0].number - 1 if self._ring else self.number
         if not first <= known <= self.number:
-            return ReferenceUpdate(self.number, self.version, "", (self._make_whole(),))
+            # A copy of the reference, which workers that need it at the same time share.
+            found = self._whole()
+            if found is None or found.number != self.number:
+                whole = found = Difference(self.number)
+                self._whole = weakref.ref(whole)
+
+                def work() -> None:
+                    whole.payload = self._payload.clone()
+
+                self._tensors.submit(work)
+            return ReferenceUpdate(self.number, self.version, "", (found,))
         made = tuple(difference for difference in self._ring if difference.number > known)
         checked = [difference for difference in made if difference.number % _CHECKED_EVERY == 0]
         return ReferenceUpdate(self.number, self.version, self._codec.name, made, checked[-1] if checked else None)
-
-    def _make_whole(self) -> Difference:
-        """Return a copy of the reference. Workers that need it at the same time share it."""
-        found = self._whole()
-        if found is None or found.number != self.number:
-            whole = found = Difference(self.number)
-            self._whole = weakref.ref(whole)
-
-            def work() -> None:
-                whole.payload = self._payload.clone()
-
-            self._tensors.submit(work)
-        return found
 
     @property
     def num_bytes(self) -> int:

@@ -110,15 +110,6 @@ def _connected(address: Address, secret: bytes, kind: Kind, rank: int, name: byt
     return connection
 
 
-def read_hello(connection: socket.socket) -> Hello:
-    """Read the client's first message. Raises OSError."""
-    raw = read(connection, _HELLO.size)
-    magic, kind, rank, name, _ = _HELLO.unpack(raw)
-    if magic != _MAGIC or kind not in list(Kind):
-        raise Refused("the client does not speak this protocol")
-    return Hello(Kind(kind), rank, name, raw)
-
-
 def prove(connection: socket.socket, hello: Hello, secret: bytes) -> None:
     """Prove to the client that the server knows the secret, and check the client's proof. Raises OSError."""
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -249,7 +240,11 @@ class StoreServer:
     def _greet(self, connection: socket.socket) -> tuple[Hello, _Generation]:
         # per read: a slow client is closed when there are too many unproven connections
         connection.settimeout(_HANDSHAKE_S)
-        hello = read_hello(connection)
+        raw = read(connection, _HELLO.size)
+        magic, kind, rank, name, _ = _HELLO.unpack(raw)
+        if magic != _MAGIC or kind not in list(Kind):
+            raise Refused("the client does not speak this protocol")
+        hello = Hello(Kind(kind), rank, name, raw)
         with self._changed:
             self._changed.wait_for(lambda: hello.name in self._generations or self._is_closed, _HANDSHAKE_S)
             generation = self._generations.get(hello.name)

@@ -35,7 +35,21 @@ def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.devic
     If it has parameters `seed` and `device` that are not in `args`, they are filled in. Raises UsageError.
     """
     make = _from_file(name) if is_in_file(name) else TASKS.load(name)
-    kwargs = _arguments(name, make, args, {"seed": seed, "device": device})
+    # The signature is read, so that a TypeError in the user's code is not reported as a wrong argument.
+    parameters = inspect.signature(make).parameters.values()
+    by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for key in args:
+            if key not in by_keyword:
+                fix = did_you_mean(key, by_keyword) if by_keyword else f"{name} takes no arguments"
+                raise UsageError(f"unknown task.args.{key} of task {name}", fix=fix)
+    kwargs = {key: value for key, value in {"seed": seed, "device": device}.items() if key in by_keyword} | args
+    missing = [key for key, p in by_keyword.items() if p.default is p.empty and key not in kwargs]
+    if missing:
+        raise UsageError(
+            f"task {name} needs task.args." + ", task.args.".join(missing),
+            fix=f"e.g. --set task.args.{missing[0]}=VALUE, or give the parameter a default",
+        )
     with user_code():
         task = make(**kwargs)
     _check_methods(name, task)
@@ -111,28 +125,6 @@ def _from_file(name: str) -> Callable[..., Any]:
             fix="name a class with the methods " + ", ".join(_METHODS),
         )
     return make
-
-
-def _arguments(name: str, make: Callable[..., Any], args: dict[str, Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Return `args`, plus those of `offered` that `make` has a parameter for. Raises UsageError for other arguments.
-
-    It reads the signature, so that a TypeError in the user's code is not reported as a wrong argument.
-    """
-    parameters = inspect.signature(make).parameters.values()
-    by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for key in args:
-            if key not in by_keyword:
-                fix = did_you_mean(key, by_keyword) if by_keyword else f"{name} takes no arguments"
-                raise UsageError(f"unknown task.args.{key} of task {name}", fix=fix)
-    kwargs = {key: value for key, value in offered.items() if key in by_keyword} | args
-    missing = [key for key, p in by_keyword.items() if p.default is p.empty and key not in kwargs]
-    if missing:
-        raise UsageError(
-            f"task {name} needs task.args." + ", task.args.".join(missing),
-            fix=f"e.g. --set task.args.{missing[0]}=VALUE, or give the parameter a default",
-        )
-    return kwargs
 
 
 def _check_methods(name: str, task: Any) -> None:

@@ -59,19 +59,20 @@ class Stepper:
         value = float(loss.detach())
         self._session.record(loss=value)
         if len(self._num_samples) == self._train.accumulate or not batches.remaining:
-            self._even_out()
+            factor = self._num_samples[0] * self._train.accumulate / sum(self._num_samples)
+            gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+            if factor != 1 and gradients:
+                torch._foreach_mul_(gradients, factor)
             self._step()
             self._num_samples.clear()
         return value
 
-    def _even_out(self) -> None:
-        factor = self._num_samples[0] * self._train.accumulate / sum(self._num_samples)
-        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-        if factor != 1 and gradients:
-            torch._foreach_mul_(gradients, factor)
-
     def _step(self) -> None:
-        self._set_rate()
+        num_steps = self._session._progress.total_steps or TASK_STEPS
+        for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
+            rate = rate_at(self._session.step, num_steps, lr, self._train)
+            if rate != group["lr"]:
+                group["lr"] = rate
         if not self._scaler.is_enabled():
             self._optimizer.step()
             return
@@ -82,10 +83,3 @@ class Stepper:
             self._session.skip_step(self._optimizer)
         else:
             self._optimizer.step()
-
-    def _set_rate(self) -> None:
-        num_steps = self._session._progress.total_steps or TASK_STEPS
-        for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
-            rate = rate_at(self._session.step, num_steps, lr, self._train)
-            if rate != group["lr"]:
-                group["lr"] = rate
