@@ -265,8 +265,8 @@ class FlatOptimizer:
         """
         window = self._windows[index]
         if without:
-            for group in range(len(window)):
-                self._part(index, group, lambda name: name in without)
+            for number in range(len(window)):
+                self._part(index, number, lambda name: name in without)
         elif self._step_directly(window, gradient, view):
             return
         stepped = [flat for flats in window for flat in flats if not (without and flat.tensors[0].spec.name in without)]
