@@ -57,6 +57,7 @@ def run_of(folder: Path, mode: str, *flags: str) -> list[Line]:
     return read(history.read_text())
 
 
+@pytest.mark.slow
 def test_mutations_of_a_real_history_are_found(tmp_path: Path) -> None:
     lines = run_of(tmp_path, "ssp", "--steps", "12", "--checkpoint-dir", "snapshots")
     assert verdict_of(lines).problems == []

@@ -18,6 +18,7 @@ def accept(it: Drawn, folder: Path) -> None:
     assert recorded.num_lines and not recorded.problems, (str(it), recorded.problems, recorded.output[-2000:])
 
 
+@pytest.mark.slow
 def test_weights_of_an_older_version_are_accepted(tmp_path: Path) -> None:
     accept(OLDER, tmp_path)
     assert '"reference":' in (tmp_path / "run" / "history.jsonl").read_text()

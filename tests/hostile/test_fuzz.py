@@ -21,7 +21,7 @@ from paramserver.common.wire.segments import open_segment
 from paramserver.common.wire.structs import hyperparameters_from_proto
 from paramserver.proto import parameter_server_pb2 as pb
 
-MAX_S = 1.0
+MAX_S = 3.0
 
 
 def take(raw: bytes) -> None:

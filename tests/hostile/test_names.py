@@ -57,7 +57,8 @@ def keep_snapshot(folder: Path, **changes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says", "codes"), [("mode", "already_done", (0,)), ("run", "damaged: run: ", (2, 14))]
+    ("name", "says", "codes"),
+    [pytest.param("mode", "already_done", (0,), marks=pytest.mark.slow), ("run", "damaged: run: ", (2, 14))],
 )
 def test_a_snapshot_names_no_file(name, says, codes, tmp_path):
     trace = tmp_path / "trace"

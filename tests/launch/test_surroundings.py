@@ -35,7 +35,14 @@ assert all(item.device.type == "cpu" for item in model.state_dict().values())
 
 
 @pytest.mark.parametrize(
-    "flags", [("sync",), ("allreduce",), ("diloco", "--local-steps", "2"), ("async", "--set", "worker.codec=topk")]
+    "flags",
+    [
+        ("sync",),
+        *(
+            pytest.param(flags, marks=pytest.mark.slow)
+            for flags in (("allreduce",), ("diloco", "--local-steps", "2"), ("async", "--set", "worker.codec=topk"))
+        ),
+    ],
 )
 def test_a_default_device_of_the_script_changes_nothing_of_ours(cluster: Cluster, flags: tuple[str, ...]) -> None:
     (cluster.folder / "train.py").write_text(ON_ANOTHER_DEVICE)
@@ -126,6 +133,7 @@ def test_an_unreachable_server_is_reported_with_the_proxy_on_the_way(cluster: Cl
     assert "through the proxy that https_proxy names (no_proxy=192.0.2.1 goes without)" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_in_a_folder_that_is_not_utf8_resumes(cluster: Cluster) -> None:
     folder = os.fsencode(cluster.folder) + b"/caf\xe9"
     os.mkdir(folder)

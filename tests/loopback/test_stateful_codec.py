@@ -49,10 +49,8 @@ with paramserver.connect() as session:
 """
 
 
-@pytest.mark.parametrize(
-    ("delayed_update", "shards"),
-    [(False, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 2), (True, 1), (True, 2)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("delayed_update", "shards"), [(False, 1), (False, 2), (True, 1), (True, 2)])
 def test_both_sides_remember_the_same_through_resets(cluster, delayed_update, shards):
     assert [file.name for file in ADDED.glob("*.py")] == ["delta.py"]
     (cluster.folder / "sitecustomize.py").write_text(KNOWN)

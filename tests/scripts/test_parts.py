@@ -98,7 +98,8 @@ def test_one_worker_is_one_process_in_every_mode(cluster: Cluster, tmp_path: Pat
     assert "finished_early" not in script.output
 
 
-@pytest.mark.parametrize("mode", ["localsgd", pytest.param("async", marks=slow)])
+@slow
+@pytest.mark.parametrize("mode", ["localsgd", "async"])
 def test_a_run_of_several_optimizers_ends_after_its_steps(cluster: Cluster, mode: str) -> None:
     """The last step of the generator is after the last training step began."""
     script = str(HERE / "gan.py")

@@ -205,7 +205,8 @@ class Alone:
         parameters = self._model.tensors[: self._model.num_trained]
         found = self._model.sources(ContributionKind.GRADIENT, range(len(parameters)))
         sources = [
-            None if item is None else _like(own, item.detach()) for own, item in zip(parameters, found, strict=True)
+            None if item is None else _like(parameter, item.detach())
+            for parameter, item in zip(parameters, found, strict=True)
         ]
         gradients, rows = [item for item in sources if item is not None], [item.gradients for item in outgoing.rows]
         where = self._first_unsound(sources)
