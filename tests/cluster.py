@@ -65,14 +65,14 @@ class Process:
         self.until(lambda: bool(self.events(name)), f"event '{name}'")
         return self.events(name)[0]
 
-    def wait(self) -> int:
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """The exit code, once the process has ended by itself."""
         try:
-            return self.popen.wait(DEADLINE_S)
+            return self.popen.wait(deadline_s)
         except subprocess.TimeoutExpired:
             self.popen.send_signal(signal.SIGABRT)
             self.popen.wait(DEADLINE_S)
-            pytest.fail(f"{self.name} still runs after {DEADLINE_S} s\n{self.output}")
+            pytest.fail(f"{self.name} still runs after {deadline_s} s\n{self.output}")
 
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
