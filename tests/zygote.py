@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import json
@@ -22,10 +23,15 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
+from paramserver.common.config.sources import load_config
+from paramserver.common.registry import MODES
+
 # Some of them are imported late otherwise, by every process.
 MODULES = (
     "torch._dynamo", "sklearn.datasets", "structlog.stdlib", "encodings.idna", "grpc._channel", "paramserver.ps.main",
     "paramserver.ps.server", "paramserver.worker.main", "paramserver.worker.api", "paramserver.worker.trainer",
+    "paramserver.worker.replica_group.strategy", "torch.distributed.checkpoint.state_dict", "typer._click.decorators",
+    "paramserver.common.codecs.raw",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 
@@ -87,6 +93,11 @@ def run(log: str, errors: str, environ: dict[str, str], folder: str, argv: list[
 def loop() -> None:
     for name in (*MODULES, *sys.argv[1:]):
         importlib.import_module(name)
+    for mode in MODES.names():
+        MODES.load(mode)
+    load_config(None, {}, [], {})  # the classes of the configuration are built when they are first used
+    gc.collect()
+    gc.freeze()  # a collection in a child looks at what the child has made, and copies no page of ours
     logs: dict[int, str] = {}
     print("ready", flush=True)
     while True:
