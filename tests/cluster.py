@@ -159,6 +159,16 @@ def zygote() -> Zygote:
     return started
 
 
+def run_forked(
+    folder: Path, *argv: str, environ: dict[str, str], deadline_s: float = 180.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGV` to its end, with its outputs in files of the folder."""
+    name = f"command{len(list(folder.glob('command*.log')))}"
+    errors = folder / f"{name}.errors"
+    forked = zygote().fork(name, folder, argv, environ, errors)
+    return subprocess.CompletedProcess(argv, forked.wait(deadline_s), forked.output, errors.read_text())
+
+
 class Cluster:
     """Starts servers, workers and scripts in a folder of the test's own."""
 
@@ -215,13 +225,10 @@ class Cluster:
         env = self._env | {"PS_LOG__FORMAT": "text"} | env
         if not self.forks:
             return subprocess.run(
-                [sys.executable, *words], capture_output=True, text=True, timeout=1.5 * DEADLINE_S, env=env,
+                [sys.executable, *words], capture_output=True, text=True, timeout=180, env=env,
                 cwd=self.folder, check=False,
             )  # fmt: skip
-        errors = self.folder / f"command{len(self.processes)}.errors"
-        self.processes.append(zygote().fork(f"command{len(self.processes)}", self.folder, words, env, errors))
-        code = self.processes[-1].popen.wait(1.5 * DEADLINE_S)
-        return subprocess.CompletedProcess(argv, code, self.processes[-1].output, errors.read_text())
+        return run_forked(self.folder, *words, environ=env)
 
     def stop(self) -> None:
         for process in self.processes:

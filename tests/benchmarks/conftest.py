@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from paramserver.tests.cluster import run_forked
+
 
 class Bench:
     deadline_s = 110.0
@@ -34,9 +36,10 @@ class Bench:
         )
 
     def run(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*argv, **env)
-        out, err = process.communicate(timeout=self.deadline_s)
-        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+        environ = {**os.environ, "BENCH_TEST_MARK": self.mark, **env}
+        return run_forked(
+            self.folder, "-m", "paramserver.benchmarks", *argv, environ=environ, deadline_s=self.deadline_s
+        )
 
     def measure(self, line: str, **env: str) -> tuple[dict[str, Any], str]:
         """The JSON file and the table of a measurement that succeeds and leaves no process behind."""

@@ -59,6 +59,7 @@ def saved(run: Run) -> dict[str, torch.Tensor]:
     return load_file(run.folder / "w.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_queue_is_one_rank_s_to_the_bit(run: Run, mode: str) -> None:
     server = serve(run, mode)

@@ -36,7 +36,7 @@ from paramserver.common.runstore.reading import RunStore, StoredRun, relevant_se
 from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import VERSION
 from paramserver.common.runstore.writing import Beginning, RunWriter
-from paramserver.tests.cluster import Cluster
+from paramserver.tests.cluster import Cluster, run_forked
 from paramserver.web.compared import summary_of
 from paramserver.web.stored import Store, view_of
 
@@ -86,8 +86,7 @@ def write_many(file: Path, count: int) -> None:
 
 
 def ps_runs(*arguments: str, folder: Path, code: int = 0) -> str:
-    done = subprocess.run([sys.executable, "-m", "paramserver.catalog", *arguments], cwd=folder, capture_output=True,
-                          text=True, timeout=200, check=False)  # fmt: skip
+    done = run_forked(folder, "-m", "paramserver.catalog", *arguments, environ=dict(os.environ))
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout if code == 0 else done.stderr

@@ -178,6 +178,7 @@ def test_workers_that_share_a_link() -> None:
     assert rates[0] == pytest.approx(2 * rates[1], rel=0.05)
 
 
+@pytest.mark.slow
 def test_neither_a_file_nor_what_it_would_say(cluster: Cluster) -> None:
     result = cluster.command("launch", "doctor", "--mb", "4")
     assert result.returncode == 2
@@ -312,6 +313,7 @@ def test_the_run_is_ended_when_enough_is_known(values: list[float], after: int |
     assert parts == sorted(parts) and 0 <= parts[0] <= parts[-1] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", ["measuring", "starting"])
 def test_ctrl_c_shows_what_is_measured_so_far(cluster: Cluster, message: str) -> None:
     flags = (

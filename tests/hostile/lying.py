@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ import grpc
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.common.wire.structs import struct
 from paramserver.proto import parameter_server_pb2 as pb
+from paramserver.tests.cluster import run_forked
 
-DEADLINE_S = 60.0
 Script = Callable[[Iterator[bytes]], Iterator[bytes]]
 
 
@@ -76,8 +75,5 @@ def run_worker(
 ) -> subprocess.CompletedProcess[str]:
     """A real ps-worker, until it ends."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PS_", "RANK", "WORLD"))}
-    return subprocess.run(
-        [sys.executable, "-m", "paramserver.worker", "--rank", "0", "--server", address, *flags],
-        cwd=folder, env=inherited | {"OMP_NUM_THREADS": "1", **(env or {})}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+    argv = ("-m", "paramserver.worker", "--rank", "0", "--server", address, *flags)
+    return run_forked(folder, *argv, environ=inherited | {"OMP_NUM_THREADS": "1", **(env or {})})

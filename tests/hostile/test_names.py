@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from paramserver.ps.shards.server import shared_config, with_shared
 from paramserver.ps.snapshots.checkpoint import write
 from paramserver.ps.snapshots.manifest import WEIGHTS, Manifest
 
+from ..cluster import run_forked
 from .lying import lying_server, run_worker, settings, welcome, welcoming
 
 
@@ -64,11 +64,9 @@ def test_a_snapshot_names_no_file(name, says, codes, tmp_path):
     trace = tmp_path / "trace"
     named = {"mode": python_file(tmp_path, trace), "run": "../../elsewhere"}[name]
     keep_snapshot(tmp_path / "kept", **{name: named})
-    ended = subprocess.run(
-        [sys.executable, "-m", "paramserver.ps", "--mode", "sync", "--listen", "127.0.0.1:0", "--checkpoint-dir",
-         "kept", "--set", "run.workers=1", "--steps", "3"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    flags = ("--checkpoint-dir", "kept", "--set", "run.workers=1", "--steps", "3")
+    argv = ("-m", "paramserver.ps", "--mode", "sync", "--listen", "127.0.0.1:0", *flags)
+    ended = run_forked(tmp_path, *argv, environ=dict(os.environ))
     assert not trace.exists(), "the snapshot's file has been run"
     assert ended.returncode in codes, ended.stderr
     assert "Traceback" not in ended.stderr, ended.stderr

@@ -23,6 +23,7 @@ from paramserver.launch.backends.base import Site
 from paramserver.launch.hosts.remote import hosts_of
 from paramserver.launch.plan.process import SERVE, SERVER, Child
 from paramserver.launch.supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
+from paramserver.tests.cluster import run_forked
 from paramserver.tests.engines.slurm import SlurmCluster, missing
 from paramserver.tests.late import come_late
 from paramserver.tests.marks import marked_processes
@@ -45,10 +46,9 @@ class Marked:
 
     def start(self, *argv: str, **env: str) -> subprocess.Popen[str]:
         """A Python program; both outputs are pipes."""
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PS_", "FAKE_"))}
         return subprocess.Popen(
             [sys.executable, *argv],
-            env={**clean, "PS_TEST_MARK": self.mark, **env},
+            env=self._environ(env),
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -57,15 +57,18 @@ class Marked:
             preexec_fn=lambda: signal.signal(signal.SIGHUP, self.on_hangup),
         )
 
+    def _environ(self, env: dict[str, str]) -> dict[str, str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PS_", "FAKE_"))}
+        return {**clean, "PS_TEST_MARK": self.mark, **env}
+
     def launch(self, *argv: str, **env: str) -> subprocess.Popen[str]:
         return self.start(LAUNCHER, *argv, **env)
 
     def run(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         """A launcher's whole life; whatever it was, nothing of it may be left."""
-        process = self.launch(*argv, **env)
-        out, err = process.communicate(timeout=DEADLINE_S)
+        done = run_forked(self.folder, LAUNCHER, *argv, environ=self._environ(env))
         assert self.left() == []
-        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+        return done
 
     def left(self) -> list[str]:
         """What still runs and carries the mark."""

@@ -37,6 +37,7 @@ def test_a_run_from_start_to_end(marked) -> None:
     assert [row.split()[0] for row in table[-3:]] == ["0", "1", "2"]
 
 
+@pytest.mark.slow
 def test_results_of_any_length_arrive(marked) -> None:
     """Twenty thousand evaluations are more than any line may have."""
     more = ("--mode", "sync,async", "--summary", "all.json", "--report", "report")
@@ -205,6 +206,7 @@ def test_a_script_that_never_joins_is_no_success(marked) -> None:
     assert "the script ended and never joined the run: it called no paramserver.connect()" in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["os.environ['LOCAL_RANK']", "torch.distributed.init_process_group('gloo')"])
 def test_a_script_for_a_process_group_gets_one_sentence(marked, line: str) -> None:
     (marked.folder / "ddp.py").write_text(f"import os, torch\nx = {line}\n")

@@ -34,15 +34,9 @@ assert all(item.device.type == "cpu" for item in model.state_dict().values())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ("sync",),
-        *(
-            pytest.param(flags, marks=pytest.mark.slow)
-            for flags in (("allreduce",), ("diloco", "--local-steps", "2"), ("async", "--set", "worker.codec=topk"))
-        ),
-    ],
+    "flags", [("sync",), ("allreduce",), ("diloco", "--local-steps", "2"), ("async", "--set", "worker.codec=topk")]
 )
 def test_a_default_device_of_the_script_changes_nothing_of_ours(cluster: Cluster, flags: tuple[str, ...]) -> None:
     (cluster.folder / "train.py").write_text(ON_ANOTHER_DEVICE)
@@ -61,6 +55,7 @@ session.finish()
 """
 
 
+@pytest.mark.slow
 def test_grpc_of_the_script_lets_loader_processes_fork(cluster: Cluster) -> None:
     (cluster.folder / "train.py").write_text(SCRIPT)
     done = cluster.command("launch", "-n", "1", "--max-restarts", "0", "--mode", "sync", "train.py")
@@ -68,6 +63,7 @@ def test_grpc_of_the_script_lets_loader_processes_fork(cluster: Cluster) -> None
     assert "fork" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paramserver", "queue"])
 def test_a_file_that_hides_a_module_is_named(cluster: Cluster, name: str) -> None:
     (cluster.folder / "train.py").write_text(SCRIPT.replace("import grpc, torch, paramserver", "import paramserver"))
@@ -113,6 +109,7 @@ def test_streams_that_cannot_be_written_end_no_program_with_a_traceback(cluster:
     assert b"the output cannot be written: No space left on device" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_streams_and_no_utf8(cluster: Cluster) -> None:
     """Nor a proxy, which the environment names."""
     launch = f"{sys.executable} -m paramserver.launch -n 1 --task linear --steps 4 --mode sync"

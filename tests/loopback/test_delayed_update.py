@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from paramserver.tests.cluster import at_gates
 from paramserver.tests.faults.proxy import Proxy
 
+pytestmark = pytest.mark.slow
+
 STEPS = 25
 
 
@@ -51,7 +53,6 @@ def _is_waiting(status: dict, rank: int) -> bool:
 # ---- exactly once -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_killed_worker_leaves_nothing_twice_in_mid_flight(cluster):
     server = _start(cluster, "ssp", 2, "--staleness", "1")
     first, victim = _in_flight(cluster, server)
@@ -65,7 +66,6 @@ def test_a_killed_worker_leaves_nothing_twice_in_mid_flight(cluster):
     assert [row["training_steps"] for row in _rows(cluster)] == [STEPS, STEPS]
 
 
-@pytest.mark.slow
 def test_a_lost_connection_in_mid_flight_is_rejoined_and_nothing_is_applied_twice(cluster):
     server = _start(cluster, "ssp", 2, "--staleness", "1", "--set", "policy.min_workers=2")  # nobody ends alone
     with Proxy(cluster.address) as proxy:
@@ -107,7 +107,6 @@ def _delayed_averaging(num_workers: int, steps: int, local_steps: int) -> tuple[
     return begun, average
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "local_steps"), [(1, 1), (2, 1), (2, 4), (3, 7)])
 def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_workers, local_steps):
     server = _start(cluster, "localsgd", num_workers, "--local-steps", str(local_steps))

@@ -17,6 +17,8 @@ from paramserver.tests.loopback.scripts import outer
 from paramserver.worker.tensors.local_steps import fragments_of
 from paramserver.worker.tensors.transfer import ModelTensors
 
+pytestmark = pytest.mark.slow
+
 # With this momentum torch's fused SGD rounds the same in vectors and in what is left over; with 0.9 it does not.
 STEPS, LR, MOMENTUM = 28, 0.7, 0.5
 Trip = Callable[[str, torch.Tensor], torch.Tensor]
@@ -126,7 +128,6 @@ def assert_is(cluster: Cluster, wanted: dict[str, torch.Tensor]) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("h", "num", "tau", "shards"),
     [
@@ -149,7 +150,6 @@ def test_it_equals_plain_torch(cluster: Cluster, h: int, num: int, tau: int, sha
     assert_is(cluster, reference("adamw-deep", h, num, tau, {0: (0, 1)}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "tau", "shards", "up", "down", "transport"),
     [
@@ -183,7 +183,6 @@ def test_codecs_that_remember_have_each_fragment_s_own(
     assert_is(cluster, reference(inner, h, num, tau, {0: (0, 1)}, ups, trip_of(inner, down, shards)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["raw", "q4"])
 def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Cluster, codec: str) -> None:
     server = cluster.server(*flags(6, 3, 1))
@@ -199,7 +198,6 @@ def test_a_worker_that_joins_late_begins_with_what_the_others_have(cluster: Clus
     assert_is(cluster, reference(inner, 6, 3, 1, {0: (0,), 6: (1,)}, (trip, 1.0), trip))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["raw", "q4"])
 def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, codec: str) -> None:
     """Steps of fragments that had not had their turn, and what was on its way or left out, are done again."""
@@ -223,7 +221,6 @@ def test_a_killed_server_goes_on_from_its_snapshot(cluster: Cluster, codec: str)
     assert_is(cluster, reference(inner, 6, 3, 1, {0: (0, 1), version: (0, 1)}, (trip, 1.0), trip))
 
 
-@pytest.mark.slow
 def test_async_diloco_goes_on_meanwhile_and_after_a_kill_of_the_server(cluster: Cluster) -> None:
     """One worker, whose deltas are whole rounds: what was on its way at the kill is done again, over two shards before
     and after."""

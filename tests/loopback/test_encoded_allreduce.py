@@ -59,9 +59,8 @@ def difference(cluster, codec, versions):
     return max(float((got[key] - expected[key]).abs().max()) for key in expected)
 
 
-@pytest.mark.parametrize(
-    "codec", ["int8", pytest.param("q4", marks=pytest.mark.slow), pytest.param("bf16", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["int8", "q4", "bf16"])
 def test_it_equals_one_process_that_encodes_for_all(cluster, codec):
     server, worker = start(cluster, 3, 40, flags=("--summary", "s.json"), PS_WORKER__CODEC=codec)
     workers = [worker(rank) for rank in range(3)]

@@ -40,9 +40,9 @@ def calls_of_steps(worker: list[Call], server: list[Call]) -> list[list[Call]]:
 def test_a_contribution_passes_few_files(cluster: Cluster) -> None:
     run = ("--mode", "sync", "--workers", "1", "--steps", str(STEPS), "--task", "xor")
     traced = str(cluster.scripts / "traced.py")
-    server = cluster.start("server", traced, "server.txt", "paramserver.ps", "--listen", "127.0.0.1:0", *run)
+    server = cluster.fork("server", traced, "server.txt", "paramserver.ps", "--listen", "127.0.0.1:0", *run)
     address = server.event("listening")["address"]
-    worker = cluster.start("worker", traced, "worker.txt", "paramserver.worker", "--rank", "0", "--server", address)
+    worker = cluster.fork("worker", traced, "worker.txt", "paramserver.worker", "--rank", "0", "--server", address)
     assert [worker.wait(), server.wait()] == [0, 0], worker.output + server.output
     calls = [read_calls(cluster.folder / name) for name in ("worker.txt", "server.txt")]
     # Ticks and heartbeats come between some steps: the shortest one has none of them.

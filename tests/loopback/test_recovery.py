@@ -63,6 +63,7 @@ def test_a_worker_whose_server_goes_back_after_its_loop_is_started_again(cluster
     server, gate = cluster.server(*flags), cluster.folder / "go"
     first, second = (cluster.script(rank, "ending.py", str(gate)) for rank in range(2))
     server.until(lambda: '"how":"finished"' in (cluster.folder / "history.jsonl").read_text(), "rank 0 has finished")
+    server.event("snapshot")  # without one it would be another run
     server.kill()
     server = cluster.server(*flags, "--listen", cluster.address)
     gate.touch()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def assert_refused(process, holder, folder: str) -> None:
     assert process.wait() == 14, process.output
@@ -17,7 +19,6 @@ def second(cluster, name: str, *flags: str):
     return cluster.start(name, *argv, PS_LOG__FORMAT="text")
 
 
-@pytest.mark.slow
 def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(cluster):
     first = cluster.server("--checkpoint-dir", "kept")
     assert_refused(second(cluster, "second"), first, "kept")
@@ -27,7 +28,6 @@ def test_the_second_job_is_refused_and_a_killed_one_leaves_no_lock(cluster):
     cluster.server("--checkpoint-dir", "kept")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shard", [0, 1])
 def test_each_shard_has_its_folder_to_itself(cluster, shard):
     first = cluster.server("--checkpoint-dir", "kept", "--shards", "2")

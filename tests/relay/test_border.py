@@ -10,6 +10,8 @@ import pytest
 from paramserver.tests.certificates import certs, flags
 from paramserver.tests.cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 STEPS, MANY = 64, 2_048
 _LONG_S = 400.0  # for 2,048 steps of six workers on a busy machine
 
@@ -37,7 +39,6 @@ def border_bytes(cluster: Cluster, above: tuple[str, ...], num_regions: int, rel
     return sum(worker["bytes_sent"] + worker["bytes_received"] for worker in workers_of_run)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_bytes_over_the_border(cluster: Cluster) -> None:
     """Two regions of three: at most 1.05 / 3 in the same mode, 1 / 600 with an exchange every 32 steps and q4."""
@@ -51,7 +52,6 @@ def test_bytes_over_the_border(cluster: Cluster) -> None:
     assert part <= 1 / 600
 
 
-@pytest.mark.slow
 def test_certificates_and_a_token_on_both_tiers(cluster: Cluster, tmp_path: Path) -> None:
     lab = tmp_path / "lab"
     certs("init", lab, "--workers", "1")

@@ -11,6 +11,8 @@ import torch
 from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.relay.world import STEPS, World
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = ("--set", "policy.straggler_timeout_s=0.2", "--summary", "above.json")
 OUTER = ("--outer-lr", "1", "--outer-momentum", "0")
 
@@ -57,7 +59,6 @@ def lost(relay: Process) -> int:
     return sum(event["samples"] for event in events if event["meaning"] == "the run above was over")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "flags", "relay_flags"),
     [

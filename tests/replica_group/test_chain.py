@@ -49,6 +49,7 @@ def test_a_gradient_goes_back_to_the_bit() -> None:
         assert torch.equal(item.grad, expected)
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_chain_starts_without_torch_s_schedules_and_compiler() -> None:
     """They take 1.5 s to import, for which the worker waits when a stage was killed."""
     program = (

@@ -13,6 +13,8 @@ import pytest
 
 from paramserver.tests.cluster import Cluster
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 MODES = ("sync", "allreduce", "ssp", "dssp", "buffered", "async", "localsgd", "diloco", "async_diloco")
 SCRIPTS = {
@@ -52,14 +54,12 @@ def check(cluster: Cluster, num_steps: int | None, *flags: str, **env: str) -> N
     assert summary["loss"] is None or math.isfinite(summary["loss"]), text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_in_every_mode(cluster: Cluster, mode: str, options: str) -> None:
     check(cluster, 15, "--task", "xor", "--steps", "15", "--mode", mode, *OPTIONS[options])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_in_every_mode(cluster: Cluster, mode: str, script: str) -> None:

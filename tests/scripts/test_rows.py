@@ -130,7 +130,7 @@ def test_what_cannot_be_is_one_sentence(cluster: Cluster):
     item = cluster.script(0, COUNTED, "20")
     cluster.server("--mode", "localsgd", "--workers", "2", "--steps", "20")
     other = cluster.script(0, COUNTED, "20")
-    for refused, why in ((item, "aggregates by mean"), (other, "use --mode sync, async or ssp")):
+    for refused, why in ((item, "the average does not cover rows"), (other, "use --mode sync, async or ssp")):
         assert refused.wait() and why in refused.output and "Traceback" not in refused.output
     cluster.server("--mode", "sync", "--workers", "2", "--steps", "20")
     cluster.script(0, COUNTED, "20").event("tensors")

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from paramserver.tests.cluster import Cluster, Process, at_gates
 
+pytestmark = pytest.mark.slow
+
 EPOCHS = Path(__file__).parent / "state" / "epochs.py"
-slow = pytest.mark.slow
 
 
 class Job:
@@ -88,8 +89,7 @@ def begun(process: Process) -> tuple[int, int]:
     return int(at[1]), int(at[2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("env", [{}, pytest.param({"SCALER": "1"}, marks=slow)], ids=["", "scaler"])
+@pytest.mark.parametrize("env", [{}, {"SCALER": "1"}], ids=["", "scaler"])
 def test_a_script_goes_on_with_what_it_remembers(cluster: Cluster, env: dict[str, str]) -> None:
     """Killed with its server in the middle of an epoch of 20 batches: the state at the snapshot's last step comes back,
     and that step is computed once more. With a scaler that step is the 24th: of two batches, in the first of which it
@@ -108,7 +108,6 @@ def test_a_script_goes_on_with_what_it_remembers(cluster: Cluster, env: dict[str
     same(resumed.out[0], whole.out[0])
 
 
-@slow
 @pytest.mark.parametrize(("accumulate", "first", "second"), [("3", 28, 8), ("1", 20, 21)])
 def test_two_workers_killed_and_one_replaced_end_in_the_same_bits(
     cluster: Cluster, accumulate: str, first: int, second: int
@@ -135,7 +134,6 @@ def test_two_workers_killed_and_one_replaced_end_in_the_same_bits(
     assert len({torch.load(out)["best"] for out in whole.out}) == 1, "the mean loss is over both ranks"
 
 
-@slow
 def test_the_example_with_its_scheduler_ends_in_the_same_bits(cluster: Cluster) -> None:
     """As it stands, but seeded, and with a shorter schedule; killed wherever it happens to be."""
     script = cluster.folder / "own_script.py"
@@ -158,7 +156,6 @@ def test_the_example_with_its_scheduler_ends_in_the_same_bits(cluster: Cluster) 
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@slow
 @pytest.mark.parametrize(("gate_at", "newest"), [(22, 11), (12, 10)])
 def test_a_live_script_goes_back_with_its_server(cluster: Cluster, gate_at: int, newest: int) -> None:
     """Of two shards the first is killed alone, and a new one goes on from its snapshot: loops over epochs go back. To
@@ -185,7 +182,6 @@ def test_a_live_script_goes_back_with_its_server(cluster: Cluster, gate_at: int,
         same(killed.out[rank], whole.out[rank])
 
 
-@slow
 @pytest.mark.parametrize("mode", ["async", "localsgd"])
 def test_in_other_modes_schedules_go_on_where_they_were(cluster: Cluster, mode: str) -> None:
     """One worker is replaced, then everyone and the server are killed: each has taken each of its steps once."""

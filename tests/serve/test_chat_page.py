@@ -14,6 +14,8 @@ from paramserver.tests.web.conftest import Tab, browser, tab  # noqa: F401  (fix
 from paramserver.worker.tasks.digits import Digits
 from paramserver.worker.tasks.gpt import Gpt
 
+pytestmark = pytest.mark.slow
+
 Open = Callable[..., Tab]
 PROMPT = "def "
 # Of each text and what is behind it (WCAG 2).
@@ -128,7 +130,6 @@ def test_a_prompt_streams_its_text_while_a_newer_version_arrives(served: Callabl
     assert version == "run, version 1.1"
 
 
-@pytest.mark.slow
 def test_the_version_of_a_reply_changes_before_the_reader_s_eyes(served: Callable[..., Page], task: Gpt) -> None:
     gated = Gated(task)
     here = served(gated, swap="in-flight")
@@ -144,7 +145,6 @@ def test_the_version_of_a_reply_changes_before_the_reader_s_eyes(served: Callabl
     until_over(page)
 
 
-@pytest.mark.slow
 def test_temperature_seed_and_length_are_those_of_the_form(served: Callable[..., Page]) -> None:
     here = served()
     page = here.open()
@@ -162,7 +162,6 @@ def test_temperature_seed_and_length_are_those_of_the_form(served: Callable[...,
     page.get_by_role("alert").filter(has_text="prompt is empty").wait_for()
 
 
-@pytest.mark.slow
 def test_two_versions_stand_side_by_side(served: Callable[..., Page]) -> None:
     here = served()
     page = here.open()
@@ -184,7 +183,6 @@ def test_two_versions_stand_side_by_side(served: Callable[..., Page]) -> None:
     assert boxes[0]["y"] == boxes[1]["y"] and boxes[0]["x"] < boxes[1]["x"]
 
 
-@pytest.mark.slow
 def test_a_model_of_tensors_has_a_form(served: Callable[..., Page]) -> None:
     page = served(Digits()).open()
     area = page.get_by_role("textbox", name="input")
@@ -201,7 +199,6 @@ def test_a_model_of_tensors_has_a_form(served: Callable[..., Page]) -> None:
     page.get_by_role("alert").filter(has_text="input").wait_for()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1400])
 def test_everything_fits_and_can_be_read(served: Callable[..., Page], width: int, scheme: str) -> None:
@@ -219,7 +216,6 @@ def test_everything_fits_and_can_be_read(served: Callable[..., Page], width: int
     assert [item for item in contrast if item[1] < 4.5] == []
 
 
-@pytest.mark.slow
 def test_the_keyboard_is_enough_and_a_screen_reader_has_names(served: Callable[..., Page], task: Gpt) -> None:
     gated = Gated(task)
     here = served(gated)

@@ -22,6 +22,7 @@ paramserver.serve_model(make, {weights}, listen="127.0.0.1:0", context=64,
 """
 
 
+@pytest.mark.slow
 def test_a_script_serves_its_model(cluster: Cluster) -> None:
     model = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
     save_file(model.state_dict(), cluster.folder / "w.safetensors")

@@ -112,7 +112,8 @@ def alone(prompts: list[str], version: int = 1, max_tokens: int = 12) -> list[li
     return [reply.tokens for reply in replies]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_stages_write_what_one_process_writes(start: Callable[..., Group], size: int) -> None:
     group, draw = start(size), random.Random(1)
     prompts = ["".join(draw.choice("abc def\n") for _ in range(draw.randint(1, 60))) for _ in range(20)]

@@ -62,6 +62,7 @@ def test_who_computes_is_not_said_to_wait_and_who_waits_is_said_to(cluster: Clus
     assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
 
 
+@pytest.mark.slow
 def test_what_was_set_is_what_is_said(cluster: Cluster) -> None:
     """Also on record, in the dashboard, and in Prometheus' labels."""
     server, client = served(cluster, "--mode", "ssp", "--workers", "2", "--set", "output.track_dir=runs")
@@ -85,6 +86,7 @@ def test_what_was_set_is_what_is_said(cluster: Cluster) -> None:
     assert (view.newest.status.mode, view.newest.status.num_workers) == ("ssp", 2)
 
 
+@pytest.mark.slow
 def test_who_waited_on_record_is_named(cluster: Cluster) -> None:
     """A run that another process serves, and one that was lost."""
     server, client = served(cluster, "--mode", "async", "--workers", "2", "--set", "output.track_dir=runs")
