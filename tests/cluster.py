@@ -24,6 +24,7 @@ from paramserver.tests.late import come_late
 SCRIPTS = Path(__file__).parent / "loopback" / "scripts"
 PROGRAMS = Path(__file__).parent / "trainers" / "programs"
 DEADLINE_S = 120.0
+Completed = subprocess.CompletedProcess[str]
 
 
 class Process:
@@ -159,14 +160,12 @@ def zygote() -> Zygote:
     return started
 
 
-def run_forked(
-    folder: Path, *argv: str, environ: dict[str, str], deadline_s: float = 180.0
-) -> subprocess.CompletedProcess[str]:
+def run_forked(folder: Path, *argv: str, environ: dict[str, str], limit_s: float = 180.0) -> Completed:
     """Run `python ARGV` to its end, with its outputs in files of the folder."""
     name = f"command{len(list(folder.glob('command*.log')))}"
     errors = folder / f"{name}.errors"
     forked = zygote().fork(name, folder, argv, environ, errors)
-    return subprocess.CompletedProcess(argv, forked.wait(deadline_s), forked.output, errors.read_text())
+    return subprocess.CompletedProcess(argv, forked.wait(limit_s), forked.output, errors.read_text())
 
 
 class Cluster:
@@ -219,7 +218,7 @@ class Cluster:
         environ = {"RANK": str(rank), "PS_SERVER": self.address}
         return self.fork(f"script{rank}-{len(self.processes)}", str(path), *args, **(environ | env))
 
-    def command(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *argv: str, **env: str) -> Completed:
         """Run one of the programs to its end: `command("ps", "--mode", "x")`."""
         words = ("-m", f"paramserver.{argv[0]}", *argv[1:])
         env = self._env | {"PS_LOG__FORMAT": "text"} | env

@@ -37,9 +37,8 @@ class Bench:
 
     def run(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, "BENCH_TEST_MARK": self.mark, **env}
-        return run_forked(
-            self.folder, "-m", "paramserver.benchmarks", *argv, environ=environ, deadline_s=self.deadline_s
-        )
+        argv = ("-m", "paramserver.benchmarks", *argv)
+        return run_forked(self.folder, *argv, environ=environ, limit_s=self.deadline_s)
 
     def measure(self, line: str, **env: str) -> tuple[dict[str, Any], str]:
         """The JSON file and the table of a measurement that succeeds and leaves no process behind."""

@@ -27,8 +27,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "shards": ("1", "2"),
     "optimizer": ("sgd", "momentum", "adamw", "two", "rows"),
     "model": ("layer_norm", "batch_norm", "float64", "frozen"),
-    "feature": ("none", "delayed", "group", "polyak", "fragments", "regions", "regions_apart", "zero", "best"),
-}
+    "feature": ("none", "delayed", "group", "pipeline", "polyak", "fragments", "regions", "regions_apart", "zero",
+                "best"),
+}  # fmt: skip
 DEFAULTS: Row = {name: values[0] for name, values in OPTIONS.items()}
 LOCAL_STEPS = 3
 _TOGETHER = ("mode", "loop", "fault")  # also every three of these
@@ -58,6 +59,7 @@ def command(row: Row, script: Path, folder: Path) -> list[str]:
         "none": [],
         "delayed": ["--delayed-update"],
         "group": ["--group", "2"],
+        "pipeline": ["--group", "2", "--pipeline"],
         "polyak": ["--set", "store.polyak=0.9"],
         "fragments": ["--fragments", "2"],
         "regions": ["--regions", "2"],
@@ -95,7 +97,8 @@ def choices_of(row: Row) -> Choices:
         upstream_every=every,
         mode_above="localsgd" if every else "",
         kind_above=MODES.load("localsgd").kind if every else None,
-        is_grouped=feature == "group",
+        is_grouped=feature in ("group", "pipeline"),
+        pipeline=feature == "pipeline",
         snapshots="snapshots" if row.get("fault") == "kill_server" else None,
         optimizers=(classes.get(row.get("optimizer", ""), ("SGD", {})),),
         num_optimizers=2 if row.get("optimizer") == "two" else 1,

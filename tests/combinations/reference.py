@@ -19,10 +19,10 @@ Steps = Mapping[Key, Mapping[int, list[list[int]]]]  # batches of each process a
 def is_exact(row: Row) -> bool:
     """Whether the script alone determines the weights, and this file computes them."""
     is_raw = (row["codec"], row["reply_codec"]) == ("raw", "raw") and row["optimizer"] != "rows"
-    plain = row["feature"] in ("none", "group", "polyak", "zero", "best")
+    plain = row["feature"] in ("none", "group", "pipeline", "polyak", "zero", "best")
     mode, alone = row["mode"], row["workers"] == "1"
-    if not (is_raw and plain):
-        return False
+    if not (is_raw and plain) or (row["feature"], row["model"]) == ("pipeline", "batch_norm"):
+        return False  # BatchNorm of a pipeline normalises microbatches
     if row["fault"] in ("kill_worker", "kill_server"):  # workers of other modes may repeat steps on other weights
         return mode in ("sync", "allreduce")
     return mode in ("sync", "allreduce", "localsgd") or (alone and mode in ("async", "ssp", "dssp"))

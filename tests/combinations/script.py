@@ -33,6 +33,13 @@ class Numbered(torch.utils.data.Dataset[Any]):
         return index, self.inputs[index], self.targets[index]
 
 
+class Layers(nn.ModuleDict):
+    """A body and a head, which are the stages of a pipeline too."""
+
+    def pipeline(self) -> list[nn.Module]:
+        return [*self["body"], self["head"]]  # type: ignore[misc]
+
+
 def accumulate_of(row: dict[str, str]) -> int:
     return ACCUMULATE if row["loop"] in ("accumulate", "ahead") else 1
 
@@ -42,11 +49,11 @@ def dtype_of(row: dict[str, str]) -> torch.dtype:
 
 
 def model_of(row: dict[str, str]) -> nn.Module:
-    """The model before training: a body and a head."""
+    """The model before training."""
     torch.manual_seed(11)
     norm = nn.BatchNorm1d(8) if row["model"] == "batch_norm" else nn.LayerNorm(8)
     body = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh())
-    model = nn.ModuleDict({"body": body, "head": nn.Linear(8, 1)}).to(dtype_of(row))
+    model = Layers({"body": body, "head": nn.Linear(8, 1)}).to(dtype_of(row))
     if row["model"] == "frozen":
         body[0].weight.requires_grad_(False)
     return model
@@ -94,13 +101,15 @@ def main() -> None:
         os.write(notes, (json.dumps({"at": time.monotonic(), **where, **facts}) + "\n").encode())
 
     table = session.rows("items", num_rows=ROWS, dim=8, optimizer="sgd", lr=0.1) if row["optimizer"] == "rows" else None
+    accumulate, has_stages = accumulate_of(row), row["feature"] == "pipeline"
+    if has_stages:
+        model = session.pipeline(model, lambda output, target: nn.functional.mse_loss(output, target) / accumulate)
     local = optimizers_of(row, model)
     if row["optimizer"] == "two":
         parts = {name: (model[name], optimizer) for name, optimizer in local.items()}  # type: ignore[index]
         optimizers = session.optimizers(**parts)
     else:
         optimizers = (session.optimizer(model, local[""]),)
-    accumulate = accumulate_of(row)
     prefetch = PREFETCH if row["loop"] in ("prefetch", "ahead") else 0
     epochs = EPOCHS if row["loop"] == "plain" else None if row["loop"] == "steps" else 1
     stated = {
@@ -116,14 +125,18 @@ def main() -> None:
             if not batches:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-            used = table(ids % ROWS) if table is not None else None
-            loss = nn.functional.mse_loss(output_of(model, used, inputs), targets)
-            (loss / accumulate).backward()
+            if has_stages:
+                model(inputs, targets)
+            else:
+                used = table(ids % ROWS) if table is not None else None
+                loss = nn.functional.mse_loss(output_of(model, used, inputs), targets)
+                (loss / accumulate).backward()
             batches.append(ids.tolist())
             if len(batches) < accumulate and index + 1 < len(loader):
                 continue
             step = session.step
-            note(op="step", step=step, ids=batches)
+            if not has_stages or session.group_rank == 0:  # all stages compute the same batch
+                note(op="step", step=step, ids=batches)
             for optimizer in optimizers:
                 optimizer.step()
             batches = []

@@ -34,8 +34,6 @@ def test_a_server_above_that_is_not_there(cluster: Cluster) -> None:
     ("above", "below", "words"),
     [
         (("allreduce",), ("sync",), "the run above is in mode allreduce: its workers average among themselves"),
-        (("sync",), ("localsgd",), "mode localsgd, and the run above is in mode sync: it takes"),
-        (("sync",), ("allreduce",), "mode allreduce, and the run above is in mode sync: it takes"),
         (("sync",), ("async",), "mode async, and the run above is in mode sync: it takes"),
         (("sync",), ("sync", "--upstream-every", "8"), "mode sync: it would have to exchange weights every 8 steps"),
     ],
