@@ -160,12 +160,12 @@ def zygote() -> Zygote:
     return started
 
 
-def run_forked(folder: Path, *argv: str, environ: dict[str, str], limit_s: float = 180.0) -> Completed:
+def run_forked(folder: Path, *argv: str, environ: dict[str, str]) -> Completed:
     """Run `python ARGV` to its end, with its outputs in files of the folder."""
     name = f"command{len(list(folder.glob('command*.log')))}"
     errors = folder / f"{name}.errors"
     forked = zygote().fork(name, folder, argv, environ, errors)
-    return subprocess.CompletedProcess(argv, forked.wait(limit_s), forked.output, errors.read_text())
+    return subprocess.CompletedProcess(argv, forked.wait(1.5 * DEADLINE_S), forked.output, errors.read_text())
 
 
 class Cluster:

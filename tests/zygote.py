@@ -119,4 +119,5 @@ def loop() -> None:
             code.with_suffix(".new").rename(code)
 
 
-loop()
+if __name__ == "__main__":  # and not in what a program spawns
+    loop()

@@ -36,17 +36,17 @@ class Bench:
         )
 
     def run(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-        environ = {**os.environ, "BENCH_TEST_MARK": self.mark, **env}
-        argv = ("-m", "paramserver.benchmarks", *argv)
-        return run_forked(self.folder, *argv, environ=environ, limit_s=self.deadline_s)
+        """A command that measures nothing, and so starts no process."""
+        return run_forked(self.folder, "-m", "paramserver.benchmarks", *argv, environ={**os.environ, **env})
 
     def measure(self, line: str, **env: str) -> tuple[dict[str, Any], str]:
         """The JSON file and the table of a measurement that succeeds and leaves no process behind."""
         # Settings of the user's mean nothing to a benchmark: this server address does not exist.
-        done = self.run(*line.split(), "--json", "metrics.json", **{"PS_SERVER": "127.0.0.1:1", **env})
-        assert done.returncode == 0, done.stderr
+        process = self.start(*line.split(), "--json", "metrics.json", **{"PS_SERVER": "127.0.0.1:1", **env})
+        output, errors = process.communicate(timeout=self.deadline_s)
+        assert process.returncode == 0, errors
         assert self.left() == []
-        return json.loads((self.folder / "metrics.json").read_text()), done.stdout
+        return json.loads((self.folder / "metrics.json").read_text()), output
 
     def left(self) -> list[psutil.Process]:
         """Processes with the mark that still run."""
