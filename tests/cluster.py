@@ -24,7 +24,6 @@ from paramserver.tests.late import come_late
 SCRIPTS = Path(__file__).parent / "loopback" / "scripts"
 PROGRAMS = Path(__file__).parent / "trainers" / "programs"
 DEADLINE_S = 120.0
-Completed = subprocess.CompletedProcess[str]
 
 
 class Process:
@@ -160,7 +159,7 @@ def zygote() -> Zygote:
     return started
 
 
-def run_forked(folder: Path, *argv: str, environ: dict[str, str]) -> Completed:
+def run_forked(folder: Path, *argv: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run `python ARGV` to its end, with its outputs in files of the folder."""
     name = f"command{len(list(folder.glob('command*.log')))}"
     errors = folder / f"{name}.errors"
@@ -218,15 +217,10 @@ class Cluster:
         environ = {"RANK": str(rank), "PS_SERVER": self.address}
         return self.fork(f"script{rank}-{len(self.processes)}", str(path), *args, **(environ | env))
 
-    def command(self, *argv: str, **env: str) -> Completed:
+    def command(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run one of the programs to its end: `command("ps", "--mode", "x")`."""
         words = ("-m", f"paramserver.{argv[0]}", *argv[1:])
         env = self._env | {"PS_LOG__FORMAT": "text"} | env
-        if not self.forks:
-            return subprocess.run(
-                [sys.executable, *words], capture_output=True, text=True, timeout=180, env=env,
-                cwd=self.folder, check=False,
-            )  # fmt: skip
         return run_forked(self.folder, *words, environ=env)
 
     def stop(self) -> None:

@@ -135,7 +135,7 @@ class PolicyMachine(RuleBasedStateMachine):
             self.world.replay()
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(500, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("examples", [60, pytest.param(500, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("mode", [*ALL_MODES, BUFFERED])
 def test_any_order_of_events(mode: str, examples: int) -> None:
     machine = type(f"{mode.rpartition(':')[2]}Machine", (PolicyMachine,), {"mode": mode})

@@ -51,7 +51,7 @@ def play_on(world: World, data: st.DataObject, ranks: Sequence[int] = range(3)) 
 
 @pytest.mark.parametrize("mode", [*ALL_MODES, BUFFERED])
 @given(options=mode_settings(), data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_restored_policy_decides_as_the_saved_one_would(mode: str, options: dict[str, Any], data: Any) -> None:
     world = World(mode, {**options, "training_steps": 1000, "num_workers": None})
     play_on(world, data)

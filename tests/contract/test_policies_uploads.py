@@ -87,7 +87,7 @@ class Uploads:
 
 @pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if mode != "allreduce"])  # there only one uploads
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_uploads_never_wait_for_each_other_for_ever(mode: str, data: st.DataObject) -> None:
     """With any number of payloads and any order of arrival, somebody who asked for memory has it."""
 

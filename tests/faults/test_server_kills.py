@@ -101,7 +101,6 @@ class Killer:
         self.job.check()
 
 
-@pytest.mark.slow
 def test_a_server_killed_in_the_middle_of_things_loses_nothing_durable(job, metric):
     killer = Killer(job, "async", 1, STEPS, PADDING, seed=0, pause_s=0.05)
     killer.kill("idle")

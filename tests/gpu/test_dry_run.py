@@ -23,7 +23,6 @@ def test_a_run_of_the_gpu_tests_on_the_cpu(cluster: Cluster) -> None:
     assert run(cluster, "cpu", "--mode", "sync")["version"] == 40
 
 
-@pytest.mark.slow
 def test_the_task_fails_on_another_device_than_the_test_asks_for(cluster: Cluster) -> None:
     with pytest.raises(AssertionError, match="not on \\['cuda'\\]"):
         run(cluster, "cpu", "--mode", "single", "--set", "task.args.devices=cuda")

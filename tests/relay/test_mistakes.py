@@ -10,14 +10,19 @@ ABOVE = "127.0.0.1:9"  # nobody listens at the port of `discard`
 
 
 @pytest.mark.parametrize(
-    ("listen", "flags", "words"),
+    ("flags", "words"),
     [
-        ("127.0.0.1:0", ("--shards", "2"), "a region (--upstream), and --shards 2: the server above is one process"),
-        (ABOVE, (), "is this server's own address"),
+        (("--shards", "2"), "a region (--upstream), and --shards 2: the server above is one process"),
+        (("--checkpoint-dir", "snapshots"), "the run above keeps the state of a region"),
+        (("--listen", ABOVE), "is this server's own address"),
+        (("--set", "store.polyak=0.9"), "--upstream, and store.polyak is 0.9"),
+        (("--mode", "allreduce", "--staleness", "1"), "a region (--upstream), and policy.staleness is 1"),
+        (("--mode", "diloco", "--set", "policy.fragments=5"), "policy.fragments is 5, and a region (--upstream)"),
     ],
 )
-def test_settings_that_a_region_cannot_have(cluster: Cluster, listen: str, flags: tuple[str, ...], words: str) -> None:
-    done = cluster.command("ps", "--upstream", ABOVE, "--listen", listen, *flags)
+def test_settings_that_a_region_cannot_have(cluster: Cluster, flags: tuple[str, ...], words: str) -> None:
+    listen = () if "--listen" in flags else ("--listen", "127.0.0.1:0")
+    done = cluster.command("ps", "--upstream", ABOVE, *listen, *flags)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "fix:" in done.stderr and "Traceback" not in done.stderr
@@ -34,6 +39,8 @@ def test_a_server_above_that_is_not_there(cluster: Cluster) -> None:
     ("above", "below", "words"),
     [
         (("allreduce",), ("sync",), "the run above is in mode allreduce: its workers average among themselves"),
+        (("sync",), ("localsgd",), "mode localsgd, and the run above is in mode sync: it takes"),
+        (("sync",), ("allreduce",), "mode allreduce, and the run above is in mode sync: it takes"),
         (("sync",), ("async",), "mode async, and the run above is in mode sync: it takes"),
         (("sync",), ("sync", "--upstream-every", "8"), "mode sync: it would have to exchange weights every 8 steps"),
     ],

@@ -54,7 +54,6 @@ def steps_given_up(world: World) -> torch.Tensor:
     return given_up
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("above", "relay_flags", "below", "num_steps"),
     [

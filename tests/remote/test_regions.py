@@ -83,7 +83,6 @@ def test_hosts_that_are_close_are_one_region_unless_a_number_is_given(remote) ->
     assert run.stdout.splitlines()[-1] == "hosts.yaml has these regions." and path.read_text() == text
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_on_the_hosts(remote, wait_until) -> None:
     with socket.create_server(("127.0.0.3", 0)) as silent:  # the doctor waits for this host
         port = silent.getsockname()[1]

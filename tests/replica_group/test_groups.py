@@ -129,7 +129,6 @@ def test_any_of_them_stops_the_run(run: Run) -> None:
     assert json.loads((run.folder / "s.json").read_text())["workers"][0]["training_steps"] < 10
 
 
-@pytest.mark.slow
 def test_one_that_is_killed_takes_the_worker_with_it_which_goes_on_as_a_whole(run: Run) -> None:
     run.serve("--mode", "sync", "--workers", "1", "--steps", "60", "--batch-size", "9", "--set", "server.absent_s=60",
               "--save", str(run.folder / "w.safetensors"), "--history", str(run.folder / "h.jsonl"))  # fmt: skip

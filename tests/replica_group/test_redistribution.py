@@ -121,7 +121,6 @@ def meta(model: Model) -> ModelTensors:
     return ModelTensors(whole)
 
 
-@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), window_bytes=st.sampled_from([24, 100, 1000, 1 << 20]), shards=st.integers(1, 2))
 def test_the_same_bytes_as_of_a_model_in_one_process(

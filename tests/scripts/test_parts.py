@@ -110,3 +110,13 @@ def test_a_run_of_several_optimizers_ends_after_its_steps(cluster: Cluster, mode
     assert done.returncode == 0, done.stderr
     workers = json.loads((cluster.folder / "m.json").read_text())["workers"]
     assert [worker["training_steps"] for worker in workers] == [13, 13]
+
+
+@slow
+@pytest.mark.parametrize("mode", ["ssp", "dssp", "buffered", "diloco", "async_diloco", "allreduce"])
+def test_modes_that_cannot_step_several_optimizers_name_another(cluster: Cluster, mode: str) -> None:
+    env = {"BATCH": str(BATCH), "OUT": "w.pt"}
+    done = cluster.command("launch", "-n", "2", "--script", str(HERE / "gan.py"), "--mode", mode, "--steps", "9", **env)
+    text = done.stdout + done.stderr
+    assert done.returncode == 2 and "session.optimizers()" in text and "started again" not in text, text
+    assert "use --mode sync, async or localsgd" in text

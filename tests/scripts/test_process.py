@@ -26,7 +26,6 @@ def test_a_forked_child_does_not_leave_for_its_parent_or_train_for_it(cluster: C
     assert server.event("summary")["workers"][0]["training_steps"] == 8
 
 
-@pytest.mark.slow
 def test_a_spawned_child_that_runs_the_script_again_does_not_join(cluster: Cluster) -> None:
     server = cluster.server("--mode", "sync", "--workers", "1", "--steps", "4")
     script = cluster.script(0, HERE / "spawns.py")

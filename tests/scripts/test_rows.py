@@ -124,7 +124,14 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
 
 
 @pytest.mark.slow
-def test_another_table_than_the_first_worker_s_is_one_sentence(cluster: Cluster):
+def test_what_cannot_be_is_one_sentence(cluster: Cluster):
+    """Another table than the first worker's, and settings that would see a part of the gradient only."""
+    cluster.server("--mode", "async", "--workers", "2", "--steps", "20", "--set", "store.polyak=0.9")
+    item = cluster.script(0, COUNTED, "20")
+    cluster.server("--mode", "localsgd", "--workers", "2", "--steps", "20")
+    other = cluster.script(0, COUNTED, "20")
+    for refused, why in ((item, "the average does not cover rows"), (other, "use --mode sync, async or ssp")):
+        assert refused.wait() and why in refused.output and "Traceback" not in refused.output
     cluster.server("--mode", "sync", "--workers", "2", "--steps", "20")
     cluster.script(0, COUNTED, "20").event("tensors")
     other = cluster.script(1, COUNTED, "20", DIM="4")

@@ -44,7 +44,6 @@ def test_what_is_no_command_is_a_400(client: Client, asked: list[dict[str, Any]]
     assert body["error"] and body["fix"]
 
 
-@pytest.mark.slow
 def test_no_command_ends_the_run(cluster: Cluster) -> None:
     """With a snapshot after each: what was set is a part of it."""
     server = cluster.server(

@@ -218,7 +218,6 @@ def test_100_viewers(client: Client, viewers: Any) -> None:
     assert client.ask("GET", "/api/health")[1]["viewers"] == 32
 
 
-@pytest.mark.slow
 def test_a_viewer_that_never_reads_holds_up_nobody(page: Any, client: Client, viewers: Any) -> None:
     viewers()
     reader = viewers().makefile("rb")

@@ -11,7 +11,6 @@ from paramserver.tests.ports import free_port
 RUN = ("--mode", "sync", "--workers", "1", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
 
 
-@pytest.mark.slow
 def test_a_worker_goes_on_with_a_server_that_is_started_again_at_another_address(cluster: Cluster) -> None:
     first, second = (f"127.0.0.1:{free_port()}" for _ in range(2))
     server = cluster.server(*RUN, "--steps", "1000000", "--listen", second)

@@ -53,7 +53,6 @@ def assert_one(ranks: list[Any], alone: list[Any]) -> None:
         assert worth == {item: pytest.approx(times / len(expected)) for item, times in wanted.items()}
 
 
-@pytest.mark.slow
 @given(num=st.integers(1, 40), workers=st.integers(1, 5), size=st.integers(1, 6), first=st.integers(0, 12))
 @settings(max_examples=60, deadline=None)
 def test_of_a_stream_each_rank_keeps_its_part_from_any_place_on(num: int, workers: int, size: int, first: int) -> None:

@@ -111,7 +111,6 @@ def test_a_file_runs_once_however_often_it_is_named(write):
     assert sys.modules["counter_of_theirs"].runs == [1]
 
 
-@pytest.mark.slow
 def test_data_sets_of_the_file_travel_to_spawned_data_loader_workers(write):
     path = write(
         """

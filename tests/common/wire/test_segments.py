@@ -124,7 +124,6 @@ def test_two_processes_see_the_same_bytes(child: Child) -> None:
     assert bytes(theirs.bytes) == b"\3" * 4096
 
 
-@pytest.mark.slow
 def test_memory_outlives_its_owner_and_then_goes(child: Child) -> None:
     """SIGKILL of the owner: who has mapped it reads on; with the last mapping it is gone."""
     address = pb.Segment(**child.order("make", num_bytes=NUM_BYTES))

@@ -285,7 +285,6 @@ def test_a_file_that_another_run_writes_into_is_whole(tmp_path: Path) -> None:
         assert [len(store.events(run)) for run in store.runs()] == [1500, 1500]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_asked_for", [False, True])
 def test_a_folder_that_may_not_be_written_is_a_warning_where_it_was_asked_for(
     cluster: Cluster, is_asked_for: bool
