@@ -139,7 +139,7 @@ def _judge(row: Row, folder: Path, problems: list[str]) -> None:
         problems.append(f"{len(finals)} processes came to their end, not {expected}")
     for final in finals:
         for name, tensor in final["model"].items():
-            if (len(tensor) or row["feature"] != "pipeline") and not torch.equal(tensor, saved[name]):
+            if (tensor.numel() or row["feature"] != "pipeline") and not torch.equal(tensor, saved[name]):
                 problems.append(f"{name} of process {final['key']} is not what was saved")
                 break
     if is_exact(row):

@@ -52,7 +52,7 @@ def model_of(row: dict[str, str]) -> nn.Module:
     """The model before training."""
     torch.manual_seed(11)
     norm = nn.BatchNorm1d(8) if row["model"] == "batch_norm" else nn.LayerNorm(8)
-    body = nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh())
+    body = nn.Sequential(nn.Linear(6, 8, bias=row["model"] != "batch_norm"), norm, nn.Tanh())
     model = Layers({"body": body, "head": nn.Linear(8, 1)}).to(dtype_of(row))
     if row["model"] == "frozen":
         body[0].weight.requires_grad_(False)
