@@ -59,7 +59,7 @@ def command(row: Row, script: Path, folder: Path) -> list[str]:
         "none": [],
         "delayed": ["--delayed-update"],
         "group": ["--group", "2"],
-        "pipeline": ["--group", "2", "--pipeline"],
+        "pipeline": ["--group", "2", "--pipeline", "--set", "worker.microbatches=2"],
         "polyak": ["--set", "store.polyak=0.9"],
         "fragments": ["--fragments", "2"],
         "regions": ["--regions", "2"],

@@ -203,6 +203,7 @@ def test_stages_train_a_model_that_is_larger_than_the_memory_of_each_process(run
         ((), {"PS_WORKER__CUT": "[3,4]"}, f"worker.cut is [3, 4], but {NUM_LAYERS} layers"),
         (("measured",), {"PS_WORKER__MEMORY": "100"}, "no cut of the 8 layers fits each process into 100 bytes"),
         (("plain",), {"PS_WORKER__PIPELINE": "true"}, "worker.pipeline is set, and the model of this script is whole"),
+        (("norm",), {"PS_WORKER__MICROBATCHES": "16"}, "has BatchNorm, and a microbatch has 1 sample"),
         (("late",), {}, "session.pipeline() was called after session.optimizer()"),
     ],
 )

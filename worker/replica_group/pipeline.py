@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 
 from ...common.config.schema import Config
 from ...common.config.sections.processes import WorkerConfig
@@ -43,11 +42,11 @@ from ..training.pipeline import (
     LossFn,
     Once,
     Pipeline,
-    check_tensor,
     check_weights,
     compute,
     inputs_of,
     on_meta,
+    output_of,
     reseed,
 )
 from ..training.tasks.init import read_tensors
@@ -144,7 +143,7 @@ def measure(module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, batch:
                 leaf = inputs.detach().requires_grad_(inputs.is_floating_point())
                 began = time.perf_counter()
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.enable_grad():
-                    output = check_tensor(layer(leaf), layer, index)
+                    output = output_of(layer, leaf, index)
                 wanted = [item for item in (*trained, leaf) if item.requires_grad]
                 if wanted and output.requires_grad:
                     torch.autograd.grad(with_gradient(output, torch.ones_like(output)), wanted, allow_unused=True)
@@ -397,7 +396,7 @@ class StagedPipeline(Pipeline):
                     name: torch.empty(shape, dtype=dtype, device=self.device).requires_grad_(needs)
                     for name, (shape, dtype, needs) in shapes.items()
                 }
-                output = check_tensor(functional_call(layer, tensors, (fake,)), layer, index)
+                output = output_of(layer, fake, index, tensors)
                 fake = output.detach().requires_grad_(output.requires_grad)
             found.append(fake)
         return [torch.empty_like(item, device="meta").requires_grad_(item.requires_grad) for item in found]
@@ -417,7 +416,7 @@ class StagedPipeline(Pipeline):
                     dist.recv(value, before)
                 if rank == owner:
                     for number, layer in enumerate(self._pieces[index].layers, self.placement.ranges[index][0]):
-                        value = check_tensor(layer(value), layer, number)
+                        value = output_of(layer, value, number)
             numbers = self._group.gather(Border.of(value).numbers())[ranks[-1]]
             if rank != ranks[-1]:
                 value = Border.from_numbers([int(item) for item in numbers]).empty(self.device)

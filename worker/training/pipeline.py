@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...common.errors import UsageError
@@ -181,7 +182,7 @@ def compute(layers: Sequence[nn.Module], first: int, inputs: torch.Tensor, numbe
     """
     for index, layer in enumerate(layers, first):
         reseed(seed, number, index)
-        inputs = check_tensor(layer(inputs), layer, index)
+        inputs = output_of(layer, inputs, index)
     return inputs
 
 
@@ -190,8 +191,17 @@ def reseed(seed: int, number: int, index: int) -> None:
     seed_everything((seed + 1_000_003 * number + 7_919 * index) % 2**62)
 
 
-def check_tensor(output: Any, layer: nn.Module, index: int) -> torch.Tensor:
-    """Returns the output of a layer. Raises UsageError if it is not a tensor."""
+def output_of(layer: nn.Module, inputs: torch.Tensor, index: int, tensors: Any = None) -> torch.Tensor:
+    """Returns what a layer computes, with these tensors if given. Raises UsageError if that is not a tensor, or if
+    BatchNorm gets a single value."""
+    try:
+        output = layer(inputs) if tensors is None else functional_call(layer, tensors, (inputs,))
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        message = f"layer {index} of the pipeline has BatchNorm, and a microbatch has {len(inputs)} sample"
+        fix = "fewer microbatches (--set worker.microbatches=N), a larger batch, or GroupNorm or LayerNorm"
+        raise UsageError(message, fix=fix) from None
     if not isinstance(output, torch.Tensor):
         message = f"layer {index} of the pipeline ({type(layer).__name__}) returns a {type(output).__name__}"
         raise UsageError(f"{message}, but a stage sends one tensor to the next stage", fix=_TUPLE_FIX)
