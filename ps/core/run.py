@@ -116,6 +116,8 @@ class Run(Ending):
             return
         self.lost_at |= dict.fromkeys(self.returning, joined.at)
         self.returning = []
+        if not joined.incarnation:  # another process than the one that had them
+            self.policy.newest_holders -= {worker.rank}
         if old is not None:
             if may_resume:
                 worker.goes_on_from(old)

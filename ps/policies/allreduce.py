@@ -68,7 +68,6 @@ class AllreducePolicy(Policy):
         self._is_over = False  # a member of the generation has left
         self._turn = 0  # grows with every generation and every round
         self._brought = 0  # the newest version whose weights the server has
-        self.newest_holders: set[int] = set()
 
     @classmethod
     def summary(cls, options: AllreduceOptions) -> str:
@@ -131,7 +130,7 @@ class AllreducePolicy(Policy):
 
     def _joined(self, rank: int) -> list[Decision]:
         self._outside.add(rank)
-        self.newest_holders.discard(rank)
+        self.newest_holders -= {rank}
         return []
 
     def _left(self, rank: int) -> list[Decision]:
@@ -176,7 +175,7 @@ class AllreducePolicy(Policy):
         commit = self._commit(self.group, f"all {len(self.group)} members of the group have the mean")
         if any(report.has_weights for report in self._reports.values()):
             self._brought = self.version
-        self.newest_holders = set(self.group)
+        self.newest_holders = frozenset(self.group)
         self._reports, self._turn = {}, self._turn + 1
         return [*decisions, commit]
 

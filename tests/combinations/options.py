@@ -51,7 +51,7 @@ def command(row: Row, script: Path, folder: Path) -> list[str]:
         words += ["--steps", "9"]
     if row["fault"] != "none":
         words += ["--set", "slowdown.base_s=0.05"]
-    if row["fault"] == "kill_server":
+    if row["fault"] == "kill_server" or (row["fault"], row["mode"]) == ("kill_worker", "allreduce"):
         words += ["--checkpoint-dir", f"{folder}/snapshots", "--checkpoint-every", "1"]
     if row["fault"] != "none" and MODES.load(row["mode"]).has_rounds:
         words += ["--set", f"policy.min_workers={row['workers']}"]
