@@ -228,6 +228,10 @@ REFUSALS: tuple[Refusal, ...] = (
             "leave it out, or --mode sync, where all gradients pass the server"),
     Refusal("store.polyak", "session.rows", "the average does not cover rows",
             "leave store.polyak out, or use an nn.Embedding in the model"),
+    Refusal("store.max_norm", "session.rows", "the limit does not cover rows",
+            "leave store.max_norm out; in mode sync, store.clip_norm covers rows"),
+    Refusal("policy.aggregation", "session.rows", "rows are aggregated by mean",
+            "leave policy.aggregation out, or use an nn.Embedding in the model"),
     # ---- delayed updates
     Refusal("--delayed-update", "workers need the newest weights", "no step can be computed during an exchange",
             "leave it out, or take a mode that can: {able}", lambda mode: mode.may_delay_update),

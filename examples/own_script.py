@@ -21,6 +21,7 @@ labels = torch.from_numpy(digits.target).long()
 order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1797))
 test, train = order[:359], order[359:]
 
+torch.manual_seed(0)  # all ranks begin with the same weights
 model = torch.nn.Sequential(
     torch.nn.Conv2d(1, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
     torch.nn.Conv2d(32, 64, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2),

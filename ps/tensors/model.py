@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ...common.combinations import choices_of
+from ...common.combinations import refusal as refused
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import AGGREGATIONS
@@ -139,7 +141,7 @@ class Model:
         It must be an elementwise class of torch, with valid hyperparameters and at least one parameter. If the workers
         run the optimizer, any class is allowed.
         """
-        mode, store, aggregation = self._config.run.mode, self._config.store, self._config.policy.aggregation
+        mode, aggregation = self._config.run.mode, self._config.policy.aggregation
         sums = optimizer.reduction == "sum"
         if sums and not (self._may_sum and self.kind.steps_along_mean_gradient):
             why = "steps use a weighted mean" if not self.kind.worker_steps else "workers step by themselves"
@@ -148,20 +150,11 @@ class Model:
                 f"session.optimizer(..., reduction='sum') in mode {mode}, whose {why}",
                 fix="use --mode sync, allreduce, async or ssp; or a loss that is a mean over its batch",
             )
+        if error := refused(choices_of(self._config, mode, has_rows=bool(optimizer.tables))):
+            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, error.message, fix=error.fix)
         if self.kind.worker_steps:
-            if optimizer.tables:
-                sent = "weights" if self._outer is None else "changes of weights"
-                problem = f"tables of rows (session.rows) need gradients, and workers of mode {mode} send {sent}"
-                raise refusal(Reason.OPTIMIZER_UNSUPPORTED, problem, fix="use --mode sync, async or ssp")
             return
         optimizer.check_known()
-        if optimizer.tables and (store.max_norm or store.polyak or aggregation != "mean"):
-            raise refusal(
-                Reason.OPTIMIZER_UNSUPPORTED,
-                "a run with tables of rows (session.rows) aggregates by mean, without store.max_norm and store.polyak, "
-                "which do not cover rows",
-                fix="start ps-server without these; in mode sync, store.clip_norm covers rows",
-            )
         if sums and aggregation != "mean":
             problem = f"session.optimizer(..., reduction='sum') with policy.aggregation {aggregation}, which cannot sum"
             fix = "leave policy.aggregation out; or a loss that is a mean over its batch"

@@ -202,6 +202,11 @@ def output_of(layer: nn.Module, inputs: torch.Tensor, index: int, tensors: Any =
         message = f"layer {index} of the pipeline has BatchNorm, and a microbatch has {len(inputs)} sample"
         fix = "fewer microbatches (--set worker.microbatches=N), a larger batch, or GroupNorm or LayerNorm"
         raise UsageError(message, fix=fix) from None
+    return check_tensor(output, layer, index)
+
+
+def check_tensor(output: Any, layer: nn.Module, index: int) -> torch.Tensor:
+    """Returns the output of a layer. Raises UsageError if it is not a tensor."""
     if not isinstance(output, torch.Tensor):
         message = f"layer {index} of the pipeline ({type(layer).__name__}) returns a {type(output).__name__}"
         raise UsageError(f"{message}, but a stage sends one tensor to the next stage", fix=_TUPLE_FIX)
