@@ -1,7 +1,7 @@
-"""Runs a module and writes which files of the project its functions enter. argv: OUTPUT MODULE ARGUMENTS...
+"""Runs a module and writes which functions of the project are called. argv: OUTPUT MODULE ARGUMENTS...
 
-Each line is a call from another file: nanoseconds (monotonic), the file that calls, the file that is entered, the
-function. `_take_step` begins a training step, and `<end>` ends it.
+Each line is a call: nanoseconds (monotonic), the file that calls, the file that is entered, the function. `_take_step`
+begins a training step, and `<end>` ends it.
 """
 
 import runpy
@@ -37,8 +37,7 @@ def profile(frame: FrameType, event: str, _: Any) -> None:
     while caller is not None and not (name := project_file(caller.f_code.co_filename)):
         caller = caller.f_back
     came_from = name if caller is not None else ""
-    if came_from != file or is_step:
-        entries.append((time.monotonic_ns(), came_from, file, "<end>" if event == "return" else frame.f_code.co_name))
+    entries.append((time.monotonic_ns(), came_from, file, "<end>" if event == "return" else frame.f_code.co_name))
 
 
 def main() -> None:
