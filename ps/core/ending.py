@@ -46,7 +46,7 @@ class Ending(Saving):
                 found += self._close(effect.error or stopping(), at)
                 break
         may = self.rhythm.is_kept and not self.is_closed and self.policy.has_newest_weights
-        if may and self.rhythm.is_due(lambda: self.policy.min_steps_done, at):
+        if may and not self.policy.is_within_step and self.rhythm.is_due(lambda: self.policy.min_steps_done, at):
             found += self._take_snapshot(at)
         return found
 

@@ -51,7 +51,9 @@ _JUDGEMENTS = {
     "clip": Judgement("take", "norm", "limit", is_clipped=True, scale=0.5),
 }
 _WORKER = re.compile(r"w(\d+)(?:\.(\d+))?")
-_CONTRIBUTED = re.compile(r"s(\d+)(?: on v(\d+))?(?: x(\d+))?(?: lr ([\d.]+))?(?: (nan|skip|halt|clip))?( mean)?")
+_CONTRIBUTED = re.compile(
+    r"s(\d+)(?: on v(\d+))?(?: x(\d+))?(?: lr ([\d.]+))?(?: (nan|skip|halt|clip))?( mean)?(?: part (\d))?"
+)
 
 
 def make_run(settings: dict[str, Any], name: str = "run") -> Run:
@@ -169,13 +171,16 @@ class Workers:
         assert found is not None, f"no such contribution: {rest}"
         seq = int(found[1])
         first = self.first.setdefault(self.process_of(rank), seq)
+        part = int(found[7] or 0)  # those after the first have no step of their own
         return contributed(
             rank,
             incarnation,
             seq,
             int(found[2]) if found[2] else self.versions.get(rank, 0),
             num_samples=int(found[3] or 1),
-            num_steps=self.local_steps.get(rank) or 1,
+            num_steps=0 if part > 1 else self.local_steps.get(rank) or 1,
+            num_batches=0 if part > 1 else None,
+            part=part,
             iteration=seq - first + 1,
             hyperparameters=({"lr": float(found[4])},) if found[4] else (),
             judgement=_JUDGEMENTS[found[5]] if found[5] else SOUND,

@@ -33,6 +33,7 @@ class Ledger(Traits):
         self.rows: dict[int, Row] = {}
         self.committed: dict[int, Row] = {}
         self.is_parted = False  # the script steps the model in parts
+        self.num_parts = 0  # the most of a training step that has ended
         self.finished_ranks: set[int] = set()  # no worker waits for them
         self.is_stopping = False  # no worker begins another contribution
         self.committed_by: tuple[int, ...] | None = None  # members at the newest commit; None: they have changed
@@ -94,6 +95,13 @@ class Ledger(Traits):
         return f"{message}, which is no later part of a training step"
 
     @property
+    def is_within_step(self) -> bool:
+        """Whether later parts of the round's training step are to come, or may come: a worker that continues from a
+        snapshot of this version would compute them on other weights than these ranks did."""
+        parts = (self.rows[rank].part for rank in self._ranks) if self.is_parted and self.has_rounds else ()
+        return any(part != self.num_parts for part in parts)
+
+    @property
     def num_active(self) -> int:
         """Live workers that have training steps to take. Those that step a model in parts all count."""
         num = len(self._ranks)
@@ -142,6 +150,8 @@ class Ledger(Traits):
         self.rows[rank] = row = before.plus(counts)
         if counts.part:
             self.is_parted = True
+            if not counts.continues_step:
+                self.num_parts = max(self.num_parts, before.part)
         if not self.has_rounds:
             self._standing.move(rank, before.steps, row.steps)
 

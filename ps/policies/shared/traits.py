@@ -51,9 +51,7 @@ class Traits:
     fragments: int = 1  # parts of the parameters, of which each contribution has one by turns
     outstanding: int = 0  # means of peers that may be outstanding while a worker continues
     overlap_steps: int = 0  # local steps of a worker during an exchange of deltas; 0: all up to the next contribution
-    newest_holders: AbstractSet[int] = (
-        frozenset()
-    )  # ranks whose workers have the newest weights; the server lacks them
+    newest_holders: AbstractSet[int] = frozenset()  # ranks whose workers have the newest weights; the server lacks them
 
     @classmethod
     def summary(cls, options: Any) -> str:
