@@ -52,7 +52,8 @@ class Record:
             is_written = write()
         except (sqlite3.Error, OSError, ParamServerError) as error:
             self.is_off = True
-            is_default = isinstance(error, OSError) and error.errno in _NOT_ALLOWED and not self._is_wanted
+            is_wanted = not self._config.output.model_fields_set.isdisjoint({"store", "track_dir"})
+            is_default = isinstance(error, OSError) and error.errno in _NOT_ALLOWED and not is_wanted
             tell = log.info if is_default else log.warning
             tell("store_off", path=str(self._path), reason=str(error), meaning="the run goes on, and is not on record")
             return
@@ -61,11 +62,6 @@ class Record:
             lost = "what was not written is lost" if is_last else "it is tried again with each status"
             why = f"{self.writer.obstacle} writes this run" if self.writer.obstacle else "another process has locked it"
             log.warning("store_locked", path=str(self._path), meaning=f"{why}; {lost}")
-
-    @property
-    def _is_wanted(self) -> bool:
-        """Returns whether the user asked for a run store or set its folder."""
-        return not self._config.output.model_fields_set.isdisjoint({"store", "track_dir"})
 
 
 def _beginning(config: Config, run: str, mode: str, at_version: int) -> Beginning:

@@ -42,8 +42,10 @@ def contribution_message(contribution: records.Contribution) -> pb.WorkerMessage
         target.hyperparameters.extend(struct(group) for group in training.hyperparameters)
     target.clip_norm, target.loss, target.iteration = training.clip_norm, training.loss, training.iteration
     target.wants_weights, target.evaluates = training.wants_weights, training.evaluates
-    if contribution.residual is not records.NO_RESIDUAL:
-        write_topic(contribution.residual, header.residual)
+    residual = contribution.residual
+    if residual.norm or residual.num_lost:
+        target = header.residual
+        target.norm, target.num_lost, target.lost_norm = residual.norm, residual.num_lost, residual.lost_norm
     if contribution.completion is not records.NO_COMPLETION:
         write_topic(contribution.completion, header.completion)
     if contribution.first is not None:
@@ -61,7 +63,7 @@ def read_contribution(
     Raises a BAD_REQUEST refusal for hyperparameters that no optimizer has.
     """
     has, counts, base, timing = header.HasField, header.counts, header.base, header.timing
-    payload, training = header.payload, header.training
+    payload, training, residual = header.payload, header.training, header.residual
     without = tuple(payload.without_gradient) if payload.without_gradient else ()
     hyperparameters = tuple(hyperparameters_from_proto(training.hyperparameters)) if training.hyperparameters else ()
     return records.Contribution(
@@ -77,7 +79,9 @@ def read_contribution(
             hyperparameters, training.clip_norm, training.loss, training.wants_weights, training.evaluates,
             training.iteration,
         ),
-        read_topic(records.ResidualInfo, header.residual) if has("residual") else records.NO_RESIDUAL,
+        records.ResidualInfo(residual.norm, residual.num_lost, residual.lost_norm)
+        if has("residual")
+        else records.NO_RESIDUAL,
         read_topic(records.CompletionInfo, header.completion) if has("completion") else records.NO_COMPLETION,
         read_topic(records.FirstInfo, header.first) if has("first") else None,
         read_topic(records.Position, header.position) if has("position") else None,

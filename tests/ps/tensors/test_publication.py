@@ -291,60 +291,53 @@ ACTIONS = st.lists(
 
 @given(limit=st.integers(1, 3), actions=ACTIONS, stays=st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_nobody_reads_two_versions_and_memory_is_bounded(
+async def test_nobody_reads_two_versions_and_memory_is_bounded(
     limit: int, actions: list[tuple[str, int]], stays: bool
 ) -> None:
     """One memory for each version on its way, and one to write to, where no reader of frames is cancelled (`stays`)."""
-
-    async def play() -> None:
-        world = World(limit)
-        for kind, pick in actions:
-            match kind:
-                case "commit":
-                    world.commit()
-                case "work":
-                    world.work_on(pick)
-                case "read" | "frames":
-                    world.read(kind == "frames")
-                case "go" if world.readers:
-                    world.readers[pick % len(world.readers)].may_go.set()
-                case "cancel" if world.readers:
-                    reader = world.readers[pick % len(world.readers)]
-                    if not (stays and reader.as_frames):
-                        reader.task.cancel()
-                case "turns":
-                    await turns()
-                case "a turn":
-                    await asyncio.sleep(0)
-            if stays:
+    world = World(limit)
+    for kind, pick in actions:
+        match kind:
+            case "commit":
+                world.commit()
+            case "work":
+                world.work_on(pick)
+            case "read" | "frames":
+                world.read(kind == "frames")
+            case "go" if world.readers:
+                world.readers[pick % len(world.readers)].may_go.set()
+            case "cancel" if world.readers:
+                reader = world.readers[pick % len(world.readers)]
+                if not (stays and reader.as_frames):
+                    reader.task.cancel()
+            case "turns":
                 await turns()
-                assert len(world.memories) <= limit + 1
-            await world.check()
-        await world.end()
-
-    asyncio.run(play())
-
-
-def test_frames_are_made_as_the_payload_is_and_say_what_is_left_out() -> None:
-    async def main() -> None:
-        segment = private_segment(100)
-        segment.bytes[:] = bytes(range(100))
-        publication = Publication(1, segment, 100, lambda wake: wake())
-        publication.num_users = 1
-        publication.encode(lambda _: None)
-        progress = asyncio.ensure_future(collect(publication))
-        for made in (20, 50, 100):
-            publication.ready = made  # as little as no stride is
-            publication._wake()
+            case "a turn":
+                await asyncio.sleep(0)
+        if stays:
             await turns()
-        assert await progress == [(0, 20), (20, 50), (50, 100)]
-        found = [parse(pb.ServerMessage, raw) async for raw in publication.frames()]
-        at = [offset for item in found for offset in range(item.offset, item.offset + len(item.data))]
-        assert at == [*range(100)] == list(b"".join(bytes(item.data) for item in found))
-        found = [parse(pb.ServerMessage, raw) async for raw in publication.frames([(0, 20)])]
-        assert [(item.offset, item.left_out) for item in found if item.left_out] == [(0, 7), (7, 7), (14, 6)]
+            assert len(world.memories) <= limit + 1
+        await world.check()
+    await world.end()
 
-    asyncio.run(main())
+
+async def test_frames_are_made_as_the_payload_is_and_say_what_is_left_out() -> None:
+    segment = private_segment(100)
+    segment.bytes[:] = bytes(range(100))
+    publication = Publication(1, segment, 100, lambda wake: wake())
+    publication.num_users = 1
+    publication.encode(lambda _: None)
+    progress = asyncio.ensure_future(collect(publication))
+    for made in (20, 50, 100):
+        publication.ready = made  # as little as no stride is
+        publication._wake()
+        await turns()
+    assert await progress == [(0, 20), (20, 50), (50, 100)]
+    found = [parse(pb.ServerMessage, raw) async for raw in publication.frames()]
+    at = [offset for item in found for offset in range(item.offset, item.offset + len(item.data))]
+    assert at == [*range(100)] == list(b"".join(bytes(item.data) for item in found))
+    found = [parse(pb.ServerMessage, raw) async for raw in publication.frames([(0, 20)])]
+    assert [(item.offset, item.left_out) for item in found if item.left_out] == [(0, 7), (7, 7), (14, 6)]
 
 
 async def collect(publication: Publication) -> list[tuple[int, int]]:
