@@ -74,7 +74,6 @@ class Folding:
         self._tensors = tensors
         self._replies_before_commit = replies_before_commit
         self.free_buffers = FreeBuffers(_MAX_FREE_BUFFERS)  # for encoded payloads
-        self.on_drop: list[Callable[[int], object]] = []  # called with a rank whose process is gone
         self._staged: dict[ContributionId, Staged] = {}  # that came here whole
         self._kept: dict[ContributionId, Staged] = {}  # of contributions that count and are to be folded
         self._fenced: dict[int, int] = {}  # by rank, the newest fenced incarnation
@@ -108,11 +107,6 @@ class Folding:
         for payload in payloads:
             if payload is not None:
                 self._model.staging.give_back(payload)
-
-    def drop_rank(self, rank: int) -> None:
-        """Another process has this rank, or none."""
-        for callback in self.on_drop:
-            callback(rank)
 
     def fence(self, rank: int, incarnation: int) -> None:
         """Take nothing more of this incarnation of a rank and of older ones."""

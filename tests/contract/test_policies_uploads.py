@@ -88,37 +88,41 @@ class Uploads:
 @pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if mode != "allreduce"])  # there only one uploads
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-async def test_uploads_never_wait_for_each_other_for_ever(mode: str, data: st.DataObject) -> None:
+def test_uploads_never_wait_for_each_other_for_ever(mode: str, data: st.DataObject) -> None:
     """With any number of payloads and any order of arrival, somebody who asked for memory has it."""
-    num_workers = data.draw(st.integers(1, 8))
-    options = data.draw(st.sampled_from([{}, {"staleness": 2}, {"backup_workers": 1}]))
-    options = options if num_workers > options.get("backup_workers", 0) else {}
-    uploads = Uploads(mode, data.draw(st.integers(1, 4)), num_workers, options)
-    for rank in range(num_workers):
-        uploads.join(rank)
-    next_rank = num_workers
-    for _ in range(data.draw(st.integers(5, 60))):
-        actions: list[tuple[str, int]] = [("ask", rank) for rank in sorted(uploads.computing)]
-        actions += [("complete", rank) for rank in sorted(uploads.payloads)]
-        if next_rank < num_workers + 2:
-            actions.append(("join", next_rank))
-        if len(uploads.policy.members) > 1:
-            actions += [("leave", rank) for rank in sorted(uploads.policy.members)]
-        away = [rank for rank in range(num_workers) if rank not in uploads.policy.members]
-        actions += [("return", rank) for rank in away if rank not in uploads.staged]  # its own would be another
-        action, rank = data.draw(st.sampled_from(actions))
-        if action == "join":
+
+    async def play() -> None:
+        num_workers = data.draw(st.integers(1, 8))
+        options = data.draw(st.sampled_from([{}, {"staleness": 2}, {"backup_workers": 1}]))
+        options = options if num_workers > options.get("backup_workers", 0) else {}
+        uploads = Uploads(mode, data.draw(st.integers(1, 4)), num_workers, options)
+        for rank in range(num_workers):
             uploads.join(rank)
-            next_rank += 1
-        elif action == "return":
-            uploads.join(rank)
-        elif action == "leave":
-            await uploads.leave(rank)
-        else:
-            getattr(uploads, action)(rank)
-        await let_coroutines_run()
-        uploads.collect()
-        if uploads.wants and not uploads.computing:
-            assert uploads.payloads, f"ranks {sorted(uploads.wants)} wait for memory that nobody gives back"
-    # At most what may be lent, the mean, and one more while the mean is exchanged.
-    assert len(uploads.all_payloads) <= uploads.pool.limit + 2
+        next_rank = num_workers
+        for _ in range(data.draw(st.integers(5, 60))):
+            actions: list[tuple[str, int]] = [("ask", rank) for rank in sorted(uploads.computing)]
+            actions += [("complete", rank) for rank in sorted(uploads.payloads)]
+            if next_rank < num_workers + 2:
+                actions.append(("join", next_rank))
+            if len(uploads.policy.members) > 1:
+                actions += [("leave", rank) for rank in sorted(uploads.policy.members)]
+            away = [rank for rank in range(num_workers) if rank not in uploads.policy.members]
+            actions += [("return", rank) for rank in away if rank not in uploads.staged]  # its own would be another
+            action, rank = data.draw(st.sampled_from(actions))
+            if action == "join":
+                uploads.join(rank)
+                next_rank += 1
+            elif action == "return":
+                uploads.join(rank)
+            elif action == "leave":
+                await uploads.leave(rank)
+            else:
+                getattr(uploads, action)(rank)
+            await let_coroutines_run()
+            uploads.collect()
+            if uploads.wants and not uploads.computing:
+                assert uploads.payloads, f"ranks {sorted(uploads.wants)} wait for memory that nobody gives back"
+        # At most what may be lent, the mean, and one more while the mean is exchanged.
+        assert len(uploads.all_payloads) <= uploads.pool.limit + 2
+
+    asyncio.run(play())

@@ -291,34 +291,38 @@ ACTIONS = st.lists(
 
 @given(limit=st.integers(1, 3), actions=ACTIONS, stays=st.booleans())
 @settings(max_examples=150, deadline=None)
-async def test_nobody_reads_two_versions_and_memory_is_bounded(
+def test_nobody_reads_two_versions_and_memory_is_bounded(
     limit: int, actions: list[tuple[str, int]], stays: bool
 ) -> None:
     """One memory for each version on its way, and one to write to, where no reader of frames is cancelled (`stays`)."""
-    world = World(limit)
-    for kind, pick in actions:
-        match kind:
-            case "commit":
-                world.commit()
-            case "work":
-                world.work_on(pick)
-            case "read" | "frames":
-                world.read(kind == "frames")
-            case "go" if world.readers:
-                world.readers[pick % len(world.readers)].may_go.set()
-            case "cancel" if world.readers:
-                reader = world.readers[pick % len(world.readers)]
-                if not (stays and reader.as_frames):
-                    reader.task.cancel()
-            case "turns":
+
+    async def play() -> None:
+        world = World(limit)
+        for kind, pick in actions:
+            match kind:
+                case "commit":
+                    world.commit()
+                case "work":
+                    world.work_on(pick)
+                case "read" | "frames":
+                    world.read(kind == "frames")
+                case "go" if world.readers:
+                    world.readers[pick % len(world.readers)].may_go.set()
+                case "cancel" if world.readers:
+                    reader = world.readers[pick % len(world.readers)]
+                    if not (stays and reader.as_frames):
+                        reader.task.cancel()
+                case "turns":
+                    await turns()
+                case "a turn":
+                    await asyncio.sleep(0)
+            if stays:
                 await turns()
-            case "a turn":
-                await asyncio.sleep(0)
-        if stays:
-            await turns()
-            assert len(world.memories) <= limit + 1
-        await world.check()
-    await world.end()
+                assert len(world.memories) <= limit + 1
+            await world.check()
+        await world.end()
+
+    asyncio.run(play())
 
 
 async def test_frames_are_made_as_the_payload_is_and_say_what_is_left_out() -> None:

@@ -110,44 +110,48 @@ async def test_who_gives_up_in_the_moment_of_getting_passes_it_on() -> None:
 
 @given(limit=st.integers(1, 4), actions=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60))
 @settings(max_examples=150, deadline=None)
-async def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, int]]) -> None:
+def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, int]]) -> None:
     """Asks, cancels, returns, donations in any order: never more than the limit lent, none lent twice, none lost."""
-    pool = StagingPool(limit, 8)
-    asking: list[asyncio.Future[Any]] = []
-    buffers: list[Any] = []
-    donated: list[Any] = []
-    created: set[int] = set()
-    for kind, pick in actions:
-        if kind == 0:
-            asking.append(ask(pool, pick % (limit + 1)))
-        elif kind == 1 and asking:
-            pool.withdraw(asking.pop(pick % len(asking)))
-        elif kind == 2 and buffers:
-            pool.give_back(buffers.pop(pick % len(buffers)))
-        elif kind == 3 and buffers and not donated:
-            donated.append(buffers.pop(pick % len(buffers)))
-            pool.donate(donated[-1])
-        elif kind == 3 and donated:
-            pool.reclaim([donated.pop()])
-        if pick % 2:
-            await turn()  # or several things happen at once
-            for task in [task for task in asking if task.done()]:
-                asking.remove(task)
-                buffers.append(task.result())
-    await turn()
-    for task in [task for task in asking if task.done()]:
-        asking.remove(task)
-        buffers.append(task.result())
-    created = {id(payload) for payload in buffers + donated}
-    assert len(created) == len(buffers) + len(donated), "one payload in two hands"
-    assert pool.num_lent == len(buffers) <= limit
-    # Who still waits does so for a reason: all is lent, or its position is not served.
-    for payload in buffers:
-        pool.give_back(payload)
-    await turn()
-    for task in asking:
-        pool.withdraw(task)
-    assert pool.num_lent == 0
+
+    async def play() -> None:
+        pool = StagingPool(limit, 8)
+        asking: list[asyncio.Future[Any]] = []
+        buffers: list[Any] = []
+        donated: list[Any] = []
+        created: set[int] = set()
+        for kind, pick in actions:
+            if kind == 0:
+                asking.append(ask(pool, pick % (limit + 1)))
+            elif kind == 1 and asking:
+                pool.withdraw(asking.pop(pick % len(asking)))
+            elif kind == 2 and buffers:
+                pool.give_back(buffers.pop(pick % len(buffers)))
+            elif kind == 3 and buffers and not donated:
+                donated.append(buffers.pop(pick % len(buffers)))
+                pool.donate(donated[-1])
+            elif kind == 3 and donated:
+                pool.reclaim([donated.pop()])
+            if pick % 2:
+                await turn()  # or several things happen at once
+                for task in [task for task in asking if task.done()]:
+                    asking.remove(task)
+                    buffers.append(task.result())
+        await turn()
+        for task in [task for task in asking if task.done()]:
+            asking.remove(task)
+            buffers.append(task.result())
+        created = {id(payload) for payload in buffers + donated}
+        assert len(created) == len(buffers) + len(donated), "one payload in two hands"
+        assert pool.num_lent == len(buffers) <= limit
+        # Who still waits does so for a reason: all is lent, or its position is not served.
+        for payload in buffers:
+            pool.give_back(payload)
+        await turn()
+        for task in asking:
+            pool.withdraw(task)
+        assert pool.num_lent == 0
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("limit", [1, 3])
