@@ -10,7 +10,6 @@ settings, and at each call of its script that adds a capability.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,17 +94,13 @@ class Refusal:
         first, second = CAPABILITIES[self.first](choices), CAPABILITIES[self.second](choices)
         if not (first and second):
             return None
-        why = self.why.format(c=choices)
-        return UsageError(f"{first}, and {second}: {why}", fix=self.advice(choices))
+        why, fix = self.why.format(c=choices), self.fix.format(able=self.able_modes, c=choices)
+        return UsageError(f"{first}, and {second}: {why}", fix=fix)
 
-    def advice(self, choices: Choices | None = None) -> str:
-        """Return the fix, with the modes that can. Without choices it has the names of their fields."""
-        able = ", ".join(name for name in MODES.names() if self.able(MODES.load(name))) if self.able else ""
-        if choices is None:
-            return re.sub(r"\{c\.(?:policy\.)?(\w+)\}", lambda found: found[1].upper(), self.fix).replace(
-                "{able}", able
-            )
-        return self.fix.format(able=able, c=choices)
+    @property
+    def able_modes(self) -> str:
+        """The modes that `able` accepts, as text."""
+        return ", ".join(name for name in MODES.names() if self.able(MODES.load(name))) if self.able else ""
 
 
 def _kind(trait: Callable[[ContributionKind], bool], text: str) -> Words:
@@ -369,6 +364,7 @@ def choices_of(config: Any, mode: str, **known: Any) -> Choices:
     """Return what the configuration chooses for a mode, with `known` in addition. It loads the mode's file."""
     policy, worker, kind = config.policy, config.worker, MODES.load(mode).kind
     options = policy.options(mode)
+    of_mode = ("overlap_steps", "staleness", "late_cut", "fragments")
     rounds = (worker.codec, worker.reply_codec) != ("raw", "raw")
     if not kind.may_lose and rounds:  # localsgd then averages weight changes
         kind = ContributionKind.DELTA
@@ -382,10 +378,6 @@ def choices_of(config: Any, mode: str, **known: Any) -> Choices:
         max_norm=config.store.max_norm,
         polyak=config.store.polyak or 0.0,
         delayed_update=policy.delayed_update,
-        overlap_steps=getattr(options, "overlap_steps", None),
-        staleness=getattr(options, "staleness", None),
-        late_cut=getattr(options, "late_cut", None),
-        fragments=getattr(options, "fragments", 1),
         codec=worker.codec,
         reply_codec=worker.reply_codec,
         zero=worker.zero,
@@ -396,6 +388,7 @@ def choices_of(config: Any, mode: str, **known: Any) -> Choices:
         pipeline=worker.pipeline,
         evaluates=worker.evaluate,
         precision=config.train.precision,
+        **{name: getattr(options, name) for name in of_mode if hasattr(options, name)},
         **known,
     )
 

@@ -5,10 +5,17 @@ from importlib.metadata import PackageNotFoundError, version
 PROTOCOL_VERSION = 4  # of proto/parameter_server.proto, in its package's name
 SNAPSHOT_VERSION = 3  # `format` of a manifest
 STORE_VERSION = 4  # of the tables of the run store
-try:
-    PROGRAM_VERSION = version("paramserver")  # pyproject.toml has it
-except PackageNotFoundError:  # run from a checkout that was not installed
-    PROGRAM_VERSION = "unknown"
+
+
+def installed(package: str) -> str:
+    """Returns the version of an installed package, or `unknown`."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+PROGRAM_VERSION = installed("paramserver")  # pyproject.toml has it; unknown: run from a checkout that was not installed
 
 
 def versions_text() -> str:

@@ -3,6 +3,8 @@
 Options: `--transport` for faults and campaigns; `--one-of-each` and `--sample-seed` for a sample of the slow tests.
 """
 
+import asyncio
+import inspect
 import os
 import signal
 
@@ -52,6 +54,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if session.config.option.one_of_each and terminal is not None:
         terminal.write_line(f"repeat this sample with --sample-seed {session.config.option.sample_seed}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(trylast=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ...common.codecs.base import Codec, payload_bytes, take_payload
+from ...common.codecs.base import Codec, decode_payload, payload_bytes
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import approach, moves_reference
 from ...common.kinds import ContributionKind
@@ -68,8 +68,7 @@ class Way:
         (self._stretch,) = transfer.gather(self._kind)
         sent = torch.frombuffer(self.encoding.whole(self._stretch), dtype=torch.uint8)
         payload, self.num_sent = new_payload(self._layout.exchange_bytes), len(sent)
-        codec = self.encoding.codec
-        take_payload(codec, codec.decoder(self._layout), self._layout, sent, payload)
+        decode_payload(self.encoding.codec, self._layout, sent, payload)
         return payload
 
     def replied(self, counts: bool) -> None:

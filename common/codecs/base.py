@@ -1,15 +1,9 @@
 """Interface of a codec: one side encodes the parameters of a payload, the other decodes them.
 
-A codec may have memory, such as its residual or the last payload. Encoder and decoder must then keep equal memories,
-although a payload may be lost. So each payload is an attempt in two steps. `begin` encodes or decodes, and leaves the
-memory unchanged. `commit` updates the memory, if the other side counts the payload; otherwise `rollback` discards the
-attempt. A payload that is sent again has the same bytes and is not encoded again.
-
-    encoder                         decoder
-    begin(payload, bytes)           begin(bytes, payload)
-    commit()                        commit()             both count it
-    begin(payload, bytes)
-    rollback()                      (never arrived)      the next begin sees the memory from before this one
+A decoder has no memory, so every payload is decoded by itself. An encoder may have memory, such as its last payload,
+although a payload may be lost. So each payload is an attempt in two steps. `begin` encodes, and leaves the memory
+unchanged. `commit` updates the memory, if the other side counts the payload; otherwise `rollback` discards the attempt.
+A payload that is sent again has the same bytes and is not encoded again.
 
 Each file of this folder is a codec, and `ENTRY` names its class. The class attributes state what the codec can do.
 common/combinations.py lists the modes and optimizers that it cannot be used with.
@@ -19,36 +13,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import Protocol
 
 import torch
 
 from ..errors import Reason, refusal
 from ..tensors.layout import Layout, new_payload
-
-
-class Coder(Protocol):
-    """One side of one transport, in one direction.
-
-    `commit` and `rollback` end the current attempt, and do nothing without an attempt. A second `begin` first rolls the
-    current attempt back.
-    """
-
-    def begin(self, source: torch.Tensor, target: torch.Tensor, /) -> None:
-        """Encode a payload, uint8 [>= parameter_bytes], into uint8 [encoded_bytes]; a decoder does the reverse.
-
-        `source` stays unchanged. A decoder may raise any exception for bytes that no encoder makes. The caller then
-        refuses the payload, and the memory stays unchanged.
-        """
-
-    def commit(self) -> None:
-        """Keep the new memory, because the other side counts the payload."""
-
-    def rollback(self) -> None:
-        """Discard the attempt, because the other side will never count the payload."""
 
 
 class Codec(ABC):
@@ -59,8 +29,6 @@ class Codec(ABC):
     is_identity: bool = False
     # Larger values become infinite, even if the payload's dtype can represent them.
     largest: float = math.inf
-    # Tensors may be encoded one by one, as they become ready.
-    goes_in_parts: bool = False
     # The worker adds the residual, multiplied by `decay`, to the next contribution (error feedback).
     has_feedback: bool = False
     decay: float = 1.0
@@ -74,42 +42,33 @@ class Codec(ABC):
         """Return the number of encoded bytes, which is the same for every payload of this layout."""
 
     @abstractmethod
-    def encoder(self, layout: Layout) -> Coder:
-        """Return a new encoder with empty memory."""
-
-    @abstractmethod
-    def decoder(self, layout: Layout) -> Coder:
-        """Return a new decoder with empty memory."""
-
-
-class SelfContained(Codec):
-    """A codec whose decoder needs no memory of earlier payloads."""
-
-    @abstractmethod
     def encode(self, layout: Layout, payload: torch.Tensor, out: torch.Tensor) -> None:
-        """Encode as `Coder.begin` does."""
+        """Encode a payload, uint8 [>= parameter_bytes], into uint8 [encoded_bytes]. The payload stays unchanged."""
 
     @abstractmethod
     def decode(self, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
-        """Decode as `Coder.begin` does."""
+        """Decode uint8 [encoded_bytes]. It may raise any exception for bytes that no encoder makes."""
 
-    def encoder(self, layout: Layout) -> Coder:
-        """Return an encoder without memory. A subclass may return an encoder with memory."""
-        return _WithoutMemory(partial(self.encode, layout))
-
-    def decoder(self, layout: Layout) -> Coder:
-        """Return a decoder without memory."""
-        return _WithoutMemory(partial(self.decode, layout))
+    def encoder(self, layout: Layout) -> Encoder:
+        """Return a new encoder with empty memory."""
+        return Encoder(self, layout)
 
 
-class _WithoutMemory:
-    def __init__(self, begin: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        self.begin = begin
+class Encoder:
+    """Encodes the payloads of one worker, one attempt after another. This one has no memory; subclasses may have."""
+
+    def __init__(self, codec: Codec, layout: Layout) -> None:
+        self._codec, self._layout = codec, layout
+
+    def begin(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        """Encode as `Codec.encode` does."""
+        self._codec.encode(self._layout, payload, out)
 
     def commit(self) -> None:
-        """Do nothing, as there is no memory."""
+        """Keep the new memory, because the other side counts the payload."""
 
-    rollback = commit
+    def rollback(self) -> None:
+        """Discard the attempt, because the other side will never count the payload."""
 
 
 class FreeBuffers:
@@ -142,8 +101,8 @@ def payload_bytes(codec: Codec, layout: Layout) -> int:
     return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes
 
 
-def begin_payload(
-    codec: Codec, encoder: Coder, layout: Layout, payload: torch.Tensor, free_buffers: FreeBuffers | None = None
+def encode_payload(
+    codec: Codec, layout: Layout, payload: torch.Tensor, free_buffers: FreeBuffers | None = None
 ) -> torch.Tensor:
     """Encode `payload`, uint8 [>= exchange_bytes], and return uint8 [payload_bytes]: parameters, then buffers.
 
@@ -151,21 +110,20 @@ def begin_payload(
     """
     encoded_bytes = codec.encoded_bytes(layout)
     out = (free_buffers or FreeBuffers()).lend(payload_bytes(codec, layout))
-    encoder.begin(payload, out[:encoded_bytes])
+    codec.encode(layout, payload, out[:encoded_bytes])
     out[encoded_bytes:].copy_(payload[layout.parameter_bytes : layout.exchange_bytes])
     return out
 
 
-def take_payload(codec: Codec, decoder: Coder, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
+def decode_payload(codec: Codec, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
     """Decode uint8 [payload_bytes] into `payload`, uint8 [>= exchange_bytes].
 
-    Raises a BAD_REQUEST refusal for bytes that the codec cannot decode, and leaves the decoder's memory unchanged.
+    Raises a BAD_REQUEST refusal for bytes that the codec cannot decode.
     """
     encoded_bytes = codec.encoded_bytes(layout)
     try:
-        decoder.begin(encoded[:encoded_bytes], payload)
+        codec.decode(layout, encoded[:encoded_bytes], payload)
     except Exception as error:
-        decoder.rollback()
         cause = f"{type(error).__name__}: {error}"
         raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {cause}") from error
     payload[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[encoded_bytes:])

@@ -13,7 +13,7 @@ from .bf16 import Bf16Codec
 
 class Fp16Codec(Bf16Codec):
     name = "fp16"
-    dtype = fallback_dtype = torch.float16
+    fallback_dtype = torch.float16
     largest = torch.finfo(torch.float16).max
 
 

@@ -52,10 +52,10 @@ class _Encoder(PieceEncoder):
         self._q: dict[int, torch.Tensor] = {}  # by the matrix's offset in a payload
         self._next: dict[int, torch.Tensor] = {}
 
-    def begin(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def begin(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         for pieces in pieces_of(self._codec, self._layout):
             for piece in pieces:
-                self.write(piece, piece.of_payload(source), target)
+                self.write(piece, piece.of_payload(payload), out)
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
         if not piece.is_encoded:

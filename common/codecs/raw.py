@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from ..tensors.layout import Layout
-from .base import SelfContained
+from .base import Codec
 
 
-class RawCodec(SelfContained):
+class RawCodec(Codec):
     name = "raw"
-    is_identity = goes_in_parts = True
+    is_identity = True
 
     def encoded_bytes(self, layout: Layout) -> int:
         return layout.parameter_bytes

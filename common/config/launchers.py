@@ -117,13 +117,15 @@ def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:
     workers = _first(environ, engine.workers)
     if workers is None or workers.value == "1":
         return None
-    local = _first(environ, engine.local_workers)
-    if (local is not None and local.value == workers.value) or (engine.name == "Slurm" and _is_one(environ)):
+    local, hosts = _first(environ, engine.local_workers), environ.get(_HOSTS, "")
+    if (local is not None and local.value == workers.value) or (
+        engine.name == "Slurm" and hosts and first_host(hosts) == hosts
+    ):
         return Variable(DEFAULT_ADDRESS, workers.name)
     if environ.get("MASTER_ADDR"):
         return Variable(join_address(environ["MASTER_ADDR"], DEFAULT_PORT), "MASTER_ADDR")
-    if environ.get(_HOSTS):
-        return Variable(join_address(first_host(environ[_HOSTS]), DEFAULT_PORT), _HOSTS)
+    if hosts:
+        return Variable(join_address(first_host(hosts), DEFAULT_PORT), _HOSTS)
     return Variable(DEFAULT_ADDRESS, workers.name)
 
 
@@ -132,11 +134,6 @@ def first_host(hosts: str) -> str:
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])*", hosts.strip())
     assert first is not None  # it matches the empty text
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
-
-
-def _is_one(environ: Mapping[str, str]) -> bool:
-    hosts = environ.get(_HOSTS, "")
-    return hosts != "" and first_host(hosts) == hosts
 
 
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> Variable | None:

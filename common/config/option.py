@@ -10,11 +10,12 @@ ps-server and ps-launch: `--staleness`, `--pull-every`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from .plain import for_field
 
@@ -55,6 +56,16 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name].annotation if info.field_name is not None else Any
         is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
         return value if is_section else for_field(value, annotation)
+
+
+def checked_by(read: Callable[[str], object]) -> AfterValidator:
+    """Return a validator for text that `read` accepts. `read` raises ValueError for other text."""
+
+    def check(text: str) -> str:
+        read(text)
+        return text
+
+    return AfterValidator(check)
 
 
 @dataclass(frozen=True)

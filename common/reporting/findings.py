@@ -68,8 +68,10 @@ def findings(runs: Runs, target: Condition | None = None) -> list[str]:
         found = spreads(runs, attrgetter(name))
         if len(found) == len(names):
             sentences.append(_range(words, found, OF_RUN[name].text))
-    if costs := _costs(runs):
-        sentences.append(_range(f"Cost, {costs[0]}", costs[1], price))
+    costs = [run.cost for _, run in runs if run.cost is not None]
+    if len(costs) == len(runs) and len({cost.currency for cost in costs}) == 1:
+        totals = spreads(runs, lambda run: run.cost.total if run.cost else 0.0)
+        sentences.append(_range(f"Cost, {costs[0].currency}", totals, price))
     return [item for item in sentences if item]
 
 
@@ -109,14 +111,6 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
         and write(by_name[first].mean) != write(by_name[last].mean)
     ]  # fmt: skip
     return f"{first} was faster than {last} with {', '.join(why)}." if why else ""
-
-
-def _costs(runs: Runs) -> tuple[str, dict[str, Spread]] | None:
-    """Returns the currency and the costs by name; None unless all runs have costs in one currency."""
-    paid = [run.cost for _, run in runs if run.cost is not None]
-    if len(paid) < len(runs) or len({cost.currency for cost in paid}) != 1:
-        return None
-    return paid[0].currency, spreads(runs, lambda run: run.cost.total if run.cost else 0.0)
 
 
 def _best(words: str, by_name: dict[str, Spread], is_up: bool | None, write: Callable[[float], str]) -> str:

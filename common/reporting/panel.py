@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .metrics import Display, Metric, shown_of_workers
+from .metrics import Display, shown_of_workers
 from .report import PipeConsole, regions_text, status_metrics
 from .status import Status, WorkerStatus, names_of
 
@@ -81,16 +81,9 @@ def _workers(status: Status) -> Table:
     for metric in metrics:
         table.add_column(metric.label, justify="right", no_wrap=True)
     for worker in status.workers:
-        table.add_row(*_worker_row(worker, metrics, status.steps))
+        rank = Text(worker.label, style=RANK_COLOURS[worker.rank % len(RANK_COLOURS)])
+        cells = {metric.name: metric.text(getattr(worker, metric.name)) for metric in metrics}
+        if status.steps and "step" in cells:
+            cells["step"] += f"/{status.steps:,}"
+        table.add_row(rank, Text(worker.state_text, style=_STATE_STYLES.get(worker.state, "")), *cells.values())
     return table
-
-
-def _worker_row(worker: WorkerStatus, metrics: list[Metric], num_steps: int) -> list[RenderableType]:
-    rank = Text(worker.label, style=RANK_COLOURS[worker.rank % len(RANK_COLOURS)])
-    cells = [metric.text(getattr(worker, metric.name)) for metric in metrics]
-    if num_steps:
-        cells = [
-            f"{cell}/{num_steps:,}" if metric.name == "step" else cell
-            for metric, cell in zip(metrics, cells, strict=True)
-        ]
-    return [rank, Text(worker.state_text, style=_STATE_STYLES.get(worker.state, "")), *cells]

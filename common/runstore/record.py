@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import sqlite3
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..config.schema import Config
@@ -13,7 +12,7 @@ from ..errors import ParamServerError
 from ..reporting.log import get_logger
 from ..reporting.summary import Summary
 from ..reporting.view import Tick
-from ..version import PROGRAM_VERSION
+from ..version import PROGRAM_VERSION, installed
 from .process import machine
 from .schema import FILE
 from .writing import Beginning, RunWriter
@@ -34,7 +33,18 @@ class Record:
     def __init__(self, config: Config, *, run: str, mode: str, at_version: int = 0) -> None:
         self._config = config
         self._path = Path(config.output.track_dir) / FILE
-        self.writer = RunWriter(self._path, _beginning(config, run, mode, at_version))
+        beginning = Beginning(
+            run=run,
+            mode=mode,
+            project=config.output.project,
+            version=at_version,
+            heartbeat_s=config.server.status_interval_s,
+            name=config.output.name,
+            note=config.output.note,
+            code={"paramserver": PROGRAM_VERSION},
+            machine=machine({name: installed(name) for name in _PACKAGES}),
+        )
+        self.writer = RunWriter(self._path, beginning)
         self.is_off = self._has_waited = False
 
     def flush(self) -> None:
@@ -52,7 +62,8 @@ class Record:
             is_written = write()
         except (sqlite3.Error, OSError, ParamServerError) as error:
             self.is_off = True
-            is_default = isinstance(error, OSError) and error.errno in _NOT_ALLOWED and not self._is_wanted
+            is_wanted = not self._config.output.model_fields_set.isdisjoint({"store", "track_dir"})
+            is_default = isinstance(error, OSError) and error.errno in _NOT_ALLOWED and not is_wanted
             tell = log.info if is_default else log.warning
             tell("store_off", path=str(self._path), reason=str(error), meaning="the run goes on, and is not on record")
             return
@@ -61,29 +72,3 @@ class Record:
             lost = "what was not written is lost" if is_last else "it is tried again with each status"
             why = f"{self.writer.obstacle} writes this run" if self.writer.obstacle else "another process has locked it"
             log.warning("store_locked", path=str(self._path), meaning=f"{why}; {lost}")
-
-    @property
-    def _is_wanted(self) -> bool:
-        """Returns whether the user asked for a run store or set its folder."""
-        return not self._config.output.model_fields_set.isdisjoint({"store", "track_dir"})
-
-
-def _beginning(config: Config, run: str, mode: str, at_version: int) -> Beginning:
-    return Beginning(
-        run=run,
-        mode=mode,
-        project=config.output.project,
-        version=at_version,
-        heartbeat_s=config.server.status_interval_s,
-        name=config.output.name,
-        note=config.output.note,
-        code={"paramserver": PROGRAM_VERSION},
-        machine=machine({name: _version(name) for name in _PACKAGES}),
-    )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""

@@ -13,7 +13,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..errors import OutputError
-from ..reporting.metrics import Metric
 from ..reporting.status import Measured, Status, WorkerStatus
 from ..version import STORE_VERSION
 
@@ -79,12 +78,6 @@ CREATE TABLE snapshots (
 
 # Tables whose rows belong to a run, by its key.
 OF_A_RUN = ("documents", "series", "worker_series", "events", "evaluations", "snapshots")
-
-
-def metrics_in(table: str) -> list[Metric]:
-    """Returns the metrics that a row of the table has."""
-    record: type[Measured] = WorkerStatus if table == "worker_series" else Status
-    return record.declared_metrics()
 
 
 class StoreError(OutputError):
@@ -183,7 +176,8 @@ def _lacking(connection: sqlite3.Connection) -> list[tuple[str, str, object]]:
     found: list[tuple[str, str, object]] = []
     for table in ("runs", "series", "worker_series"):
         known = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
-        defaults: dict[str, object] = {metric.name: metric.default for metric in metrics_in(table)}
-        columns = {**defaults, "recorded": "'{}'"}  # JSON: metrics that scripts record
+        record: type[Measured] = WorkerStatus if table == "worker_series" else Status
+        columns: dict[str, object] = {metric.name: metric.default for metric in record.declared_metrics()}
+        columns["recorded"] = "'{}'"  # JSON: metrics that scripts record
         found += [(table, name, default) for name, default in columns.items() if name not in known]
     return found

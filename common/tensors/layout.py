@@ -146,15 +146,12 @@ def joined(entries: Iterable[Entry]) -> list[FlatRun]:
     for spec, offset, _ in entries:
         run = FlatRun(spec.kind, DTYPES[spec.dtype], offset, spec.num_elements, spec.averaged)
         last = runs[-1] if runs else None
-        if last is not None and last.end == run.offset and _alike(last, run):
+        alike = (run.kind, run.dtype, run.averaged, run.offset)
+        if last is not None and (last.kind, last.dtype, last.averaged, last.end) == alike:
             runs[-1] = replace(last, num_elements=last.num_elements + run.num_elements)
         else:
             runs.append(run)
     return runs
-
-
-def _alike(flat_run: FlatRun, other: FlatRun) -> bool:
-    return (flat_run.kind, flat_run.dtype, flat_run.averaged) == (other.kind, other.dtype, other.averaged)
 
 
 View = Callable[[FlatRun, torch.Tensor], torch.Tensor]  # has the meaning of `FlatRun.view`

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ..errors import Reason, refusal
+
 # Counting so many items takes about 0.2 s, and parsed they take about 20 MB. A model has about 13 items per tensor.
 MAX_ITEMS = 500_000
 # Smaller messages cannot take much memory.
@@ -18,15 +20,11 @@ _ITEMS_OF_A_MESSAGE = 4
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
-class TooMuchError(Exception):
-    """A message of more than MAX_ITEMS."""
-
-
 def check_items(raw: bytes | memoryview, descriptor: Any) -> None:
     """Count the items of `raw`, a message of the type `descriptor`.
 
-    Raises TooMuchError above MAX_ITEMS. Raises ValueError or IndexError for bytes that are not valid protobuf, or that
-    use protobuf's obsolete groups.
+    Raises a BAD_REQUEST refusal above MAX_ITEMS. Raises ValueError or IndexError for bytes that are not valid protobuf,
+    or that use protobuf's obsolete groups.
     """
     num_left = MAX_ITEMS
     pending = [(0, len(raw), descriptor)]
@@ -36,7 +34,8 @@ def check_items(raw: bytes | memoryview, descriptor: Any) -> None:
         while at < end:
             num_left -= 1
             if num_left < 0:
-                raise TooMuchError
+                message = f"a message of {len(raw)} bytes has more than {MAX_ITEMS} fields"
+                raise refusal(Reason.BAD_REQUEST, message)
             tag, at = read_varint(raw, at)
             wire_type = tag & 7
             if wire_type == _VARINT:

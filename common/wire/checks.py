@@ -170,32 +170,14 @@ def _check_state(state: pb.State) -> None:
 # ---- all of them ------------------------------------------------------------------------------------
 
 Check = Callable[[str, Any], None]
-# Fields of each message that are whole numbers from 0 to MAX_COUNT, such as steps, versions and bytes.
-COUNTS: dict[type[Message], tuple[str, ...]] = {
-    pb.Contribution: ("seq",),
-    pb.Begin: ("continues",),
-    pb.TrainingInfo: ("iteration",),
-    pb.Base: ("version",),
-    pb.CompletionInfo: ("generation", "peer_bytes"),
-    pb.FirstInfo: ("num_samples", "run_steps"),
-    pb.Position: ("step", "batches", "epoch", "epoch_batches"),
-    pb.AskAgain: ("seq",),
-    pb.EvaluationMetrics: ("version", "step"),
-    pb.Welcome: ("seq",),
-    pb.PartialTransfer: ("seq", "payload_bytes"),
-    pb.Result: ("seq", "version"),
-    pb.NextWork: ("training_steps", "run_steps"),
-    pb.WeightsInfo: ("num_bytes",),
-    pb.ReferenceInfo: ("number",),
-    pb.StartInfo: ("num_batches",),
-    pb.GroupInfo: ("generation",),
-    pb.Rates: ("num_changes",),
-    pb.Final: ("version",),
-    pb.Snapshot: ("version", "payload_bytes"),
-    pb.StatusReply: ("version", "step", "incarnation"),
-    pb.RunSettings: ("steps",),
-}
-# Checks of all other single fields, by message.
+
+
+def _counts(*names: str) -> dict[str, Check]:
+    """Return the check of whole numbers from 0 to MAX_COUNT, such as steps, versions and bytes."""
+    return dict.fromkeys(names, _count)
+
+
+# Checks of single fields, by message.
 FIELDS: dict[type[Message], dict[str, Check]] = {
     pb.Join: {
         **dict.fromkeys(("run", "host", "device", "program_version", "process", "region"), check_text),
@@ -205,38 +187,48 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "reply_codec": check_text,
         "rendezvous": check_address,
     },  # `codecs` are looked up where they are agreed on
-    pb.Begin: {"codec": check_text},
+    pb.Begin: {"codec": check_text, **_counts("continues")},
     pb.Counts: {
         **dict.fromkeys(("num_samples", "num_batches"), _range(0, _MAX_SAMPLES)),
         "num_workers": _range(0, MAX_RANK),
     },
     pb.Timing: {"compute_s": _seconds, "transfer_s": _seconds},
     pb.PayloadInfo: {"codec": check_text},
-    pb.TrainingInfo: {"clip_norm": _norm},
+    pb.TrainingInfo: {"clip_norm": _norm, **_counts("iteration")},
     pb.Finish: {"transfer_s": _seconds},
     pb.Stop: {"reason": check_text},
-    pb.EvaluationMetrics: {"failure": check_text},
+    pb.EvaluationMetrics: {"failure": check_text, **_counts("version", "step")},
     pb.Leave: {"failure": check_text},
     pb.HeartbeatRequest: {"run": check_text, "process": check_text},
     pb.Welcome: {
+        **_counts("seq"),
         "run": check_text,
         "rank": _range(0, MAX_RANK - 1),
         "lease_s": _range(*_LEASE_S),
         "shards": _addresses,
     },
-    pb.PartialTransfer: {"codec": check_text},
+    pb.PartialTransfer: {"codec": check_text, **_counts("seq", "payload_bytes")},
     pb.PullRequest: {"reader": check_text},
-    pb.Result: {"outcome": _closed(value for value in pb.Reply.Outcome.values() if value), "gate_wait_s": _seconds},
-    pb.NextWork: {"num_workers": _range(0, MAX_RANK), "same_batches_as": _range(0, MAX_RANK - 1)},
-    pb.WeightsInfo: {"codec": check_text},
-    pb.GroupInfo: {"rendezvous": check_address, "secret": _check_secret},
-    pb.FirstInfo: {"rates": _rates, "work": _check_work},
-    pb.Rates: {"first": _rates, "last": _rates},
+    pb.Result: {
+        "outcome": _closed(value for value in pb.Reply.Outcome.values() if value),
+        "gate_wait_s": _seconds,
+        **_counts("seq", "version"),
+    },
+    pb.NextWork: {
+        "num_workers": _range(0, MAX_RANK),
+        "same_batches_as": _range(0, MAX_RANK - 1),
+        **_counts("training_steps", "run_steps"),
+    },
+    pb.WeightsInfo: {"codec": check_text, **_counts("num_bytes")},
+    pb.GroupInfo: {"rendezvous": check_address, "secret": _check_secret, **_counts("generation")},
+    pb.FirstInfo: {"rates": _rates, "work": _check_work, **_counts("num_samples", "run_steps")},
+    pb.Rates: {"first": _rates, "last": _rates, **_counts("num_changes")},
     pb.State: {"num_bytes": _range(0, _MAX_STATE_BYTES)},
-    pb.Snapshot: {"run": check_text},
+    pb.Snapshot: {"run": check_text, **_counts("version", "payload_bytes")},
     pb.RowsReply: {"shards": _addresses},
-    pb.StatusReply: {"run": check_text},
+    pb.StatusReply: {"run": check_text, **_counts("version", "step", "incarnation")},
     pb.RunSettings: {
+        **_counts("steps"),
         "mode": check_text,
         "num_workers": _range(0, MAX_RANK),
         "batch_size": _range(1, 2**31),
@@ -247,6 +239,14 @@ FIELDS: dict[type[Message], dict[str, Check]] = {
         "fragments": _range(0, MAX_RANK),
         "outstanding": _range(0, MAX_RANK),
     },
+    pb.Contribution: _counts("seq"),
+    pb.Base: _counts("version"),
+    pb.CompletionInfo: _counts("generation", "peer_bytes"),
+    pb.Position: _counts("step", "batches", "epoch", "epoch_batches"),
+    pb.AskAgain: _counts("seq"),
+    pb.ReferenceInfo: _counts("number"),
+    pb.StartInfo: _counts("num_batches"),
+    pb.Final: _counts("version"),
 }
 _WHOLE: dict[type[Message], Callable[[Any], None]] = {
     pb.Join: _check_join,
@@ -270,11 +270,6 @@ _PARTS: dict[type[Message], tuple[str, ...]] = {
     pb.HeartbeatRequest: ("metrics",),
 }
 _NEEDED = {"outcome", "lease_s", "batch_size"}  # required fields: an absent field reads as 0, which is out of range
-_COUNTS = {kind: operator.attrgetter(*names, names[0]) for kind, names in COUNTS.items()}
-_CHECKS = {
-    kind: [(name, f"{kind.DESCRIPTOR.name}.{name}", check, name in _NEEDED) for name, check in fields.items()]
-    for kind, fields in FIELDS.items()
-}
 
 
 # Every exchange checks a contribution and a reply. Reading all fields at once takes half the time of the tables, and
@@ -335,12 +330,9 @@ def check_header(header: Message) -> None:
     kind = type(header)
     if (is_sound := _IS_SOUND.get(kind)) is not None and is_sound(header):
         return
-    if (counts := _COUNTS.get(kind)) is not None and max(counts(header)) > MAX_COUNT:
-        for field in COUNTS[kind]:
-            _count(f"{kind.__name__}.{field}", getattr(header, field))
-    for field, label, check, is_needed in _CHECKS.get(kind, ()):
-        if (value := getattr(header, field)) or is_needed:
-            check(label, value)
+    for field, check in FIELDS.get(kind, {}).items():
+        if (value := getattr(header, field)) or field in _NEEDED:
+            check(f"{kind.DESCRIPTOR.name}.{field}", value)
     if (whole := _WHOLE.get(kind)) is not None:
         whole(header)
     for part in _PARTS.get(kind, ()):

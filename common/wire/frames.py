@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ...proto import parameter_server_pb2 as pb
 from ..errors import Reason, refusal
-from .bounds import MAX_ITEMS, UNCOUNTED_BYTES, TooMuchError, check_items, read_varint
+from .bounds import UNCOUNTED_BYTES, check_items, read_varint
 
 # Chosen by measurement (docs/log.md): 512 KiB is as fast; 4 MiB, and 256 KiB or less, are slower.
 CHUNK_BYTES = 1 << 20
@@ -182,9 +182,6 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
         if len(header) > UNCOUNTED_BYTES:
             check_items(header, message.DESCRIPTOR)
         message.ParseFromString(header)
-    except TooMuchError:
-        message = f"a message of {len(raw)} bytes has more than {MAX_ITEMS} fields"
-        raise refusal(Reason.BAD_REQUEST, message) from None
     except (ValueError, IndexError, DecodeError):
         raise refusal(Reason.BAD_REQUEST, f"a message of {len(raw)} bytes is not valid protobuf") from None
     kind = message.WhichOneof("kind")

@@ -2,7 +2,7 @@
 
 One function builds a record, and each reader takes only its topic from it. The messages of the same names in
 proto/parameter_server.proto have the same fields, and `messages.py` converts each topic. To add a field, write it here
-and in the proto, and add a line to the topic's reader and writer in `messages.py` where it has its own.
+and in the proto, and add it to the writer and the reader in `messages.py` if they name the topic's fields.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Position:
     epoch_batches: int = 0  # batches of this epoch used before
 
 
-_COUNTS, _BASE, _TIMING, _PAYLOAD = Counts(), Base(), Timing(), PayloadInfo()
+_COUNTS, NO_BASE, NO_TIMING, NO_PAYLOAD = Counts(), Base(), Timing(), PayloadInfo()
 _TRAINING, NO_RESIDUAL, NO_COMPLETION = TrainingInfo(), ResidualInfo(), CompletionInfo()
 
 
@@ -198,9 +198,9 @@ class Contribution:
     id: ContributionId = ContributionId(0, 0, 0)
     kind: ContributionKind = ContributionKind.GRADIENT
     counts: Counts = _COUNTS
-    base: Base = _BASE
-    timing: Timing = _TIMING
-    payload: PayloadInfo = _PAYLOAD
+    base: Base = NO_BASE
+    timing: Timing = NO_TIMING
+    payload: PayloadInfo = NO_PAYLOAD
     training: TrainingInfo = _TRAINING
     residual: ResidualInfo = NO_RESIDUAL
     completion: CompletionInfo = NO_COMPLETION

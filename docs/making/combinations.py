@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from paramserver.common.combinations import REFUSALS
@@ -26,7 +27,8 @@ def page() -> str:
     rows = []
     for row in REFUSALS:
         why = row.why.replace("{c.upstream_every}", "K")
-        rows.append(f"| {row.first} | {row.second} | {why} | {row.advice()} |")
+        fix = re.sub(r"\{c\.(?:policy\.)?(\w+)\}", lambda found: found[1].upper(), row.fix)
+        rows.append(f"| {row.first} | {row.second} | {why} | {fix.replace('{able}', row.able_modes)} |")
     return _HEAD + "\n".join(rows) + "\n"
 
 

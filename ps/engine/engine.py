@@ -73,6 +73,7 @@ class Engine:
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
         self.snapshots = Keeper()  # keeps nothing, until another takes its place
+        self.released: Callable[[int], object] = lambda rank: None  # called when another process has a rank, or none
         self.dashboard = ""  # its address
         self.parent: str | None = None  # of a branch: the run and version that it began from
         self.bytes_when: dict[int, int] = {}  # bytes exchanged until the evaluation of this version came
@@ -235,7 +236,7 @@ class Engine:
 
     def _attach(self, peer: Peer) -> Peer:
         if not peer.is_resumed:
-            self.folding.drop_rank(peer.rank)
+            self.released(peer.rank)
         return self.streams.attach(peer)
 
     def may_return(self, peer: Peer) -> bool:
@@ -357,7 +358,7 @@ class Engine:
         self.folding.fence(rank, incarnation)
         self.states.fence(rank, incarnation)
         if rank not in self.run.roster.workers:
-            self.folding.drop_rank(rank)
+            self.released(rank)
         if fenced.ends_streams:
             self.streams.fence(rank, incarnation)
 

@@ -1,4 +1,4 @@
-"""Memory of complete contributions until they are folded or discarded, and the codec memories of their workers."""
+"""Memory of complete contributions until they are folded or discarded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import overflowed
 from ...common.wire.records import ContributionId
 from ..core import effects
-from ..tensors.codec_memory import CodecMemory
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
 from ..tensors.replies.publication import Publication
@@ -60,31 +59,6 @@ class Staged(NamedTuple):
 _MAX_FREE_BUFFERS = 4
 
 
-class CodecMemories:
-    """The codec memories of the processes that hold these ranks; used on the tensor thread."""
-
-    def __init__(self, model: Model, tensors: TensorThread) -> None:
-        self._model = model
-        self._tensors = tensors
-        self._of_rank: dict[int, CodecMemory] = {}
-        self._free_buffers = FreeBuffers(_MAX_FREE_BUFFERS)
-
-    def of(self, rank: int) -> CodecMemory:
-        if rank not in self._of_rank:
-            assert self._model.layout is not None
-            self._of_rank[rank] = CodecMemory(self._model.layout, self._free_buffers)
-        return self._of_rank[rank]
-
-    def drop(self, rank: int) -> None:
-        """Another process has this rank, or none."""
-        self._of_rank.pop(rank, None)
-
-    def end_attempt(self, rank: int, is_folded: bool) -> None:
-        """End the rank's newest attempt: its payload was folded, or never will be."""
-        if (memory := self._of_rank.get(rank)) is not None:
-            self._tensors.submit(partial(memory.end_attempt, is_folded))
-
-
 class Folding:
     """Stages and folds contributions, and steps the weights. Payloads are uint8 [exchange_bytes]."""
 
@@ -99,8 +73,7 @@ class Folding:
         self._model = model
         self._tensors = tensors
         self._replies_before_commit = replies_before_commit
-        self.codec_memories = CodecMemories(model, tensors)
-        self.on_drop: list[Callable[[int], object]] = []  # called with a rank whose process is gone
+        self.free_buffers = FreeBuffers(_MAX_FREE_BUFFERS)  # for encoded payloads
         self._staged: dict[ContributionId, Staged] = {}  # that came here whole
         self._kept: dict[ContributionId, Staged] = {}  # of contributions that count and are to be folded
         self._fenced: dict[int, int] = {}  # by rank, the newest fenced incarnation
@@ -122,11 +95,9 @@ class Folding:
 
     def keep(self, keep: effects.Keep) -> None:
         self._kept[keep.id] = self._staged.pop(keep.id)
-        self.codec_memories.end_attempt(keep.id.rank, True)
 
     def discard(self, discard: effects.Discard) -> None:
         self._give_back(discard.id)
-        self.codec_memories.end_attempt(discard.id.rank, False)
 
     def _give_back(self, id: ContributionId) -> None:
         if (staged := self._staged.pop(id, None)) is not None:
@@ -137,18 +108,11 @@ class Folding:
             if payload is not None:
                 self._model.staging.give_back(payload)
 
-    def drop_rank(self, rank: int) -> None:
-        """Another process has this rank, or none."""
-        self.codec_memories.drop(rank)
-        for callback in self.on_drop:
-            callback(rank)
-
     def fence(self, rank: int, incarnation: int) -> None:
         """Take nothing more of this incarnation of a rank and of older ones."""
         self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
         for id in [tensor for tensor in self._staged if tensor.rank == rank and tensor.incarnation <= incarnation]:
             self._give_back(id)
-        self.codec_memories.end_attempt(rank, False)
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging

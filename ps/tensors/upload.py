@@ -12,12 +12,11 @@ from functools import partial
 
 import torch
 
-from ...common.codecs.base import Codec, SelfContained, payload_bytes
+from ...common.codecs.base import Codec, FreeBuffers, decode_payload, payload_bytes
 from ...common.errors import ParamServerError
 from ...common.tensors.judgement import Judgement
 from ...common.tensors.layout import as_bytes
 from ...common.wire.frames import PayloadReader
-from .codec_memory import CodecMemory
 from .model import Model
 from .sanity import Findings
 from .thread import TensorThread
@@ -32,20 +31,20 @@ class Upload:
     """Receives one payload, encoded with `codec`, into `payload`, uint8 [layout.exchange_bytes].
 
     `reader` takes the pieces, and knows which bytes of the encoded payload have arrived. With `in_segment`, the bytes
-    arrive outside of messages: in memory that the worker shares, or on a direct connection. `memory` is the server's
-    memory of the worker's codec.
+    arrive outside of messages: in memory that the worker shares, or on a direct connection. Encoded bytes are in a
+    buffer of `free_buffers`.
     """
 
     def __init__(
-        self, model: Model, tensors: TensorThread, codec: Codec, payload: torch.Tensor, memory: CodecMemory,
-        in_segment: bool,
+        self, model: Model, tensors: TensorThread, codec: Codec, payload: torch.Tensor,
+        free_buffers: FreeBuffers, in_segment: bool,
     ) -> None:  # fmt: skip
         self.codec, self.payload, self.in_segment = codec, payload, in_segment
-        self._store, self._tensors, self._memory = model.store, tensors, memory
+        self._store, self._tensors, self._free_buffers = model.store, tensors, free_buffers
         self._give_back, self._is_lent = model.staging.give_back, not model.staging.is_own(payload)
         self._is_open = True
         self.num_bytes = payload_bytes(codec, model.store.layout)  # of the encoded payload
-        self._encoded = None if codec.is_identity else memory.free_buffers.lend(self.num_bytes)
+        self._encoded = None if codec.is_identity else free_buffers.lend(self.num_bytes)
         self.target = as_bytes(payload if self._encoded is None else self._encoded)
         self.restart()
 
@@ -102,10 +101,8 @@ class Upload:
                 self.payload = self.payload.clone()  # the worker may keep it as a gradient
             return store.sanity.judge(self.payload, self._findings, store.weights)
         try:
-            self._memory.take(self.codec, self._encoded, self.payload)
+            decode_payload(self.codec, store.layout, self._encoded, self.payload)
         except ParamServerError as error:
-            if not isinstance(self.codec, SelfContained):  # the two sides' memories may now differ
-                raise
             return Judgement("reject", f"bytes that {error.message}", "in every mode")
         finally:
             self._give_back_encoded()
@@ -125,5 +122,5 @@ class Upload:
 
     def _give_back_encoded(self) -> None:
         if self._encoded is not None:
-            self._memory.free_buffers.give_back(self._encoded)
+            self._free_buffers.give_back(self._encoded)
             self._encoded = None

@@ -12,7 +12,8 @@ import grpc.aio
 from ...common.config.schema import Config
 from ...common.errors import Reason, refusal
 from ...common.wire.frames import INLINE_BYTES, Frame
-from ...common.wire.messages import read_residual
+from ...common.wire.messages import read_topic
+from ...common.wire.records import ResidualInfo
 from ...proto import parameter_server_pb2 as pb
 from ..core import effects, events
 from ..engine.engine import Engine
@@ -95,7 +96,7 @@ class Conversation:
             if received.kind == "finish":
                 peer.state = "finished"
                 facts = received.of(pb.Finish)
-                residual = read_residual(facts.residual)
+                residual = read_topic(ResidualInfo, facts.residual)
                 self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate, residual))
                 if not await self._send_items(peer, delivery):
                     return None

@@ -17,6 +17,7 @@ from ..engine.folding import Folding
 from ..engine.peers import Done, Go, Item, Peer
 from ..engine.states import States
 from ..tensors.model import Model
+from ..tensors.replies.encoded import encoded_weights
 from ..tensors.replies.publication import Publication
 from ..tensors.replies.reference import ReferenceUpdate
 from ..tensors.thread import TensorThread
@@ -39,7 +40,7 @@ class Delivery:
         self, stream: Stream, peer: Peer, model: Model, tensors: TensorThread, folding: Folding, states: States
     ) -> None:
         self._stream, self._peer, self._model = stream, peer, model
-        self._tensors, self._codec_memories, self._states = tensors, folding.codec_memories, states
+        self._tensors, self._free_buffers, self._states = tensors, folding.free_buffers, states
         self._frames = Transport(model, stream)
         self.transport = self._frames
         self._retained: Publication | None = None  # of the reply that is being sent, until its weights are
@@ -164,10 +165,9 @@ class Delivery:
         await self._write(message, pieces)
 
     async def _send_encoded(self, codec: Codec, header: Header, go: Go) -> None:
-        """Send the weights in the worker's codec. Its memory depends on the worker, so workers share no frames."""
-        model, tensors = self._model, self._tensors
-        memory, version = self._codec_memories.of(self._peer.rank), go.effect.reply.result.version
-        encode = partial(memory.encode, codec)
+        """Send the weights in the worker's codec."""
+        model, tensors, version = self._model, self._tensors, go.effect.reply.result.version
+        encode = partial(encoded_weights, codec, model.store.layout, self._free_buffers)
         if model.store.layout.exchange_bytes <= INLINE_BYTES:
             encoded = await tensors.run(partial(encode, copy_of(memoryview(go.payload or model.small_payload()))))
         else:
@@ -184,4 +184,4 @@ class Delivery:
         try:
             await self._write(message, [as_bytes(encoded)])
         finally:
-            memory.free_buffers.give_back(encoded)
+            self._free_buffers.give_back(encoded)

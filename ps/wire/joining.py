@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 import grpc.aio
 
@@ -44,7 +43,6 @@ class Joining:
 
     def __init__(self, engine: Engine, config: Config, port: Port | None) -> None:
         self._engine, self._run, self._model = engine, engine.run, engine.model
-        self._folding, self._tensors = engine.folding, engine.tensors
         self._config = config
         self._joins = JoinQueue(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._probe = Probe(config.server.shared_memory)
@@ -67,8 +65,6 @@ class Joining:
         peer = self._join(join, rank) if self._config.server.shard == 0 else await self._find(join, rank)
         peer.is_relay, peer.traffic.region = join.num_workers > 0, join.region
         stream.rank, peer.hang_up = peer.rank, stream.end
-        if peer.is_resumed:
-            self._tensors.submit(partial(self._folding.codec_memories.of(peer.rank).resumed, join.replies_taken))
         return peer
 
     def _join(self, join: pb.Join, rank: int | None) -> Peer:

@@ -29,7 +29,7 @@ class PartialTransfers:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._model, self._tensors = engine, engine.model, engine.tensors
         self._uploads: dict[int, tuple[int, Upload]] = {}  # by rank, with the contribution's sequence number
-        engine.folding.on_drop.append(self.drop)
+        engine.released = self.drop
 
     def keep(self, peer: Peer, seq: int, upload: Upload) -> bool:
         """Keep the upload of a lost stream. Returns False if the caller must close it."""

@@ -275,8 +275,8 @@ class Receiver:
         payload = self._transport.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
         if payload is None:
             payload = await self._memory.borrow()
-        memory = self._folding.codec_memories.of(self._peer.rank)
-        return Upload(self._model, self._tensors, codec, payload, memory, header.in_shared_memory)
+        free_buffers = self._folding.free_buffers
+        return Upload(self._model, self._tensors, codec, payload, free_buffers, header.in_shared_memory)
 
     def _continue(self, begin: pb.Begin) -> None:
         """Continue the upload of a lost stream. Its missing bytes arrive on this stream."""

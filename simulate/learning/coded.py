@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ...common import combinations
-from ...common.codecs.base import Codec, begin_payload, take_payload
+from ...common.codecs.base import Codec, decode_payload, encode_payload
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
@@ -54,8 +54,8 @@ class Up:
         self._encoding.ready(version)
         self._stretch = stretch
         encoded = torch.frombuffer(self._encoding.whole(stretch), dtype=torch.uint8)
-        payload, codec = new_payload(self._layout.exchange_bytes), self._encoding.codec
-        take_payload(codec, codec.decoder(self._layout), self._layout, encoded, payload)
+        payload = new_payload(self._layout.exchange_bytes)
+        decode_payload(self._encoding.codec, self._layout, encoded, payload)
         return payload
 
     def hyperparameters(self, groups: list[Hyperparameters]) -> tuple[Hyperparameters, ...]:
@@ -94,8 +94,7 @@ class Down:
         codec, layout = self._codec, self._model.store.layout
         exact = self._model.store.weights[: layout.exchange_bytes].clone()
         if is_encoded:
-            encoded = begin_payload(codec, codec.encoder(layout), layout, exact)
-            take_payload(codec, codec.decoder(layout), layout, encoded, exact)
+            decode_payload(codec, layout, encode_payload(codec, layout, exact), exact)
         return exact
 
 

@@ -44,7 +44,7 @@ WorkerMessage     out_of_band offset left_out : whole PayloadReader
 WorkerMessage     data : bytes PayloadReader
 Join              run host device program_version process region : text header
 Join              rank : whole header
-Join              incarnation server_incarnation replies_taken : whole compared
+Join              incarnation server_incarnation : whole compared
 Join              pid : whole shown
 Join              num_workers : whole header
 Join              seated resumed : flag any

@@ -115,19 +115,16 @@ async def _bug_later(*_: Any) -> None:
     _bug()
 
 
-def test_a_connection_that_is_gone_is_lost_and_the_run_goes_on() -> None:
-    @served(workers=2)
-    async def play(server: Server) -> None:
-        first, second = await server.workers(2)
+@served(workers=2)
+async def test_a_connection_that_is_gone_is_lost_and_the_run_goes_on(server: Server) -> None:
+    first, second = await server.workers(2)
 
-        async def gone(*_: Any) -> None:
-            raise grpc.aio.UsageError("RPC already finished")
+    async def gone(*_: Any) -> None:
+        raise grpc.aio.UsageError("RPC already finished")
 
-        first.stream.write = gone  # type: ignore[method-assign]
-        first.contribute(1)
-        second.contribute(1)
-        await server.settle()
-        assert not server.engine.finished.done()
-        assert second.outcomes == ["START", "APPLIED"]
-
-    play()
+    first.stream.write = gone  # type: ignore[method-assign]
+    first.contribute(1)
+    second.contribute(1)
+    await server.settle()
+    assert not server.engine.finished.done()
+    assert second.outcomes == ["START", "APPLIED"]

@@ -10,10 +10,11 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from paramserver.tests.cluster import at_gates
 from paramserver.tests.faults.proxy import Proxy
+
+from .test_recovery import applied
 
 pytestmark = pytest.mark.slow
 
@@ -26,11 +27,6 @@ def _start(cluster, mode: str, num_workers: int, *flags: str):
         "w.safetensors", "--summary", "s.json", "--set", "policy.weighting=equal",
         "--set", "server.status_interval_s=0.05", *flags,
     )  # fmt: skip
-
-
-def _applied(cluster, num_workers: int) -> torch.Tensor:
-    """[num_workers, STEPS]: how often each contribution was applied."""
-    return -load_file(cluster.folder / "w.safetensors")["seen"].view(-1, STEPS)[:num_workers]
 
 
 def _rows(cluster) -> list[dict]:
@@ -62,7 +58,7 @@ def test_a_killed_worker_leaves_nothing_twice_in_mid_flight(cluster):
     server.until(lambda: len(server.events("joined")) == 3, "replacement")
     (cluster.folder / "go").touch()
     assert [first.wait(), replacement.wait(), server.wait()] == [0, 0, 0], replacement.output
-    assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
     assert [row["training_steps"] for row in _rows(cluster)] == [STEPS, STEPS]
 
 
@@ -76,7 +72,7 @@ def test_a_lost_connection_in_mid_flight_is_rejoined_and_nothing_is_applied_twic
         (cluster.folder / "go").touch()
         assert [first.wait(), second.wait(), server.wait()] == [0, 0, 0], second.output
     assert second.events("rejoined")
-    assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
     assert [row["training_steps"] for row in _rows(cluster)] == [STEPS, STEPS]
 
 

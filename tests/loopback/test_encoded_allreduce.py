@@ -31,7 +31,7 @@ class Reference:
         out = new_payload(self.codec.encoded_bytes(self.layout))
         self.coder.begin(payload, out)
         self.coder.commit()
-        self.codec.decoder(self.layout).begin(out, decoded)
+        self.codec.decode(self.layout, out, decoded)
         found = [view.clone() for _, view in self.layout.views(decoded)]
         if self.codec.has_feedback:
             self.residual = [item - other for item, other in zip(wanted, found, strict=True)]

@@ -6,14 +6,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from .test_recovery import applied
 
 STEPS = 25
-
-
-def _applied(path, num_workers: int, steps: int = STEPS) -> torch.Tensor:
-    """[num_workers, steps]: how often each contribution was applied."""
-    return -load_file(path)["seen"].view(-1, steps)[:num_workers]
 
 
 def _start(cluster, mode: str, num_workers: int, *flags: str):
@@ -34,7 +30,7 @@ def test_a_replacement_goes_on_at_the_dead_workers_step(cluster):
     server.until(lambda: len(server.events("admitted")) == 3, "replacement")
     (cluster.folder / "go").touch()
     assert [survivor.wait(), replacement.wait(), server.wait()] == [0, 0, 0]
-    assert torch.equal(_applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
     summary = json.loads((cluster.folder / "s.json").read_text())
     assert [worker["restarts"] for worker in summary["workers"]] == [0, 1]
 
@@ -44,7 +40,7 @@ def test_pull_every_contributes_every_step_and_fetches_weights_every_nth(cluster
     server = _start(cluster, "async", 1, "--set", "policy.pull_every=5")
     worker = cluster.script(0, "onehot.py", str(STEPS))
     assert [worker.wait(), server.wait()] == [0, 0]
-    assert torch.equal(_applied(cluster.folder / "w.safetensors", 1), torch.ones(1, STEPS))
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 1), torch.ones(1, STEPS))
     row = json.loads((cluster.folder / "s.json").read_text())["workers"][0]
     assert row["staleness_max"] == 4  # alone, so all staleness is its own four steps without weights
     assert row["bytes_received"] < row["bytes_sent"] / 3

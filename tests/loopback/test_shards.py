@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from paramserver.tests.cluster import at_gates
 
+from .test_recovery import applied
+
 STEPS = 25
 SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
 TCP = ("--set", "server.shared_memory=false")
@@ -21,11 +23,6 @@ def _start(cluster, mode: str, num_workers: int, shards: int, *flags: str):
         "--mode", mode, "--workers", str(num_workers), "--steps", str(STEPS), "--save", "w.safetensors",
         "--summary", "s.json", "--shards", str(shards), "--set", "policy.weighting=equal", *flags,
     )  # fmt: skip
-
-
-def _applied(cluster, num_workers: int) -> torch.Tensor:
-    """[num_workers, STEPS]: how often each contribution was applied."""
-    return -load_file(cluster.folder / "w.safetensors")["seen"].view(-1, STEPS)[:num_workers]
 
 
 def _ends(*processes) -> list[int]:
@@ -46,7 +43,7 @@ def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, transp
     workers = [cluster.script(rank, "onehot.py", str(STEPS), PADDING="100000") for rank in range(2)]
     assert _ends(*workers, server, *shards) == [0] * 5
     share = 1.0 if mode != "sync" else 0.5
-    assert torch.allclose(_applied(cluster, 2), torch.full((2, STEPS), share))
+    assert torch.allclose(applied(cluster.folder / "w.safetensors", 2), torch.full((2, STEPS), share))
     padding = load_file(cluster.folder / "w.safetensors")["padding"]
     assert torch.equal(padding, torch.full((100_000,), -STEPS * (2.0 if mode != "sync" else 1.0)))
     summary = json.loads((cluster.folder / "s.json").read_text())
@@ -110,7 +107,7 @@ def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, kill
         server = _start(cluster, "async", 2, 2, *SNAPSHOTS, "--listen", cluster.address)
     _open_gates(cluster, 2)
     assert _ends(*workers, server, shard) == [0] * 4
-    assert torch.equal(_applied(cluster, 2), torch.ones(2, STEPS))
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
     assert torch.equal(load_file(cluster.folder / "w.safetensors")["padding"], torch.full((3000,), -2.0 * STEPS))
     resumed = [server.events("resumed")[-1]["version"], shard.events("resumed")[-1]["version"]]
     assert resumed[0] == resumed[1] > 0

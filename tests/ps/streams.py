@@ -7,6 +7,8 @@ whoever still waits waits for ever.
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -239,15 +241,16 @@ def served(
     store: dict[str, Any] | None = None,
     policy: dict[str, Any] | None = None,
     **run: Any,
-) -> Callable[[Callable[[Server], Coroutine[Any, Any, None]]], Callable[[], None]]:
-    """Run the test on a server of its own, whose calls end with it."""
+) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Run the test on a server of its own, its first argument, whose calls end with it."""
 
-    def decorate(test: Callable[[Server], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-        def play() -> None:
+    def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def play(**arguments: Any) -> None:
             async def main() -> None:
                 server = Server(layout, max_staged, {"store": store or {}, "policy": policy or {}}, **run)
                 try:
-                    await test(server)
+                    await test(server, **arguments)
                 finally:
                     for call in server.calls:
                         call.cancel()
@@ -258,7 +261,8 @@ def served(
 
             asyncio.run(main())
 
-        play.__name__, play.__doc__ = test.__name__, test.__doc__
+        _, *others = inspect.signature(test).parameters.values()
+        play.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]  # what pytest gives
         return play
 
     return decorate

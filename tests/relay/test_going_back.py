@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,20 +24,16 @@ def a_link() -> Any:
     )  # fmt: skip
 
 
-def test_no_worker_enters_the_run_that_a_region_leaves() -> None:
+async def test_no_worker_enters_the_run_that_a_region_leaves() -> None:
     """It would train there while the old server waits for its streams, and contribute over the new server's link."""
-
-    async def joins() -> None:
-        where = {"listen": "127.0.0.1:0", "drain_s": 0.1}
-        config = Config(run={"mode": "sync"}, upstream={"server": "127.0.0.1:9"}, server=where)
-        server = RelayServer(config, cast(Link, a_link()))
-        await server.start()
-        assert server.engine.join(Joined(1, 0, process="a")).rank == 0
-        server.go_back()
-        with pytest.raises(UnreachableError) as refused:  # with this reason it joins again
-            server.engine.join(Joined(2, 1, process="b"))
-        assert refused.value.reason is Reason.DRAINING
-        await server.serve()
-        assert server.goes_back
-
-    asyncio.run(joins())
+    where = {"listen": "127.0.0.1:0", "drain_s": 0.1}
+    config = Config(run={"mode": "sync"}, upstream={"server": "127.0.0.1:9"}, server=where)
+    server = RelayServer(config, cast(Link, a_link()))
+    await server.start()
+    assert server.engine.join(Joined(1, 0, process="a")).rank == 0
+    server.go_back()
+    with pytest.raises(UnreachableError) as refused:  # with this reason it joins again
+        server.engine.join(Joined(2, 1, process="b"))
+    assert refused.value.reason is Reason.DRAINING
+    await server.serve()
+    assert server.goes_back

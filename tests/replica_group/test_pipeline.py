@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from paramserver.tests.forks import STAGES, Run
 from paramserver.tests.replica_group.stages import LARGE_BYTES, LARGE_WIDTH, NUM_LAYERS, make_large
+from paramserver.tests.replica_group.test_groups import ended
 
 STEPS, BATCH, MICROBATCHES = 50, 16, 8
 LOCAL = {"localsgd": ("--local-steps", "5"), "diloco": ("--local-steps", "5")}
@@ -41,12 +42,6 @@ def start(run: Run, rank: int, size: int, *words: str, life: int = 0, **env: str
     env |= {"RANK": str(rank), "WORLD_SIZE": "2"} if size == 1 and rank else {}
     more = {"PS_WORKER__MICROBATCHES": str(MICROBATCHES), "PS_WORKER__GROUP": str(size > 1).lower()} | env
     run.group(rank, size, str(run.folder), f"w{rank}", *words, of=STAGES, life=life, **more)
-
-
-def ended(run: Run) -> None:
-    codes = {process.name: process.wait() for process in reversed(run.processes)}
-    outputs = "".join(f"== {process.name}: {codes[process.name]}\n{process.output}" for process in run.processes)
-    assert not any(codes.values()), outputs
 
 
 def train(run: Run, mode: str, size: int, *words: str, num_workers: int = 1, **env: str) -> dict[str, torch.Tensor]:

@@ -172,7 +172,7 @@ def test_what_arrives_is_what_step_was_called_with(
     assert bool(sender.gradients._hooks) == (loop.__name__ in STAYS_ON)
 
 
-@pytest.mark.parametrize("codec", [name for name in CODECS.names() if CODECS.load(name).goes_in_parts])
+@pytest.mark.parametrize("codec", CODECS.names())
 @pytest.mark.parametrize("loop", [plain, clipped, scaled_late], ids=lambda loop: loop.__name__)
 def test_what_is_encoded_as_it_comes_is_what_is_encoded_whole(
     loop: Callable[[Net, int], None], codec: str, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.common.codecs.base import FreeBuffers
+from paramserver.common.codecs.base import FreeBuffers, decode_payload
 from paramserver.common.codecs.bf16 import Bf16Codec
 from paramserver.common.codecs.fp16 import Fp16Codec
 from paramserver.common.errors import ParamServerError
@@ -17,7 +17,7 @@ from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payload
 from paramserver.common.wire.records import WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.tensors.codec_memory import CodecMemory
+from paramserver.ps.tensors.replies.encoded import encoded_weights
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 from paramserver.worker.transports.down import Down
@@ -43,7 +43,7 @@ def test_exchanges_use_the_same_memory(kind: Callable[[], Any], monkeypatch: pyt
             f"paramserver.{where}.new_payload", lambda num: made.append(num) or new_payload(num)  # type: ignore[func-returns-value]
         )  # fmt: skip
     up, down = Up(codec, tensors, transfer, lambda frames: None), Down(kind(), tensors, transfer)
-    server, num_made = CodecMemory(tensors.layout), 0
+    free_buffers, num_made = FreeBuffers(), 0
     for number in range(3):
         for parameter in net.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -51,9 +51,9 @@ def test_exchanges_use_the_same_memory(kind: Callable[[], Any], monkeypatch: pyt
         sent = up.encoding.whole(transfer.gather(ContributionKind.GRADIENT)[0])
         assert up.encoding.payload == sent, "what was not replied is sent as it was"
         payload = new_payload(tensors.layout.exchange_bytes)
-        server.take(codec, torch.frombuffer(bytearray(sent), dtype=torch.uint8), payload)
+        decode_payload(codec, tensors.layout, torch.frombuffer(bytearray(sent), dtype=torch.uint8), payload)
         up.replied(pb.Reply.APPLIED)
-        encoded = server.encode(codec, payload)
+        encoded = encoded_weights(codec, tensors.layout, free_buffers, payload)
         data = memoryview(encoded.numpy())
 
         def receive(write: Callable[[int, memoryview], None], data: memoryview = data) -> None:
@@ -61,7 +61,7 @@ def test_exchanges_use_the_same_memory(kind: Callable[[], Any], monkeypatch: pyt
             write(100, data[100:])
 
         down.take(WeightsInfo(len(data), codec.name), receive)
-        server.free_buffers.give_back(encoded)
+        free_buffers.give_back(encoded)
         for parameter in net.parameters():
             assert parameter.grad is not None
             assert torch.equal(parameter, parameter.grad.to(codec.fallback_dtype).to(parameter.dtype)), number
@@ -93,7 +93,6 @@ def test_weights_that_fp16_cannot_hold_are_refused() -> None:
     _, tensors = model()
     payload = new_payload(tensors.layout.total_bytes)
     tensors.layout.runs_of(tensors.layout.entries[0].spec.kind)[0].view(payload)[7] = -70_000.0
-    memory = CodecMemory(tensors.layout)
     with pytest.raises(ParamServerError, match=r"weights up to 70000, which worker.reply_codec fp16 .* 65,504"):
-        memory.encode(Fp16Codec(), payload)
-    memory.encode(Bf16Codec(), payload)
+        encoded_weights(Fp16Codec(), tensors.layout, FreeBuffers(), payload)
+    encoded_weights(Bf16Codec(), tensors.layout, FreeBuffers(), payload)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.codecs.base import take_payload
+from paramserver.common.codecs.base import decode_payload
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.worker.tensors.transfer import Stretch
@@ -45,7 +45,7 @@ class Server:
     def decoded(self, sent: memoryview) -> torch.Tensor:
         payload = new_payload(self.layout.exchange_bytes)
         encoded = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        take_payload(self.codec, self.codec.decoder(self.layout), self.layout, encoded, payload)
+        decode_payload(self.codec, self.layout, encoded, payload)
         return of_type(self.layout, payload).double()
 
     @property

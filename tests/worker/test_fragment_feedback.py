@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.codecs.base import payload_bytes, take_payload
+from paramserver.common.codecs.base import decode_payload, payload_bytes
 from paramserver.common.codecs.shared.by_tensor import ByTensor, only_rest
 from paramserver.common.errors import ParamServerError
 from paramserver.common.registry import CODECS
@@ -59,7 +59,7 @@ class Side:
     def decode(self, sent: bytes) -> dict[str, torch.Tensor]:
         codec, payload = self.encoding.codec, new_payload(self.layout.exchange_bytes).fill_(7)
         encoded = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        take_payload(codec, codec.decoder(self.layout), self.layout, encoded, payload)
+        decode_payload(codec, self.layout, encoded, payload)
         return of_names(self.layout, payload)
 
     @property

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paramserver.common.codecs.base import take_payload
+from paramserver.common.codecs.base import decode_payload
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.tensors.onebit import OneBitAdam
@@ -29,7 +29,7 @@ class Way:
             new_payload(self.layout.total_bytes),
         )
         sent = torch.frombuffer(bytearray(self.encoding.whole(Stretch(0, [as_bytes(payload)]))), dtype=torch.uint8)
-        take_payload(self.codec, self.codec.decoder(self.layout), self.layout, sent, found)
+        decode_payload(self.codec, self.layout, sent, found)
         return sent.view(torch.float32).numpy(), found.view(torch.float32).numpy()
 
 

@@ -103,7 +103,7 @@ def message(**kind: Any) -> list[bytes]:
 
 
 def join_message(progress: Progress, host: str, pid: int, device: str, seated: Welcome | None = None) -> pb.Join:
-    """A Join without `replies_taken`. `seated`: the coordinator's welcome, in a Join for another shard."""
+    """A Join. `seated`: the coordinator's welcome, in a Join for another shard."""
     join = pb.Join(
         run=progress.run,
         rank=-1 if progress.rank is None else progress.rank,

@@ -83,7 +83,6 @@ class Shard:
     def join(self, join: Any, timeout_s: float) -> Welcome:
         """Connect and join. Returns the server's Welcome. Raises Lost."""
         self.stream.open(timeout_s)
-        join.replies_taken = self.down.num_taken if self.down is not None else 0
         self.stream.say(join=join)
         welcome = self._expect("welcome").of(Welcome)
         why_not = self.stream.go_direct(welcome) if self.transports.wants_direct else "not wanted"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...common.codecs.base import Codec, take_payload
+from ...common.codecs.base import Codec, decode_payload
 from ...common.kinds import ContributionKind
 from ...common.tensors.layout import new_payload
 from ..tensors.staged import make_transfer
@@ -52,8 +52,7 @@ class EncodedMean:
         announced = group.announce(gradients, num_samples, metadata)
         payloads = group.gather_payloads(torch.frombuffer(self.encoding.payload, dtype=torch.uint8))
         for member, payload in enumerate(payloads):
-            codec, layout = self.encoding.codec, self._model.layout
-            take_payload(codec, codec.decoder(layout), layout, payload, self._decoded)
+            decode_payload(self.encoding.codec, self._model.layout, payload, self._decoded)
             self._add(member, announced.samples[member] / sum(announced.samples))
         found = self._model.views(self._sum)
         return [item if index in announced.present else None for index, item in enumerate(found)]

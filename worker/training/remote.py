@@ -15,7 +15,6 @@ from torch import nn
 from ...common.combinations import WITHIN_WORKER, Choices, check
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError
-from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import TableSpec, check_is_plain, describe_optimizers
 from ...common.tensors.statistics import batch_norms
@@ -106,8 +105,7 @@ class RemoteSession(Session):
         check(choices_of(config, exchange.settings))
         exchange.trace(config.output.traces)
         exchange.measures(self.readings.taken)
-        may_send_early = may_overlap and CODECS.load(config.worker.codec).goes_in_parts
-        return exchange, make_strategy(exchange, may_send_early)
+        return exchange, make_strategy(exchange, may_overlap)
 
     @property
     def rank(self) -> int:

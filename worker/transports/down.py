@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ...common.codecs.base import Codec, Coder, FreeBuffers, payload_bytes, take_payload
+from ...common.codecs.base import Codec, FreeBuffers, decode_payload, payload_bytes
 from ...common.codecs.shared.by_tensor import ByTensor, only_rest
 from ...common.codecs.shared.reference import check_sum, follow, moves_reference
 from ...common.errors import Reason, refusal
@@ -20,17 +20,12 @@ Receive = Callable[[Write], None]
 
 
 class Down:
-    """Receives one shard's part of the weights.
-
-    `num_taken` counts the replies since a START that were decoded with `codec`, whose memory is here.
-    """
+    """Receives one shard's part of the weights."""
 
     def __init__(self, codec: Codec, model: ModelTensors, transfer: DirectTransfer) -> None:
         self.codec = codec
         self._layout = model.layout
         self.transfer = transfer
-        self._decoder: Coder = codec.decoder(model.layout)
-        self.num_taken = 0
         self._reference: Reference | None = None  # set if replies are differences to a reference
         if isinstance(codec, ByTensor) and moves_reference(codec):
             self._reference = Reference(codec, model.layout, model.names_at)
@@ -38,7 +33,6 @@ class Down:
 
     def started(self) -> None:
         """A START arrived: the server has lost its memory of earlier replies."""
-        self._decoder, self.num_taken = self.codec.decoder(self._layout), 0
         if self._reference is not None:
             self._reference.number = 0
 
@@ -71,12 +65,10 @@ class Down:
                 raise _other_bytes(num_bytes, expected)
             encoded, payload = self._encoded.lend(num_bytes), self._payloads.lend(self._layout.exchange_bytes)
             receive(_writer(encoded))
-            take_payload(self.codec, self._decoder, self._layout, encoded, payload)
+            decode_payload(self.codec, self._layout, encoded, payload)
             self.transfer.write(0, as_bytes(payload))
-            self._decoder.commit()
             self._encoded.give_back(encoded)
             self._payloads.give_back(payload)
-            self.num_taken += 1
             num_bytes = self._layout.exchange_bytes
         if num_bytes:
             self.transfer.finish_write(num_bytes, kept)

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...common.codecs.base import Codec, Coder, payload_bytes
+from ...common.codecs.base import Codec, payload_bytes
 from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, PieceEncoder, only_rest, pieces_of
 from ...common.tensors.layout import DTYPES, Kind, Layout, as_bytes, new_payload
 from ...common.tensors.optimizers import Hyperparameters
@@ -38,7 +38,7 @@ class Encoding:
             codec = self._preparation.codec(0)
         self.codec = self._whole = codec
         self._layout, self._num_exchanged = layout, num_exchanged
-        self._coder: Coder = codec.encoder(layout)
+        self._encoder = codec.encoder(layout)
         self._out: torch.Tensor | None = None  # uint8 [payload_bytes], as it is sent
         # uint8 [exchange_bytes]: the gathered values; after encoding c - y
         self._payload: torch.Tensor | None = None
@@ -82,7 +82,7 @@ class Encoding:
             if self._residual is not None:
                 for values, residual in self._views(payload, self._residual):
                     values.add_(residual)
-            self._coder.begin(payload, out[:num_bytes])
+            self._encoder.begin(payload, out[:num_bytes])
             out[num_bytes:].copy_(payload[self._layout.parameter_bytes :])
         return self.completed()
 
@@ -99,7 +99,7 @@ class Encoding:
         of_tensors, gather = pieces_of(self.codec, self._layout), _Gather(stretch, payload)
         if not self._has_feedback and len(tensors) == self._num_exchanged and not self.codec.without:
             gather.until_end()
-            self._coder.begin(payload, out[: self.codec.encoded_bytes(self._layout)])
+            self._encoder.begin(payload, out[: self.codec.encoded_bytes(self._layout)])
         else:
             for pieces in of_tensors[tensors.start : tensors.stop]:
                 for piece in pieces:
@@ -114,13 +114,13 @@ class Encoding:
         return start, as_bytes(out)[start:end]
 
     def _write(self, piece: Piece, payload: torch.Tensor, out: torch.Tensor) -> None:
-        codec, coder, values = self.codec, self._coder, piece.of_payload(payload)
-        assert isinstance(codec, ByTensor) and isinstance(coder, PieceEncoder)
+        codec, encoder, values = self.codec, self._encoder, piece.of_payload(payload)
+        assert isinstance(codec, ByTensor) and isinstance(encoder, PieceEncoder)
         if not self._has_feedback:
-            coder.write(piece, values, out)
+            encoder.write(piece, values, out)
             return
         if self._idle and piece.name in self._idle:
-            coder.write(piece, values, out)  # zeros
+            encoder.write(piece, values, out)  # zeros
             if self._residual is not None:
                 self._square += _square(values.copy_(piece.of_payload(self._residual)))
             if self._preparation is not None:
@@ -130,7 +130,7 @@ class Encoding:
             self._preparation.apply(piece, values)
         if self._residual is not None:
             values.add_(piece.of_payload(self._residual), alpha=codec.decay)
-        coder.write(piece, values, out)
+        encoder.write(piece, values, out)
         decoded = ROOM.of("of what is sent", values.shape, values.dtype)
         codec.read(piece, out, decoded)
         self._square += _square(values.sub_(decoded))
@@ -177,7 +177,7 @@ class Encoding:
         if self.codec.is_identity and self._residual is None:
             self._forget_attempt()
             return
-        self._coder.commit()
+        self._encoder.commit()
         if self._is_whole and self._has_feedback:
             if isinstance(self.codec, ByTensor):
                 self._retain()
@@ -193,14 +193,14 @@ class Encoding:
 
     def rollback(self, work: Stretch | None = None) -> None:
         """The contribution does not count. `work`: a dropped delta, gathered again; the residual takes it."""
-        self._coder.rollback()
+        self._encoder.rollback()
         if work is not None:
             self._retain_all(work)
         self._forget_attempt()
 
     def start(self) -> float:
         """The server has forgotten earlier contributions. Returns the norm of the lost residual."""
-        self._coder = self.codec.encoder(self._layout)
+        self._encoder = self.codec.encoder(self._layout)
         self._forget_attempt()
         norm = self._reset()
         if norm > 0:
@@ -215,7 +215,7 @@ class Encoding:
     def use(self, codec: Codec) -> None:
         """Use another codec from the next contribution on. It also sends the residual; raw leaves no residual."""
         self.codec = self._whole = codec
-        self._coder = codec.encoder(self._layout)
+        self._encoder = codec.encoder(self._layout)
 
     def of_optimizer(self, groups: Sequence[Hyperparameters]) -> None:
         """Set the hyperparameters that the server's optimizer began with."""

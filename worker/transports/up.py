@@ -51,7 +51,7 @@ class Up:
         self.encoding.recall()
 
     def replied(self, outcome: Outcome) -> None:
-        """Handle the contribution's outcome. The server's decoder follows the same outcome."""
+        """Handle the contribution's outcome."""
         if outcome in COUNTED:
             self.encoding.commit()
         elif outcome == Outcome.START:

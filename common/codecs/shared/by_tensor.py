@@ -20,7 +20,7 @@ import torch
 
 from ...tensors.layout import DTYPES, Kind, Layout, TensorSpec
 from ...tensors.optimizers import Hyperparameters
-from ..base import Codec, SelfContained
+from ..base import Codec, Encoder
 
 _ALIGNMENT_BYTES = 8  # allows views of any dtype
 _HALF_BYTES = 2
@@ -44,10 +44,10 @@ class Piece(NamedTuple):
         return payload[self.offset : self.offset_end].view(self.dtype)
 
 
-class ByTensor(SelfContained):
+class ByTensor(Codec):
     """A codec that works on pieces. Subclasses define the encoding of a piece."""
 
-    goes_in_parts = has_feedback = True
+    has_feedback = True
     takes_weights = False
     largest = torch.finfo(torch.float32).max
     fallback_dtype = torch.bfloat16  # for tensors that are not encoded
@@ -149,23 +149,13 @@ class Preparation(Protocol):
         """Return the hyperparameters to send with the newest contribution."""
 
 
-class PieceEncoder:
-    """A `Coder` without memory that can also encode single pieces. A subclass with memory overrides all methods."""
+class PieceEncoder(Encoder):
+    """An encoder that can also encode single pieces."""
 
-    def __init__(self, codec: ByTensor, layout: Layout) -> None:
-        self._codec, self._layout = codec, layout
-
-    def begin(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._codec.encode(self._layout, source, target)
+    _codec: ByTensor
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
         self._codec.write(piece, values, out)
-
-    def commit(self) -> None:
-        """Do nothing, as there is no memory."""
-
-    def rollback(self) -> None:
-        """Do nothing, as there is no memory."""
 
 
 @lru_cache(256)

@@ -66,8 +66,9 @@ class _Source:
     def __init__(self, tree: ast.Module) -> None:
         self.bound = _bound_in(tree)
         self.classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+        outside = [node for node in tree.body if not isinstance(node, ast.ClassDef)]
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        self.is_dynamic = not _DYNAMIC.isdisjoint(used) or not _ANY_NAME.isdisjoint(_bound_in(*_outside_classes(tree)))
+        self.is_dynamic = not _DYNAMIC.isdisjoint(used) or not _ANY_NAME.isdisjoint(_bound_in(*outside))
         self._defined: dict[str, ast.AST | None] = {}
         for node in tree.body:
             match node:
@@ -95,10 +96,6 @@ class _Source:
                 return None
             found |= inherited
         return found if found.isdisjoint(_ANY_NAME) else None
-
-
-def _outside_classes(tree: ast.Module) -> list[ast.AST]:
-    return [node for node in tree.body if not isinstance(node, ast.ClassDef)]
 
 
 def _bound_in(*nodes: ast.AST) -> Counter[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from ...registry import TRACKERS
-from ..option import EVERY, LAUNCHER, SERVER, Flag, Panel, Section
+from ..option import EVERY, LAUNCHER, SERVER, Flag, Panel, Section, checked_by
 from .run import Until
 
 
@@ -34,21 +34,14 @@ def _names_in(text: str | None) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
 
 
-def _trackers(text: str) -> str:
-    for name in _names_in(text):
-        TRACKERS.check(name)
-    return text
-
-
 def _matching(pattern: str, otherwise: str) -> AfterValidator:
     """Return a validator that text matches `pattern`. `otherwise` is the error message."""
 
-    def check(text: str) -> str:
+    def read(text: str) -> None:
         if not re.search(pattern, text):
             raise ValueError(otherwise)
-        return text
 
-    return AfterValidator(check)
+    return checked_by(read)
 
 
 Weights = Annotated[
@@ -62,6 +55,7 @@ RunName = Annotated[
     Field(max_length=100),
     _matching(r"^(?!last$)[^\x00-\x1f\x7f]+$", "can be printed, and `last` is the newest run"),
 ]
+Trackers = Annotated[str, checked_by(lambda text: [TRACKERS.check(name) for name in _names_in(text)])]
 Url = Annotated[str, _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")]
 
 
@@ -93,7 +87,7 @@ class OutputConfig(Section):
         None, description="goal for compared runs, such as 'accuracy >= 0.95'; the report has its time in each run"
     )
 
-    track: Annotated[Annotated[str, AfterValidator(_trackers)] | None, Flag(Panel.OUTPUT, metavar="NAME,...")] = Field(
+    track: Annotated[Trackers | None, Flag(Panel.OUTPUT, metavar="NAME,...")] = Field(
         None, description="experiment trackers: tensorboard, wandb, mlflow, trackio; see docs/tracking.md"
     )
     project: str = Field("paramserver", min_length=1, description="the project's name in experiment trackers")

@@ -1,7 +1,6 @@
 """Sections of the task and the run: length, workers, seeds and evaluations."""
 
 # No `from __future__ import annotations`: see __init__.py.
-from collections.abc import Callable
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -9,25 +8,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 from ...registry import TASKS, canonical_mode
 from ...user_code import is_in_file
 from ..conditions import condition, every
-from ..option import EVERY, LAUNCHER, SERVE, WORKER, Flag, Panel, Section
-
-
-def _readable(read: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a validator for text that `read` can parse."""
-
-    def check(text: str) -> str:
-        read(text)
-        return text
-
-    return check
-
+from ..option import EVERY, LAUNCHER, SERVE, WORKER, Flag, Panel, Section, checked_by
 
 TASK_STEPS = 500  # default number of training steps of a task
 
 
 Mode = Annotated[str, AfterValidator(canonical_mode)]
-Interval = Annotated[str, BeforeValidator(lambda value: str(value)), AfterValidator(_readable(every))]
-Until = Annotated[str, AfterValidator(_readable(condition))]
+Interval = Annotated[str, BeforeValidator(lambda value: str(value)), checked_by(every)]
+Until = Annotated[str, checked_by(condition)]
 
 
 class TaskConfig(Section):

@@ -7,13 +7,12 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from ..addresses import listening
 from ..conditions import every
-from ..option import SERVE, Flag, Panel, Section
+from ..option import SERVE, Flag, Panel, Section, checked_by
 
 
-def _interval(text: str) -> str:
+def _read_interval(text: str) -> None:
     if every(text).unit == "epochs":
         raise ValueError(f"'{text}' is in epochs: versions are counted, 100, or seconds, 10s")
-    return text
 
 
 class ServeConfig(Section):
@@ -23,7 +22,7 @@ class ServeConfig(Section):
     every: Annotated[
         str,
         BeforeValidator(lambda value: str(value)),
-        AfterValidator(_interval),
+        checked_by(_read_interval),
         Flag(Panel.RUN, (SERVE,), metavar="N|10s"),
     ] = Field("10s", description="how often a newer version is fetched: after N versions, or so many seconds")
     slots: Annotated[int, Flag(Panel.RUN, (SERVE,), metavar="N")] = Field(

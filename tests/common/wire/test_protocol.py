@@ -33,12 +33,7 @@ from paramserver.common.wire.protocol import (
 from paramserver.common.wire.structs import from_struct, hyperparameters_from_proto, struct
 from paramserver.proto import parameter_server_pb2 as pb
 
-
-def refused(call: Any) -> str:
-    with pytest.raises(ParamServerError) as caught:
-        call()
-    assert caught.value.reason is Reason.BAD_REQUEST
-    return caught.value.message
+from .messages import refused_as_bad_request as refused
 
 
 def tensor(name: str = "w", kind: int = 1, dtype: str = "float32", shape: tuple[int, ...] = (2,), **rest: Any) -> Any:

@@ -154,21 +154,18 @@ def taken(outcome: str, stale: int = 0, exchange_s: float = -1.0) -> Contributio
     return ContributionTaken(contribution_of(1, 5 - stale, 32), 5, outcome, exchange_s)
 
 
-def test_outcomes_staleness_and_times_are_counted() -> None:
-    async def payload() -> None:
-        async with metrics_of() as (bus, sink):
-            for outcome in OUTCOMES:
-                bus.publish(0.0, taken(outcome, stale=3))
-            bus.publish(0.0, taken("accepted", stale=-1, exchange_s=0.75))  # ahead, after a rollback
-            now = await read(sink)
-            for outcome in OUTCOMES:
-                assert now[f'paramserver_contributions_total{{outcome="{outcome}"}}'] == 1 + (outcome == "accepted")
-            assert now["paramserver_staleness_versions_count"] == 2
-            assert now["paramserver_staleness_versions_sum"] == 3
-            assert now["paramserver_exchange_seconds_count"] == 1
-            assert now["paramserver_exchange_seconds_sum"] == 0.75
-
-    asyncio.run(payload())
+async def test_outcomes_staleness_and_times_are_counted() -> None:
+    async with metrics_of() as (bus, sink):
+        for outcome in OUTCOMES:
+            bus.publish(0.0, taken(outcome, stale=3))
+        bus.publish(0.0, taken("accepted", stale=-1, exchange_s=0.75))  # ahead, after a rollback
+        now = await read(sink)
+        for outcome in OUTCOMES:
+            assert now[f'paramserver_contributions_total{{outcome="{outcome}"}}'] == 1 + (outcome == "accepted")
+        assert now["paramserver_staleness_versions_count"] == 2
+        assert now["paramserver_staleness_versions_sum"] == 3
+        assert now["paramserver_exchange_seconds_count"] == 1
+        assert now["paramserver_exchange_seconds_sum"] == 0.75
 
 
 def test_an_exchange_is_timed_within_one_incarnation_only() -> None:
@@ -182,32 +179,26 @@ def test_an_exchange_is_timed_within_one_incarnation_only() -> None:
     assert stats.exchange_s(2) == 2.0
 
 
-def test_what_a_snapshot_brought_is_not_counted_again() -> None:
-    async def payload() -> None:
-        stats, rows = WorkerStats(3, wait_s=7.0), {3: Row(500, 500, 16_000, 500)}
-        async with metrics_of(stats, rows=rows) as (_, sink):
-            rows[3] = rows[3].plus(Counts(32))
-            stats.wait_s += 0.5
-            now = await read(sink)
-            assert now['paramserver_worker_contributions_total{rank="3"}'] == 1
-            assert now['paramserver_worker_samples_total{rank="3"}'] == 32
-            assert now['paramserver_worker_bytes_sent_total{rank="3"}'] == 0
-            assert now['paramserver_worker_wait_seconds_total{rank="3"}'] == 0.5
-
-    asyncio.run(payload())
+async def test_what_a_snapshot_brought_is_not_counted_again() -> None:
+    stats, rows = WorkerStats(3, wait_s=7.0), {3: Row(500, 500, 16_000, 500)}
+    async with metrics_of(stats, rows=rows) as (_, sink):
+        rows[3] = rows[3].plus(Counts(32))
+        stats.wait_s += 0.5
+        now = await read(sink)
+        assert now['paramserver_worker_contributions_total{rank="3"}'] == 1
+        assert now['paramserver_worker_samples_total{rank="3"}'] == 32
+        assert now['paramserver_worker_bytes_sent_total{rank="3"}'] == 0
+        assert now['paramserver_worker_wait_seconds_total{rank="3"}'] == 0.5
 
 
-def test_a_worker_whose_samples_nobody_said_has_no_series_of_them() -> None:
-    async def payload() -> None:
-        rows = {0: Row(), 1: Row()}
-        async with metrics_of(WorkerStats(0), WorkerStats(1), rows=rows) as (_, sink):
-            rows |= {0: rows[0].plus(Counts(0)), 1: rows[1].plus(Counts(32))}
-            now = await read(sink)
-            assert now['paramserver_worker_contributions_total{rank="0"}'] == 1
-            assert 'paramserver_worker_samples_total{rank="0"}' not in now
-            assert now['paramserver_worker_samples_total{rank="1"}'] == 32
-
-    asyncio.run(payload())
+async def test_a_worker_whose_samples_nobody_said_has_no_series_of_them() -> None:
+    rows = {0: Row(), 1: Row()}
+    async with metrics_of(WorkerStats(0), WorkerStats(1), rows=rows) as (_, sink):
+        rows |= {0: rows[0].plus(Counts(0)), 1: rows[1].plus(Counts(32))}
+        now = await read(sink)
+        assert now['paramserver_worker_contributions_total{rank="0"}'] == 1
+        assert 'paramserver_worker_samples_total{rank="0"}' not in now
+        assert now['paramserver_worker_samples_total{rank="1"}'] == 32
 
 
 def test_a_scrape_of_ten_times_the_workers_is_ten_times_the_work() -> None:

@@ -16,8 +16,8 @@ from paramserver.common.errors import ParamServerError
 from paramserver.common.reporting.status import Status
 from paramserver.common.reporting.view import Event, Tick
 from paramserver.common.runstore.reading import RunStore, StoredRun
-from paramserver.common.runstore.record import _beginning
-from paramserver.common.runstore.schema import VERSION, StoreError
+from paramserver.common.runstore.record import Record
+from paramserver.common.runstore.schema import FILE, VERSION, StoreError
 from paramserver.common.runstore.writing import RunWriter
 from paramserver.tests.cluster import Cluster, Process
 
@@ -257,8 +257,8 @@ def _write_thrice(writer: RunWriter) -> None:
 
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_a_file_that_is_spoilt_under_a_writer_is_said(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
-    path = tmp_path / "runs.db"
-    writer = RunWriter(path, _beginning(Config(), "run", "sync", 0))
+    path, config = tmp_path / FILE, Config.model_validate({"output": {"track_dir": str(tmp_path)}})
+    writer = Record(config, run="run", mode="sync").writer
     for number in range(200):
         writer.add(tick(float(number), {"some": "text" * 50}))
         assert writer.flush()
@@ -273,15 +273,15 @@ def test_a_file_that_is_spoilt_under_a_writer_is_said(tmp_path: Path, spoil: Cal
 
 
 def test_a_file_that_another_run_writes_into_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "runs.db"
-    writers = [RunWriter(path, _beginning(Config(), name, "sync", 0)) for name in ("one", "two")]
+    config = Config.model_validate({"output": {"track_dir": str(tmp_path)}})
+    writers = [Record(config, run=name, mode="sync").writer for name in ("one", "two")]
     for number in range(1500):  # each writes its log back now and then
         for writer in writers:
             writer.add(tick(float(number), {"some": "text" * 50}))
             assert writer.flush()
     for writer in writers:
         writer.close()
-    with RunStore(path) as store:
+    with RunStore(tmp_path / FILE) as store:
         assert [len(store.events(run)) for run in store.runs()] == [1500, 1500]
 
 

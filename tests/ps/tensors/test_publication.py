@@ -325,26 +325,23 @@ def test_nobody_reads_two_versions_and_memory_is_bounded(
     asyncio.run(play())
 
 
-def test_frames_are_made_as_the_payload_is_and_say_what_is_left_out() -> None:
-    async def main() -> None:
-        segment = private_segment(100)
-        segment.bytes[:] = bytes(range(100))
-        publication = Publication(1, segment, 100, lambda wake: wake())
-        publication.num_users = 1
-        publication.encode(lambda _: None)
-        progress = asyncio.ensure_future(collect(publication))
-        for made in (20, 50, 100):
-            publication.ready = made  # as little as no stride is
-            publication._wake()
-            await turns()
-        assert await progress == [(0, 20), (20, 50), (50, 100)]
-        found = [parse(pb.ServerMessage, raw) async for raw in publication.frames()]
-        at = [offset for item in found for offset in range(item.offset, item.offset + len(item.data))]
-        assert at == [*range(100)] == list(b"".join(bytes(item.data) for item in found))
-        found = [parse(pb.ServerMessage, raw) async for raw in publication.frames([(0, 20)])]
-        assert [(item.offset, item.left_out) for item in found if item.left_out] == [(0, 7), (7, 7), (14, 6)]
-
-    asyncio.run(main())
+async def test_frames_are_made_as_the_payload_is_and_say_what_is_left_out() -> None:
+    segment = private_segment(100)
+    segment.bytes[:] = bytes(range(100))
+    publication = Publication(1, segment, 100, lambda wake: wake())
+    publication.num_users = 1
+    publication.encode(lambda _: None)
+    progress = asyncio.ensure_future(collect(publication))
+    for made in (20, 50, 100):
+        publication.ready = made  # as little as no stride is
+        publication._wake()
+        await turns()
+    assert await progress == [(0, 20), (20, 50), (50, 100)]
+    found = [parse(pb.ServerMessage, raw) async for raw in publication.frames()]
+    at = [offset for item in found for offset in range(item.offset, item.offset + len(item.data))]
+    assert at == [*range(100)] == list(b"".join(bytes(item.data) for item in found))
+    found = [parse(pb.ServerMessage, raw) async for raw in publication.frames([(0, 20)])]
+    assert [(item.offset, item.left_out) for item in found if item.left_out] == [(0, 7), (7, 7), (14, 6)]
 
 
 async def collect(publication: Publication) -> list[tuple[int, int]]:

@@ -155,17 +155,14 @@ def test_the_bound_holds_whatever_happens(limit: int, actions: list[tuple[int, i
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_memory_does_not_grow_with_rounds(limit: int) -> None:
-    async def play() -> None:
-        pool, seen = StagingPool(limit, 8), set()
-        for _ in range(20):
-            mean = await finished(pool.request(lambda: 0))
-            pool.donate(mean)
-            others = [await finished(pool.request(lambda: 0)) for _ in range(limit)]
-            for payload in others:
-                pool.give_back(payload)
-            pool.reclaim([mean])
-            seen |= {id(payload) for payload in (mean, *others)}
-        assert len(seen) <= limit + 1
-
-    asyncio.run(play())
+async def test_memory_does_not_grow_with_rounds(limit: int) -> None:
+    pool, seen = StagingPool(limit, 8), set()
+    for _ in range(20):
+        mean = await finished(pool.request(lambda: 0))
+        pool.donate(mean)
+        others = [await finished(pool.request(lambda: 0)) for _ in range(limit)]
+        for payload in others:
+            pool.give_back(payload)
+        pool.reclaim([mean])
+        seen |= {id(payload) for payload in (mean, *others)}
+    assert len(seen) <= limit + 1

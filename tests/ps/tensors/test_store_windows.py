@@ -12,11 +12,11 @@ import torch
 
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
-from paramserver.ps.tensors.sanity import Findings
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.ps.tensors.windows import windows_of
 
 from .payloads import random_payload
+from .test_store import is_finite
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
@@ -184,12 +184,6 @@ def test_what_progress_says_is_made_stays_as_it_is(monkeypatch: pytest.MonkeyPat
     twin.store.fold(payload_of(2), 1.0, 1, may_keep=True)
     twin.store.commit(Step(2, 0), target, progress)
     assert torch.equal(taken, target[: LAYOUT.exchange_bytes])
-
-
-def is_finite(store: Store, payload: torch.Tensor, windows: slice = slice(None)) -> bool:
-    findings = Findings()
-    store.sanity.look(payload, windows, findings)
-    return findings.is_finite
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -14,34 +14,30 @@ from ..streams import LARGE, Server, Worker, served, turns, weight_of
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["tcp", "segments"])
-def test_a_median_holds_every_workers_gradient_to_the_commit(shares: bool) -> None:
+@served(layout=LARGE, max_staged=1, workers=5, steps=2, policy={"aggregation": "median"})
+async def test_a_median_holds_every_workers_gradient_to_the_commit(server: Server, shares: bool) -> None:
     """More than may be staged at once: what is folded leaves the staging memory, and comes back to it."""
-
-    @served(layout=LARGE, max_staged=1, workers=5, steps=2, policy={"aggregation": "median"})
-    async def play(server: Server) -> None:
-        workers = [Worker(server, rank) for rank in range(5)]
-        for worker in workers:
-            await (worker.share() if shares else worker.join())
-        await server.settle()
-        for step in (1, 2):
-            for worker, value in zip(workers, [1.0, -900.0, 2.0, 3.0, 900.0], strict=True):
-                if shares:
-                    worker.segment.payload.view(torch.float32).fill_(value)
-                    worker.announce(step, in_shared_memory=True, version=step - 1)
-                    worker.send(out_of_band=LARGE.exchange_bytes)
-                else:
-                    worker.contribute(step, value, version=step - 1)
-                await server.settle()
-            assert all(worker.outcomes == ["START"] + ["APPLIED"] * step for worker in workers)
-            assert weight_of(server) == -1.0 * step
-            server.check_no_memory_is_kept()
-            for worker in workers:
-                if shares:
-                    worker.send(taken=pb.Taken())
+    workers = [Worker(server, rank) for rank in range(5)]
+    for worker in workers:
+        await (worker.share() if shares else worker.join())
+    await server.settle()
+    for step in (1, 2):
+        for worker, value in zip(workers, [1.0, -900.0, 2.0, 3.0, 900.0], strict=True):
+            if shares:
+                worker.segment.payload.view(torch.float32).fill_(value)
+                worker.announce(step, in_shared_memory=True, version=step - 1)
+                worker.send(out_of_band=LARGE.exchange_bytes)
+            else:
+                worker.contribute(step, value, version=step - 1)
             await server.settle()
-        assert len(server.engine.model.staging._bytes) <= (0 if shares else 6)
-
-    play()
+        assert all(worker.outcomes == ["START"] + ["APPLIED"] * step for worker in workers)
+        assert weight_of(server) == -1.0 * step
+        server.check_no_memory_is_kept()
+        for worker in workers:
+            if shares:
+                worker.send(taken=pb.Taken())
+        await server.settle()
+    assert len(server.engine.model.staging._bytes) <= (0 if shares else 6)
 
 
 @served(layout=LARGE, max_staged=1, workers=2)

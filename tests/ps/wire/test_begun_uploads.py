@@ -15,23 +15,20 @@ from ..streams import LARGE, Server, Worker, served, turns
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
 @pytest.mark.parametrize("num_before", range(5))
-def test_pieces_before_and_after_the_contribution(order: list[int], num_before: int) -> None:
-    @served(layout=LARGE, max_staged=1, workers=1, mode="async")
-    async def play(server: Server) -> None:
-        (worker,) = await server.workers(1)
-        worker.begin()
-        for index, quarter in enumerate([*order, -1]):
-            if index == num_before:
-                worker.announce()
-            if quarter >= 0:
-                await turns()
-                worker.piece(100_000 * quarter, 100_000, value=float(quarter))
-        await server.settle()
-        assert worker.outcomes == ["START", "APPLIED"]
-        assert worker.weights()[::25_000].tolist() == [0.0, -0.5, -1.0, -1.5]
-        server.check_no_memory_is_kept()
-
-    play()
+@served(layout=LARGE, max_staged=1, workers=1, mode="async")
+async def test_pieces_before_and_after_the_contribution(server: Server, order: list[int], num_before: int) -> None:
+    (worker,) = await server.workers(1)
+    worker.begin()
+    for index, quarter in enumerate([*order, -1]):
+        if index == num_before:
+            worker.announce()
+        if quarter >= 0:
+            await turns()
+            worker.piece(100_000 * quarter, 100_000, value=float(quarter))
+    await server.settle()
+    assert worker.outcomes == ["START", "APPLIED"]
+    assert worker.weights()[::25_000].tolist() == [0.0, -0.5, -1.0, -1.5]
+    server.check_no_memory_is_kept()
 
 
 @served(layout=LARGE, max_staged=1, workers=1, mode="async")
@@ -106,33 +103,29 @@ BEGUN_ENDS = {
 
 @pytest.mark.parametrize("how", BEGUN_ENDS)
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
-def test_every_end_of_a_begun_upload_gives_its_memory_back_once(how: str, is_busy: bool) -> None:
+@served(layout=LARGE, max_staged=1, workers=2)
+async def test_every_end_of_a_begun_upload_gives_its_memory_back_once(server: Server, how: str, is_busy: bool) -> None:
     """Also while the tensor thread still looks through what had come."""
-
-    @served(layout=LARGE, max_staged=1, workers=2)
-    async def play(server: Server) -> None:
-        broken, other = await server.workers(2)
-        go_on = threading.Event()
-        if is_busy:
-            server.engine.tensors.submit(lambda: go_on.wait(10))
-        broken.begin()
-        broken.piece(0, 4000)
-        await turns()
-        assert server.engine.model.staging.num_lent == 1
-        _end_begun(broken, how)
-        await turns()
-        go_on.set()
-        await server.settle()
-        assert await broken.end() == BEGUN_ENDS[how]
-        server.check_no_memory_is_kept()
-        free = server.engine.model.staging._free
-        assert len({id(payload) for payload in free}) == len(free) == 1
-        other.contribute()
-        await server.settle()
-        assert other.outcomes == ["START", "APPLIED"]
-        assert torch.equal(other.weights(), torch.full((100_000,), -0.5))
-
-    play()
+    broken, other = await server.workers(2)
+    go_on = threading.Event()
+    if is_busy:
+        server.engine.tensors.submit(lambda: go_on.wait(10))
+    broken.begin()
+    broken.piece(0, 4000)
+    await turns()
+    assert server.engine.model.staging.num_lent == 1
+    _end_begun(broken, how)
+    await turns()
+    go_on.set()
+    await server.settle()
+    assert await broken.end() == BEGUN_ENDS[how]
+    server.check_no_memory_is_kept()
+    free = server.engine.model.staging._free
+    assert len({id(payload) for payload in free}) == len(free) == 1
+    other.contribute()
+    await server.settle()
+    assert other.outcomes == ["START", "APPLIED"]
+    assert torch.equal(other.weights(), torch.full((100_000,), -0.5))
 
 
 @served(layout=LARGE, max_staged=1, workers=1, steps=1, mode="async")

@@ -55,41 +55,34 @@ def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(l
         (save({"momentum_buffer/w": torch.zeros(8)}), {"num_bytes": 1 << 40}),
     ],
 )
-def test_what_is_none_of_this_model_is_refused(payload, fields):
-    @served(workers=1, layout=SMALL, mode="allreduce")
-    async def refuse(server: Server) -> None:
-        (worker,) = await server.workers(1)
-        tell(worker, payload, 1 << 18, **fields)
-        worker.contribute(1, generation=1)
-        await server.settle()
-        assert await worker.end() == "BAD_REQUEST"
-
-    refuse()
+@served(workers=1, layout=SMALL, mode="allreduce")
+async def test_what_is_none_of_this_model_is_refused(server: Server, payload, fields):
+    (worker,) = await server.workers(1)
+    tell(worker, payload, 1 << 18, **fields)
+    worker.contribute(1, generation=1)
+    await server.settle()
+    assert await worker.end() == "BAD_REQUEST"
 
 
 @pytest.mark.parametrize("goes", [False, True])
-def test_it_waits_for_memory_as_a_payload_does(goes: bool):
+@served(workers=2, layout=SMALL, max_staged=1, mode="localsgd")
+async def test_it_waits_for_memory_as_a_payload_does(server: Server, goes: bool):
     """With room for one upload another worker's is not taken before the first has contributed, or gone."""
-
-    @served(workers=2, layout=SMALL, max_staged=1, mode="localsgd")
-    async def wait(server: Server) -> None:
-        workers = await server.workers(2)
-        payload = save({"momentum_buffer/w": torch.arange(8, dtype=torch.float32)})
-        for worker in workers:
-            tell(worker, payload, 1 << 18)
-            await server.settle()
-        staging = server.engine.model.staging
-        assert (staging.num_lent, staging.num_waiting) == (1, 1)
-        if goes:
-            workers[0].stream.close()
-            await server.settle()
-            assert (staging.num_lent, staging.num_waiting) == (1, 0)
-        else:
-            workers[0].contribute(1)
-            await server.settle()
-        workers[1].contribute(1)
+    workers = await server.workers(2)
+    payload = save({"momentum_buffer/w": torch.arange(8, dtype=torch.float32)})
+    for worker in workers:
+        tell(worker, payload, 1 << 18)
         await server.settle()
-        assert workers[1].outcomes == ["START", "APPLIED"]
-        server.check_no_memory_is_kept()
-
-    wait()
+    staging = server.engine.model.staging
+    assert (staging.num_lent, staging.num_waiting) == (1, 1)
+    if goes:
+        workers[0].stream.close()
+        await server.settle()
+        assert (staging.num_lent, staging.num_waiting) == (1, 0)
+    else:
+        workers[0].contribute(1)
+        await server.settle()
+    workers[1].contribute(1)
+    await server.settle()
+    assert workers[1].outcomes == ["START", "APPLIED"]
+    server.check_no_memory_is_kept()

@@ -41,39 +41,32 @@ def pair(least: int = 0) -> tuple[Connection, socket.socket]:
     return Connection(ours), theirs
 
 
-def test_who_waits_to_send_or_to_receive_is_told() -> None:
-    async def play() -> None:
-        connection, peer = pair()
-        sending = asyncio.ensure_future(connection.send([bytes(16 << 20)]))  # more than the system takes
-        reading = asyncio.ensure_future(connection.read())
-        await asyncio.sleep(0)
-        connection.close()
-        for waiting in (sending, reading):
-            with pytest.raises(ConnectionError):
-                await asyncio.wait_for(waiting, 5)
-        peer.close()
-
-    asyncio.run(play())
+async def test_who_waits_to_send_or_to_receive_is_told() -> None:
+    connection, peer = pair()
+    sending = asyncio.ensure_future(connection.send([bytes(16 << 20)]))  # more than the system takes
+    reading = asyncio.ensure_future(connection.read())
+    await asyncio.sleep(0)
+    connection.close()
+    for waiting in (sending, reading):
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(waiting, 5)
+    peer.close()
 
 
-def test_a_second_close_leaves_the_next_connection_alone() -> None:
+async def test_a_second_close_leaves_the_next_connection_alone() -> None:
     """Its descriptor has the number that was free again: one that no other thread of this process is given."""
-
-    async def play() -> None:
-        old, old_peer = pair(700)
-        number = old._descriptor
-        old.close()
-        new, new_peer = pair(number)
-        assert new._descriptor == number
-        reading = asyncio.ensure_future(new.read())
-        await asyncio.sleep(0)
-        old.close()
-        new_peer.sendall(b"\x02\x00\x00\x00hi")
-        assert await asyncio.wait_for(reading, 5) == b"hi"
-        old_peer.close()
-        new.close()
-
-    asyncio.run(play())
+    old, old_peer = pair(700)
+    number = old._descriptor
+    old.close()
+    new, new_peer = pair(number)
+    assert new._descriptor == number
+    reading = asyncio.ensure_future(new.read())
+    await asyncio.sleep(0)
+    old.close()
+    new_peer.sendall(b"\x02\x00\x00\x00hi")
+    assert await asyncio.wait_for(reading, 5) == b"hi"
+    old_peer.close()
+    new.close()
 
 
 # ---- TLS -------------------------------------------------------------------------------------------
@@ -154,114 +147,98 @@ def over_tcp() -> tuple[Connection, socket.socket]:
     return Connection(ours), theirs
 
 
-def test_a_payload_in_pieces_less_than_one_is_woken_for() -> None:
+async def test_a_payload_in_pieces_less_than_one_is_woken_for() -> None:
     """What follows it is read as ever; and the end is seen at once."""
+    connection, peer = over_tcp()
+    payload, target = os.urandom(3 * MB + 5), bytearray(3 * MB + 5)
 
-    async def play() -> None:
-        connection, peer = over_tcp()
-        payload, target = os.urandom(3 * MB + 5), bytearray(3 * MB + 5)
+    def send() -> None:
+        for at in range(0, len(payload), 300_001):
+            peer.sendall(payload[at : at + 300_001])
+        peer.sendall(b"\x02\x00\x00\x00hi")
 
-        def send() -> None:
-            for at in range(0, len(payload), 300_001):
-                peer.sendall(payload[at : at + 300_001])
-            peer.sendall(b"\x02\x00\x00\x00hi")
-
-        sending = asyncio.create_task(asyncio.to_thread(send))
-        await asyncio.wait_for(received(connection, target), 10)
-        assert target == payload
-        assert await asyncio.wait_for(connection.read(), 10) == b"hi"
-        await sending
-        reading = asyncio.ensure_future(connection.receive_some(memoryview(target)))
-        await asyncio.sleep(0)
-        peer.sendall(b"few")
-        peer.close()
-        assert await asyncio.wait_for(reading, 10) == 3
-        assert await asyncio.wait_for(connection.receive_some(memoryview(target)), 10) == 0
-        connection.close()
-
-    asyncio.run(play())
+    sending = asyncio.create_task(asyncio.to_thread(send))
+    await asyncio.wait_for(received(connection, target), 10)
+    assert target == payload
+    assert await asyncio.wait_for(connection.read(), 10) == b"hi"
+    await sending
+    reading = asyncio.ensure_future(connection.receive_some(memoryview(target)))
+    await asyncio.sleep(0)
+    peer.sendall(b"few")
+    peer.close()
+    assert await asyncio.wait_for(reading, 10) == 3
+    assert await asyncio.wait_for(connection.receive_some(memoryview(target)), 10) == 0
+    connection.close()
 
 
-def test_nothing_is_written_after_a_reception_was_cancelled() -> None:
+async def test_nothing_is_written_after_a_reception_was_cancelled() -> None:
     """Its memory is lent to another upload then."""
+    connection, peer = over_tcp()
+    target = bytearray(16 * MB)
 
-    async def play() -> None:
-        connection, peer = over_tcp()
-        target = bytearray(16 * MB)
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            peer.sendall(b"x" * (len(target) - 1))
 
-        def send() -> None:
-            with contextlib.suppress(OSError):
-                peer.sendall(b"x" * (len(target) - 1))
-
-        sending = asyncio.create_task(asyncio.to_thread(send))
-        receiving = asyncio.ensure_future(received(connection, target))
-        while not target[0]:
-            await asyncio.sleep(0)
-        receiving.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await receiving
-        target[:] = bytes(len(target))
-        await asyncio.sleep(0.01)  # that nothing happens is what is tested
-        assert target == bytes(len(target))
-        connection.close()
-        await sending
-        peer.close()
-
-    asyncio.run(play())
+    sending = asyncio.create_task(asyncio.to_thread(send))
+    receiving = asyncio.ensure_future(received(connection, target))
+    while not target[0]:
+        await asyncio.sleep(0)
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    target[:] = bytes(len(target))
+    await asyncio.sleep(0.01)  # that nothing happens is what is tested
+    assert target == bytes(len(target))
+    connection.close()
+    await sending
+    peer.close()
 
 
-def test_nothing_is_read_after_a_sending_was_cancelled() -> None:
+async def test_nothing_is_read_after_a_sending_was_cancelled() -> None:
     """The next version is made there. What has left is as it was, in order."""
-
-    async def play() -> None:
-        connection, peer = over_tcp()
-        weights = bytearray(b"x" * (16 * MB))
-        sending = asyncio.ensure_future(connection.send([b"header", memoryview(weights)]))
-        assert await asyncio.to_thread(peer.recv, 6) == b"header"
-        sending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sending
-        weights[:] = bytes(len(weights))
-        connection.close()
-        assert connection._socket.fileno() == -1
-
-        def read() -> bytes:
-            found = b""
-            with contextlib.suppress(ConnectionResetError):
-                while more := peer.recv(MB):
-                    found += more
-            return found
-
-        found = await asyncio.to_thread(read)
-        assert len(found) < len(weights)
-        assert not found.strip(b"x")
-        peer.close()
-
-    asyncio.run(play())
-
-
-def test_those_who_send_nothing_keep_no_other_waiting() -> None:
-    """However many there are, and whatever they have announced."""
-
-    async def play() -> None:
-        silent = [over_tcp() for _ in range(12)]
-        waiting = [asyncio.ensure_future(received(item, bytearray(MB))) for item, _ in silent]
-        for _, peer in silent:
-            peer.sendall(b"x" * 1000)
-        connection, peer = over_tcp()
-        target = bytearray(8 * MB)
-        sending = asyncio.create_task(asyncio.to_thread(peer.sendall, b"y" * len(target)))
-        await asyncio.wait_for(received(connection, target), 10)
-        assert target == b"y" * len(target)
+    connection, peer = over_tcp()
+    weights = bytearray(b"x" * (16 * MB))
+    sending = asyncio.ensure_future(connection.send([b"header", memoryview(weights)]))
+    assert await asyncio.to_thread(peer.recv, 6) == b"header"
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await sending
-        for number in waiting:
-            number.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for number, other in [*silent, (connection, peer)]:
-            number.close()
-            other.close()
+    weights[:] = bytes(len(weights))
+    connection.close()
+    assert connection._socket.fileno() == -1
 
-    asyncio.run(play())
+    def read() -> bytes:
+        found = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := peer.recv(MB):
+                found += more
+        return found
+
+    found = await asyncio.to_thread(read)
+    assert len(found) < len(weights)
+    assert not found.strip(b"x")
+    peer.close()
+
+
+async def test_those_who_send_nothing_keep_no_other_waiting() -> None:
+    """However many there are, and whatever they have announced."""
+    silent = [over_tcp() for _ in range(12)]
+    waiting = [asyncio.ensure_future(received(item, bytearray(MB))) for item, _ in silent]
+    for _, peer in silent:
+        peer.sendall(b"x" * 1000)
+    connection, peer = over_tcp()
+    target = bytearray(8 * MB)
+    sending = asyncio.create_task(asyncio.to_thread(peer.sendall, b"y" * len(target)))
+    await asyncio.wait_for(received(connection, target), 10)
+    assert target == b"y" * len(target)
+    await sending
+    for number in waiting:
+        number.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    for number, other in [*silent, (connection, peer)]:
+        number.close()
+        other.close()
 
 
 # ---- the port ---------------------------------------------------------------------------------------

@@ -70,24 +70,20 @@ async def trainers(server: Server, count: int, shares: bool) -> list[Trainer]:
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_worker_has_all_weights_though_only_what_has_changed_comes(shares: bool) -> None:
+@served(layout=PARTS, max_staged=2, workers=2, mode="async")
+async def test_a_worker_has_all_weights_though_only_what_has_changed_comes(server: Server, shares: bool) -> None:
     """Two workers in async, replies that are not asked for, and one that may have lost its weights."""
-
-    @served(layout=PARTS, max_staged=2, workers=2, mode="async")
-    async def play(server: Server) -> None:
-        chance = random.Random(0)
-        both = await trainers(server, 2, shares)
-        for _ in range(16):
-            item, fate = chance.choice(both), chance.random()
-            item.contribute(chance.randrange(2), has_base=fate > 0.2, wants_weights=fate < 0.8)
-            await server.settle()
-            item.take()
-            if fate < 0.8:
-                assert torch.equal(item.weights, server.engine.model.store.weights)
-        assert sum(trainer.num_left_out for trainer in both) > 3 * BYTES
-        server.check_no_memory_is_kept()
-
-    play()
+    chance = random.Random(0)
+    both = await trainers(server, 2, shares)
+    for _ in range(16):
+        item, fate = chance.choice(both), chance.random()
+        item.contribute(chance.randrange(2), has_base=fate > 0.2, wants_weights=fate < 0.8)
+        await server.settle()
+        item.take()
+        if fate < 0.8:
+            assert torch.equal(item.weights, server.engine.model.store.weights)
+    assert sum(trainer.num_left_out for trainer in both) > 3 * BYTES
+    server.check_no_memory_is_kept()
 
 
 @served(layout=PARTS, max_staged=2, workers=2, mode="sync")

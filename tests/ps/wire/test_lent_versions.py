@@ -46,27 +46,23 @@ class Breaking:
 @pytest.mark.parametrize("outcome", [Outcome.START, Outcome.APPLIED])
 @pytest.mark.parametrize("codec", [None, "bf16"])
 @pytest.mark.parametrize("error", [StreamLost, asyncio.CancelledError])
-def test_a_lost_stream_gives_its_version_back(
-    at: int, outcome: Outcome, codec: str | None, error: type[BaseException]
+@served(layout=LARGE, workers=1, mode="async")
+async def test_a_lost_stream_gives_its_version_back(
+    server: Server, at: int, outcome: Outcome, codec: str | None, error: type[BaseException]
 ) -> None:
     """A START sends the state of the worker's script before its weights."""
-
-    @served(layout=LARGE, workers=1, mode="async")
-    async def play(server: Server) -> None:
-        await server.workers(1)
-        engine, model = server.engine, server.engine.model
-        engine.states.at = lambda rank, seq: Kept(STATE, b"x" * 10)  # type: ignore[method-assign,assignment]
-        peer = Peer(0, 1, reply_codec=CODECS.load(codec)() if codec else None)
-        stream: Any = Breaking(at, error())
-        delivery = Delivery(stream, peer, model, engine.tensors, engine.folding, engine.states)
-        reply = Reply(Result(outcome, 0, 0), NextWork(1, 0))
-        effect = effects.SendReply(rank=0, incarnation=1, reply=reply, has_weights=True)
-        publication = model.publisher.hold(peer.as_frames(effect))
-        try:
-            await delivery.reply(Go(effect, publication=publication))
-        except error:
-            assert not stream.num_left
-        await server.settle()
-        server.check_nobody_reads()
-
-    play()
+    await server.workers(1)
+    engine, model = server.engine, server.engine.model
+    engine.states.at = lambda rank, seq: Kept(STATE, b"x" * 10)  # type: ignore[method-assign,assignment]
+    peer = Peer(0, 1, reply_codec=CODECS.load(codec)() if codec else None)
+    stream: Any = Breaking(at, error())
+    delivery = Delivery(stream, peer, model, engine.tensors, engine.folding, engine.states)
+    reply = Reply(Result(outcome, 0, 0), NextWork(1, 0))
+    effect = effects.SendReply(rank=0, incarnation=1, reply=reply, has_weights=True)
+    publication = model.publisher.hold(peer.as_frames(effect))
+    try:
+        await delivery.reply(Go(effect, publication=publication))
+    except error:
+        assert not stream.num_left
+    await server.settle()
+    server.check_nobody_reads()

@@ -168,23 +168,20 @@ async def test_nothing_is_kept_that_somebody_waits_for(server: Server) -> None:
 
 
 @pytest.mark.parametrize("how", ["the process died", "another process", "its lease ended"])
-def test_it_goes_with_its_process(how: str) -> None:
-    @served(layout=BIG, workers=1, mode="async")
-    async def play(server: Server) -> None:
-        await broken(server)
-        assert server.engine.model.staging.num_lent == 1
-        match how:
-            case "the process died":
-                server.engine.offer(events.HeartbeatStopped("process 0"))
-            case "another process":
-                await Worker(server, 0).join()
-            case _:
-                server.engine.run.roster.heard_at[0] -= 1000.0
-                server.engine.tick()
-        await server.settle()
-        server.check_no_memory_is_kept()
-
-    play()
+@served(layout=BIG, workers=1, mode="async")
+async def test_it_goes_with_its_process(server: Server, how: str) -> None:
+    await broken(server)
+    assert server.engine.model.staging.num_lent == 1
+    match how:
+        case "the process died":
+            server.engine.offer(events.HeartbeatStopped("process 0"))
+        case "another process":
+            await Worker(server, 0).join()
+        case _:
+            server.engine.run.roster.heard_at[0] -= 1000.0
+            server.engine.tick()
+    await server.settle()
+    server.check_no_memory_is_kept()
 
 
 @pytest.mark.parametrize(
@@ -198,33 +195,30 @@ def test_it_goes_with_its_process(how: str) -> None:
         ("another size", "BAD_REQUEST"),
     ],
 )
-def test_a_worker_that_lies_about_it_is_refused(how: str, reason: str) -> None:
-    @served(layout=BIG, workers=1, mode="async")
-    async def play(server: Server) -> None:
-        await broken(server)
-        worker, _ = await back(server)
-        match how:
-            case "what is here once more":
-                worker.continue_()
-                worker.piece(PIECE - 4, 400)
-            case "another number":
-                worker.continue_(2)
-            case "another codec":
-                worker.continue_(codec="bf16", num_bytes=NUM_BYTES // 2)
-            case "after a Begin":
-                worker.begin()
-                worker.continue_()
-            case "placed in no segment":
-                worker.continue_(in_shared_memory=True)
-            case "another size":
-                worker.continue_(num_bytes=NUM_BYTES - 4)
-        await server.settle()
-        assert await worker.end() == reason
-        server.engine.offer(events.HeartbeatStopped("process 0"))
-        await server.settle()
-        server.check_no_memory_is_kept()
-
-    play()
+@served(layout=BIG, workers=1, mode="async")
+async def test_a_worker_that_lies_about_it_is_refused(server: Server, how: str, reason: str) -> None:
+    await broken(server)
+    worker, _ = await back(server)
+    match how:
+        case "what is here once more":
+            worker.continue_()
+            worker.piece(PIECE - 4, 400)
+        case "another number":
+            worker.continue_(2)
+        case "another codec":
+            worker.continue_(codec="bf16", num_bytes=NUM_BYTES // 2)
+        case "after a Begin":
+            worker.begin()
+            worker.continue_()
+        case "placed in no segment":
+            worker.continue_(in_shared_memory=True)
+        case "another size":
+            worker.continue_(num_bytes=NUM_BYTES - 4)
+    await server.settle()
+    assert await worker.end() == reason
+    server.engine.offer(events.HeartbeatStopped("process 0"))
+    await server.settle()
+    server.check_no_memory_is_kept()
 
 
 @served(layout=BIG, workers=None, mode="async", max_staged=2)

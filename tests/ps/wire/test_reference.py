@@ -16,7 +16,7 @@ import torch
 from prometheus_client import generate_latest
 from torch import nn
 
-from paramserver.common.codecs.base import begin_payload
+from paramserver.common.codecs.base import encode_payload
 from paramserver.common.errors import ParamServerError
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Layout, as_bytes, new_payload
@@ -292,46 +292,43 @@ def _kinds_with_losses(seed: int) -> list[str]:
     return found
 
 
-def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact_weights() -> None:
-    @served(SMALL, mode="async", workers=None, steps=1000)
-    async def test(server: Server) -> None:
-        chance = torch.Generator().manual_seed(0)
-        first = Follower(server, 0)
-        await first.join()
-        await server.settle()
-        first.take()
-        for _ in range(3):
-            first.push(random_payload(SMALL, chance))
-            await server.settle()
-            first.take()
-        late = Follower(server, 1)
-        await late.join()
-        await server.settle()
-        late.take()
-        late.check(server)
-        first.check(server)
-        assert late.mine == first.mine and late.number == first.number == 4
-        before = bytes(first.mine)
-        first.push(random_payload(SMALL, chance), evaluates=True)
-        await server.settle()
-        first.take()
-        assert first.newest_reply.weights.reference.number == 0 and first.kinds_of_replies[-1] == "raw"
-        exact = dict(server.engine.model.store.tensors())
-        assert all(torch.equal(tensor, exact[name]) for name, tensor in first.net.named_parameters())
-        assert bytes(first.mine) == before
+@served(SMALL, mode="async", workers=None, steps=1000)
+async def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact_weights(server: Server) -> None:
+    chance = torch.Generator().manual_seed(0)
+    first = Follower(server, 0)
+    await first.join()
+    await server.settle()
+    first.take()
+    for _ in range(3):
         first.push(random_payload(SMALL, chance))
         await server.settle()
-        first.take()  # two contributions of two workers: a new difference, from where its copy is
-        first.check(server)
-        assert first.kinds_of_replies[-1] == "q41"
-
-    test()
+        first.take()
+    late = Follower(server, 1)
+    await late.join()
+    await server.settle()
+    late.take()
+    late.check(server)
+    first.check(server)
+    assert late.mine == first.mine and late.number == first.number == 4
+    before = bytes(first.mine)
+    first.push(random_payload(SMALL, chance), evaluates=True)
+    await server.settle()
+    first.take()
+    assert first.newest_reply.weights.reference.number == 0 and first.kinds_of_replies[-1] == "raw"
+    exact = dict(server.engine.model.store.tensors())
+    assert all(torch.equal(tensor, exact[name]) for name, tensor in first.net.named_parameters())
+    assert bytes(first.mine) == before
+    first.push(random_payload(SMALL, chance))
+    await server.settle()
+    first.take()  # two contributions of two workers: a new difference, from where its copy is
+    first.check(server)
+    assert first.kinds_of_replies[-1] == "q41"
 
 
 def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
     tensors, codec = ModelTensors(Net(100)), CODECS.load("topk")()
     layout = tensors.layout
-    nothing = bytes(as_bytes(begin_payload(codec, codec.encoder(layout), layout, new_payload(layout.exchange_bytes))))
+    nothing = bytes(as_bytes(encode_payload(codec, layout, new_payload(layout.exchange_bytes))))
     size, crc = len(nothing), zlib.crc32(bytes(layout.parameter_bytes))
 
     def take(data: bytes, settings: dict[str, Any], base: int = 3) -> int:

@@ -28,22 +28,18 @@ async def test_every_refused_upload_gives_its_memory_back(server: Server) -> Non
 
 
 @pytest.mark.parametrize("lr", [math.nan, math.inf, "fast", None, [0.1], {}], ids=repr)
-def test_a_learning_rate_that_is_none(lr: Any) -> None:
+@served(max_staged=1, workers=2)
+async def test_a_learning_rate_that_is_none(server: Server, lr: Any) -> None:
     """A broken schedule of one worker is its own problem: refused, and nobody else notices."""
-
-    @served(max_staged=1, workers=2)
-    async def play(server: Server) -> None:
-        broken, other = await server.workers(2)
-        other.contribute()
-        broken.contribute(hyperparameters=[struct({"lr": lr})])
-        await turns()
-        assert not server.engine.finished.done(), f"the run ended: {server.engine.finished.exception()!r}"
-        assert await broken.end() == "BAD_REQUEST"
-        server.check_no_memory_is_kept()
-        assert other.outcomes == ["START", "APPLIED"]
-        assert bool(torch.isfinite(server.engine.model.store.tensors()["w"]).all())
-
-    play()
+    broken, other = await server.workers(2)
+    other.contribute()
+    broken.contribute(hyperparameters=[struct({"lr": lr})])
+    await turns()
+    assert not server.engine.finished.done(), f"the run ended: {server.engine.finished.exception()!r}"
+    assert await broken.end() == "BAD_REQUEST"
+    server.check_no_memory_is_kept()
+    assert other.outcomes == ["START", "APPLIED"]
+    assert bool(torch.isfinite(server.engine.model.store.tensors()["w"]).all())
 
 
 @served(max_staged=1, workers=2)

@@ -29,36 +29,30 @@ def ones_of(server: Server, before: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_rows_of_a_second_worker_wait_for_the_first_ones(is_shared: bool) -> None:
+@served(workers=3, layout=SMALL, max_staged=1, mode="async")
+async def test_rows_of_a_second_worker_wait_for_the_first_ones(server: Server, is_shared: bool) -> None:
     """In whatever memory the payloads themselves come; and rows without a contribution go with their worker."""
-
-    @served(workers=3, layout=SMALL, max_staged=1, mode="async")
-    async def wait(server: Server) -> None:
-        workers = [Worker(server, rank) for rank in range(3)]
-        for worker in workers:
-            worker.segment = new_segment(SMALL.exchange_bytes) if is_shared else None
-            await worker.join(worker.segment and worker.segment.address, tables=[TABLE])
-            await server.engine.until(lambda: server.engine.model.has_weights, 10)  # tables are made on a thread
+    workers = [Worker(server, rank) for rank in range(3)]
+    for worker in workers:
+        worker.segment = new_segment(SMALL.exchange_bytes) if is_shared else None
+        await worker.join(worker.segment and worker.segment.address, tables=[TABLE])
+        await server.engine.until(lambda: server.engine.model.has_weights, 10)  # tables are made on a thread
+    await server.settle()
+    staging, tables = server.engine.model.staging, server.engine.model.store.tables
+    assert tables is not None
+    before = tables.state()["weight/items"]
+    for worker in workers:
+        tell(worker, 1, 2)
+        tell(worker, 5)
         await server.settle()
-        staging, tables = server.engine.model.staging, server.engine.model.store.tables
-        assert tables is not None
-        before = tables.state()["weight/items"]
-        for worker in workers:
-            tell(worker, 1, 2)
-            tell(worker, 5)
-            await server.settle()
-        assert (staging.num_lent, staging.num_waiting) == (1, 2)
-        workers[0].stream.close()
+    assert (staging.num_lent, staging.num_waiting) == (1, 2)
+    workers[0].stream.close()
+    await server.settle()
+    assert (staging.num_lent, staging.num_waiting) == (1, 1)
+    for worker in workers[1:]:
+        worker.write_to_segment(1) if is_shared else worker.contribute(1)
         await server.settle()
-        assert (staging.num_lent, staging.num_waiting) == (1, 1)
-        for worker in workers[1:]:
-            worker.write_to_segment(1) if is_shared else worker.contribute(1)
-            await server.settle()
-            assert worker.outcomes == ["START", "APPLIED"]
-        assert ones_of(server, before) == [0, 2, 2, 0, 0, 2, *[0] * 6]
-        server.check_no_memory_is_kept()
-        assert [server.engine.traffic[rank].transport for rank in (1, 2)] == [
-            "shared memory" if is_shared else "grpc"
-        ] * 2
-
-    wait()
+        assert worker.outcomes == ["START", "APPLIED"]
+    assert ones_of(server, before) == [0, 2, 2, 0, 0, 2, *[0] * 6]
+    server.check_no_memory_is_kept()
+    assert [server.engine.traffic[rank].transport for rank in (1, 2)] == ["shared memory" if is_shared else "grpc"] * 2

@@ -40,41 +40,32 @@ class Shard:
         self.stream.send(frame(pb.WorkerMessage(join=join)))
 
 
-def test_an_incarnation_that_nobody_seated_is_refused_within_a_lease() -> None:
-    async def main() -> None:
-        shard = Shard()
-        shard.join(7)
-        with pytest.raises(Aborted, match="NOT_READY"):
-            await asyncio.wait_for(shard.call, 10)
-
-    asyncio.run(main())
+async def test_an_incarnation_that_nobody_seated_is_refused_within_a_lease() -> None:
+    shard = Shard()
+    shard.join(7)
+    with pytest.raises(Aborted, match="NOT_READY"):
+        await asyncio.wait_for(shard.call, 10)
 
 
-def test_the_coordinators_word_may_come_after_the_worker() -> None:
-    async def main() -> None:
-        shard = Shard()
-        shard.join(1)
-        await turns()
-        assert not shard.stream.received
-        shard.engine.happens(events.Joined(1, 0, process="p"))
-        await turns()
-        assert [received.kind for received in shard.stream.received] == ["welcome"]
-        shard.call.cancel()
-        await asyncio.wait([shard.call])
-
-    asyncio.run(main())
+async def test_the_coordinators_word_may_come_after_the_worker() -> None:
+    shard = Shard()
+    shard.join(1)
+    await turns()
+    assert not shard.stream.received
+    shard.engine.happens(events.Joined(1, 0, process="p"))
+    await turns()
+    assert [received.kind for received in shard.stream.received] == ["welcome"]
+    shard.call.cancel()
+    await asyncio.wait([shard.call])
 
 
-def test_an_older_incarnation_than_the_one_that_was_seated_is_refused_at_once() -> None:
-    async def main() -> None:
-        shard = Shard()
-        for stream in (1, 2):
-            shard.engine.happens(events.Joined(stream, 0, process=f"p{stream}"))
-        shard.join(1)
-        await turns()
-        assert shard.call.done() and str(shard.call.exception()) == "NOT_JOINED"
-
-    asyncio.run(main())
+async def test_an_older_incarnation_than_the_one_that_was_seated_is_refused_at_once() -> None:
+    shard = Shard()
+    for stream in (1, 2):
+        shard.engine.happens(events.Joined(stream, 0, process=f"p{stream}"))
+    shard.join(1)
+    await turns()
+    assert shard.call.done() and str(shard.call.exception()) == "NOT_JOINED"
 
 
 @pytest.mark.parametrize(("message", "is_told"), [("0.0.1", True), (PROGRAM_VERSION, False), ("", False)])

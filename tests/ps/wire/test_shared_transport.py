@@ -146,29 +146,25 @@ def _spoil(address: pb.Segment, **changes: Any) -> pb.Segment:
 @pytest.mark.parametrize(
     "changes", [{"pid": 1}, {"label": "0" * 32}, {"host": "another"}, {"num_bytes": 399_999}], ids=str
 )
-def test_an_offer_that_cannot_be_opened(changes: dict[str, Any]) -> None:
+@served(layout=LARGE, max_staged=1, workers=1, mode="async")
+async def test_an_offer_that_cannot_be_opened(server: Server, changes: dict[str, Any]) -> None:
     """The worker is told why, and takes part over the connection."""
-
-    @served(layout=LARGE, max_staged=1, workers=1, mode="async")
-    async def play(server: Server) -> None:
-        worker = Worker(server, 0)
-        segment = new_segment(LARGE.exchange_bytes)
-        assert segment.address is not None
-        await worker.join(_spoil(segment.address, **changes))
-        verdict = worker.stream.received[1]
-        assert verdict.kind == "shared_memory"
-        assert not verdict.header.accepted
-        assert verdict.header.reason
-        worker.contribute()
-        await server.settle()
-        assert worker.outcomes == ["START", "APPLIED"]
-        assert server.engine.traffic[0].transport == "grpc"
-        worker.announce(2, in_shared_memory=True)
-        await turns()
-        assert await worker.end() == "BAD_REQUEST"
-        server.check_no_memory_is_kept()
-
-    play()
+    worker = Worker(server, 0)
+    segment = new_segment(LARGE.exchange_bytes)
+    assert segment.address is not None
+    await worker.join(_spoil(segment.address, **changes))
+    verdict = worker.stream.received[1]
+    assert verdict.kind == "shared_memory"
+    assert not verdict.header.accepted
+    assert verdict.header.reason
+    worker.contribute()
+    await server.settle()
+    assert worker.outcomes == ["START", "APPLIED"]
+    assert server.engine.traffic[0].transport == "grpc"
+    worker.announce(2, in_shared_memory=True)
+    await turns()
+    assert await worker.end() == "BAD_REQUEST"
+    server.check_no_memory_is_kept()
 
 
 @served(layout=LARGE, max_staged=1, workers=1, mode="async")

@@ -97,17 +97,14 @@ WRONG = [{"offset": 7}, {"num_bytes": 4}, {"num_bytes": 2**40}, {"piece": b"much
 
 
 @pytest.mark.parametrize("fields", WRONG, ids=str)
-def test_pieces_that_cannot_be_are_refused(fields: dict[str, Any]) -> None:
-    @served(workers=1)
-    async def play(server: Server) -> None:
-        (worker,) = await server.workers(1)
-        tell(worker, b"sound", **fields)
-        contribute(worker, 1, 0)
-        await server.settle()
-        assert await worker.end() == ("LIMIT_EXCEEDED" if fields.get("num_bytes") == 2**40 else "BAD_REQUEST")
-        server.check_no_memory_is_kept()
-
-    play()
+@served(workers=1)
+async def test_pieces_that_cannot_be_are_refused(server: Server, fields: dict[str, Any]) -> None:
+    (worker,) = await server.workers(1)
+    tell(worker, b"sound", **fields)
+    contribute(worker, 1, 0)
+    await server.settle()
+    assert await worker.end() == ("LIMIT_EXCEEDED" if fields.get("num_bytes") == 2**40 else "BAD_REQUEST")
+    server.check_no_memory_is_kept()
 
 
 @served(workers=1)

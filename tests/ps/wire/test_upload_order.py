@@ -71,23 +71,19 @@ async def test_a_worker_dies_while_it_waits_for_memory(server: Server) -> None:
 
 
 @pytest.mark.parametrize("num_turns", range(8))
-def test_a_connection_is_lost_in_the_moment_of_getting_memory(num_turns: int) -> None:
+@served(max_staged=1, workers=3)
+async def test_a_connection_is_lost_in_the_moment_of_getting_memory(server: Server, num_turns: int) -> None:
     """Memory becomes free, and before the waiting call has run again, it is cancelled."""
-
-    @served(max_staged=1, workers=3)
-    async def play(server: Server) -> None:
-        first, second, third = await server.workers(3)
-        second.announce()
-        await turns()
-        first.contribute()
-        for _ in range(num_turns):
-            await asyncio.sleep(0)
-        second.task.cancel()
-        await turns()
-        assert await second.end() == "cancelled"
-        server.check_no_memory_is_kept()
-        third.contribute()
-        await turns()
-        assert third.outcomes == ["START", "APPLIED"]
-
-    play()
+    first, second, third = await server.workers(3)
+    second.announce()
+    await turns()
+    first.contribute()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    second.task.cancel()
+    await turns()
+    assert await second.end() == "cancelled"
+    server.check_no_memory_is_kept()
+    third.contribute()
+    await turns()
+    assert third.outcomes == ["START", "APPLIED"]
