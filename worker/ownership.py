@@ -49,7 +49,7 @@ class Owner:
 
     def check(self) -> None:
         """Raises UsageError in a forked child."""
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise _is_the_parents(self._pid)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...common.combinations import WITHIN_WORKER, Choices, check
-from ...common.config.schema import Config
+from ...common.config.schema import Config, SlowdownConfig
 from ...common.errors import UnreachableError, UsageError
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
@@ -178,19 +178,20 @@ class RemoteSession(Session):
         )
         self._chooses(optimizers=described.each)
         self._strategy.start(tensors, described, is_parted=len(optimizers) > 1)
-        slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
+        slows = self._config.slowdown != SlowdownConfig()
+        slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed) if slows else None
         self._was_before = self._progress.row.steps > 0
-        self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
+        self._data = data = DataPosition(self._progress, optimizers, self.length)
         data.accepts_other_data = self._config.worker.accept_other_data
         self._strategy.num_samples_now = data.num_samples_now
-        self._memory = Memory(self._strategy, data, optimizers)
+        memory = Memory(self._strategy, data, optimizers)
         self._restarted.optimizers = optimizers
         steps_alone = self._strategy.kind.worker_steps and not self._strategy.kind.has_peers
         if self._was_before and steps_alone and isinstance(model, Pipeline) and not self._inner[0]:
             meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
             log.warning("optimizer_state_anew", step=self._position, meaning=meaning)
         others = (self._tables, self.evaluation, self._restarted, self._scaling)
-        self._steps = Steps(self._strategy, slowdown, data, self._memory, *others)
+        self._steps = Steps(self._strategy, slowdown, data, memory, *others)
         if self._exchange is not None:  # of several processes of a worker the first
             self._steps.readings = self.readings
             self._steps.work = lambda: self.work.text(self._inner[1])
@@ -286,8 +287,8 @@ class RemoteSession(Session):
 
     def skip(self) -> None:
         super().skip()
-        if self._memory is not None:
-            self._memory.skipped()
+        if (memory := self._joined().memory) is not None:
+            memory.skipped()
 
     def stop(self, reason: str) -> None:
         self._owner.check()
@@ -295,8 +296,8 @@ class RemoteSession(Session):
 
     def finish(self) -> bool:
         self._owner.check()
-        if self._progress.is_replaying and self._memory is not None:
-            self._memory.replayed()
+        if self._progress.is_replaying and self._steps is not None:
+            self._steps.memory.replayed()
         if not self.is_done:
             self._say_early()
         final = self._wait_for_final()

@@ -28,7 +28,7 @@ from .evaluation import Evaluation, Measure
 from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_of, on_meta
 from .position.data import DataPosition
 from .position.loaders import Source, source_of
-from .position.memory import Memory, stateful
+from .position.memory import stateful
 from .readings import Readings
 from .rows import Pull, Rows
 from .scaler import Scaling
@@ -69,7 +69,6 @@ class Session:
         self._scaling = Scaling()
         self._here = Progress()  # the progress without a server
         self._data: DataPosition | None = None  # set by `optimizer()`
-        self._memory: Memory | None = None  # set by `optimizer()`
         self._names: tuple[str, ...] = ()  # names of the parts, if there are several
         self.losses = Losses()
         self.readings = Readings()
@@ -110,7 +109,7 @@ class Session:
     @property
     def epoch(self) -> int:
         """The epoch of this rank's data, from 0: that of the loop over `epochs()`, or of the next batch."""
-        return self._joined()[1].epoch_now
+        return self._joined().epoch_now
 
     @property
     def has_moved(self) -> bool:
@@ -118,7 +117,7 @@ class Session:
 
         The loop is then at another step than the run. Loops over `shard` go on at the run's position by themselves.
         """
-        data = self._joined()[1]
+        data = self._joined()
         data.apply_start()
         return data.has_moved
 
@@ -130,7 +129,7 @@ class Session:
     @property
     def run_name(self) -> str:
         """The run's name, which the server chose; empty without a server. Raises UsageError before `optimizer()`."""
-        return self._joined()[0]().run
+        return self._joined().progress.run
 
     @property
     def is_done(self) -> bool:
@@ -346,9 +345,9 @@ class Session:
         Before each batch torch's generator is seeded from the run's seed, the rank and the position. So random numbers
         for the batch (dropout, augmentation) are the same in a run that was killed and resumed.
         """
-        progress, data = self._joined()
-        steps = progress().total_steps
-        if steps is not None and progress().row.steps >= steps and not self._is_told:  # the loop gets no batches
+        data = self._joined()
+        steps = data.progress.total_steps
+        if steps is not None and data.progress.row.steps >= steps and not self._is_told:  # the loop gets no batches
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
         check_count("accumulate", accumulate, 1)
@@ -369,12 +368,11 @@ class Session:
         shares = Shares(source.dataset, size, seed, source.shuffle, pad, source.drop_last, source.sampler)
         stated = Stated(accumulate, prefetch, epochs, self.settings.ends_by_metrics)
         end = (lambda: self.is_done), self.is_over
-        position = data, self._memory
-        return Batches(shares, position, progress, end, read_options(source.options), stated, self._data_share)
+        return Batches(shares, data, end, read_options(source.options), stated, self._data_share)
 
     def skip(self) -> None:
         """Say that no step uses the batch that the script computes now, as in a loop that goes on with `continue`."""
-        self._joined()[1].skip()
+        self._joined().skip()
 
     def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Say that a step is not taken: the batches that it would use are used up, and count for nothing."""
@@ -405,8 +403,8 @@ class Session:
         A process that takes over a rank begins at the rank's last step and computes it again without sending it. So the
         script repeats its work between two steps, including its work at the end of an epoch.
         """
-        _, data = self._joined()
-        memory = self._memory
+        data = self._joined()
+        memory = data.memory
         self.length.own_epochs = max(num, self.length.own_epochs or 0)
         if data.epoch is None:
             if memory is not None:
@@ -433,27 +431,26 @@ class Session:
         or that does not fit.
         """
         found = stateful(objects, rng)
-        self._joined()
-        if self._memory is not None:
-            self._memory.add(found)
+        if (memory := self._joined().memory) is not None:
+            memory.add(found)
 
     def mark(self) -> None:
         """Tell the session that a batch begins, in a loop that does not use `shard()`: it saves `state()` now.
 
         Without this call, the session saves the state in `step()`.
         """
-        if self._memory is not None:
-            self._memory.mark()
+        if self._data is not None and self._data.memory is not None:
+            self._data.memory.mark()
 
-    def _joined(self) -> tuple[Callable[[], Progress], DataPosition]:
-        """Functions for this rank's progress, and its position in the data. Raises UsageError before `optimizer()`."""
+    def _joined(self) -> DataPosition:
+        """This rank's position in the data. Raises UsageError before `optimizer()`."""
         self._owner.check()
         if self._data is None:
             raise UsageError(
                 "session.shard(), epochs() or state() was called before session.optimizer()",
                 fix="call session.optimizer(model, ...) first: it gives this rank its position",
             )
-        return lambda: self._progress, self._data
+        return self._data
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
         """Record the loss of a step, its number of samples (instead of those of its batches), and your own metrics.
@@ -484,7 +481,7 @@ class Session:
     def _card(self) -> Card:
         from ...common.reporting.pictures.cards import of_session
 
-        has_begun = self._memory is not None or self.losses.points
+        has_begun = (self._data is not None and self._data.memory is not None) or self.losses.points
         where = (self.rank, self.num_workers, self._position, self.is_done) if has_begun else None
         return of_session(self._mode, where, self.losses.points, self.metrics)
 

@@ -120,7 +120,7 @@ class EvaluatorSession(Session):
     def _begin(self, offer: Offer) -> tuple[torch.optim.Optimizer, ...]:
         model, optimizers, averaged_buffers, reduction = offer
         self._check_first(reduction)
-        self._model, self._data = model, DataPosition(lambda: self._progress, optimizers, self.length)
+        self._model, self._data = model, DataPosition(self._progress, optimizers, self.length)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         stepped = (parameter for group in groups for parameter in group["params"])
         self._tensors = ModelTensors(model, stepped, averaged_buffers)
