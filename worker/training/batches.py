@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ...common.errors import UsageError
+from ..tensors.sharing import is_divided
 from .data import Loader, Shares, pass_batches, seed_everything, step_seed
 from .position.cursor import Cursor
 from .position.data import DataPosition
+from .position.memory import Memory
 from .position.stream import check_stream
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 _SUMMED = 1 << 20  # elements of a tensor that are summed at once
-
-
-@runtime_checkable
-class _InParts(Protocol):
-    """A tensor whose other rows are in other processes (DTensor)."""
-
-    def to_local(self) -> torch.Tensor: ...
 
 
 class Stated(NamedTuple):
@@ -44,7 +39,7 @@ class Batches:
     def __init__(
         self,
         shares: Shares,
-        data: DataPosition,
+        position: tuple[DataPosition, Memory | None],
         end: tuple[Callable[[], bool], Callable[[], bool]],
         options: dict[str, Any],
         stated: Stated,
@@ -57,7 +52,8 @@ class Batches:
         """
         self._group_rank, self._group_size = inner
         self._shares, self._stated = shares, stated
-        self._data, self._memory, self._progress = data, data.memory, data.progress
+        self._data, self._memory = position
+        self._progress = self._data.progress
         self._is_done, self._is_over = end
         self._options = options
         self._loader = Loader(shares.dataset, options)
@@ -88,22 +84,19 @@ class Batches:
 
     def __len__(self) -> int:
         """Batches of this rank in one loop. It does not change while the loop runs, and is the same after a resume."""
-        if (num := self._num_in_loop) is None:
+        length = self._data.length
+        if self._stated.epochs is not None:
+            num = self._stated.epochs * self._pass_batches
+        elif (steps := self._progress.total_steps or length.default) is not None:
+            return steps * self.accumulate
+        else:
+            num = (length.epochs or 0) * self._pass_batches
+        if not num:
             raise NoLengthError(
                 f"{type(self._shares.dataset).__name__} has no length, so a loop over it has none",
                 fix="count the batches; or --steps N and session.shard(..., epochs=None)",
             )
         return num
-
-    @property
-    def _num_in_loop(self) -> int | None:
-        """Batches of a loop; None: not known."""
-        if self._stated.epochs is not None:
-            return self._stated.epochs * self._pass_batches or None
-        length = self._data.length
-        if (steps := self._progress.total_steps or length.default) is not None:
-            return steps * self.accumulate
-        return (length.epochs or 0) * self._pass_batches or None
 
     @property
     def remaining(self) -> int:
@@ -249,7 +242,8 @@ class Batches:
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """A 64-bit digest of dense tensors, from their first elements and sums; 0 when all of these are zero."""
-    tensors = [tensor.to_local() if isinstance(tensor, _InParts) else tensor for tensor in tensors]
+    # Other rows of a DTensor are in other processes.
+    tensors = [cast(Any, tensor).to_local() if is_divided(tensor) else tensor for tensor in tensors]
     dense = [tensor.detach().flatten() for tensor in tensors if not tensor.is_sparse]
     begins = [tensor[:_NUM_DIGESTED].double() for tensor in dense]
     # The sums cover rows beyond the first ones, which many batches do not touch. Each chunk is summed alone, because

@@ -105,7 +105,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._steps_here = steps.strategy.kind.worker_steps  # False: the server runs the optimizer
         hooks = {key: hooks for key, hooks in vars(inner).items() if "state_dict_" in key and key.endswith("_hooks")}
         self.__setstate__({"defaults": dict(inner.defaults), **hooks})
-        self._steps = steps
+        self._steps, self.progress = steps, steps.progress
         self._server_state = None if self._steps_here else ServerState(self.parameters, steps)
         for item in (inner, *(part for part in vars(inner).values() if isinstance(part, torch.optim.Optimizer))):
             item.register_step_pre_hook(self._before_inner_step)
@@ -169,7 +169,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._server_state.forget()
         found = super().state_dict()
         found["state"] = {index: dict(state) for index, state in found["state"].items()}
-        return {**found, _PLACE: self._place()}
+        return {**found, _PLACE: self._saved_at()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as torch does. If the server runs the optimizer, load hyperparameters only.
@@ -177,7 +177,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         The moments on the server belong to its own steps. If the saved moments are lost, a warning says so.
         """
         if not self._steps_here:
-            if state_dict["state"] and state_dict.get(_PLACE) != self._place():
+            if state_dict["state"] and state_dict.get(_PLACE) != self._saved_at():
                 log.warning(
                     "optimizer_state_not_loaded",
                     meaning="only hyperparameters are loaded: the server keeps its own moments; a new run begins "
@@ -186,8 +186,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             state_dict = {**state_dict, "state": {}}
         self.inner.load_state_dict(state_dict)
 
-    def _place(self) -> dict[str, Any]:
-        return {"run": self._steps.progress.run, "steps": self._steps.progress.position}
+    def _saved_at(self) -> dict[str, Any]:
+        return {"run": self.progress.run, "steps": self.progress.position}
 
     @property
     def parameters(self) -> list[torch.Tensor]:

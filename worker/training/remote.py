@@ -184,20 +184,21 @@ class RemoteSession(Session):
         self._data = data = DataPosition(self._progress, optimizers, self.length)
         data.accepts_other_data = self._config.worker.accept_other_data
         self._strategy.num_samples_now = data.num_samples_now
-        memory = Memory(self._strategy, data, optimizers)
+        self._memory = Memory(self._strategy, data, optimizers)
         self._restarted.optimizers = optimizers
         steps_alone = self._strategy.kind.worker_steps and not self._strategy.kind.has_peers
         if self._was_before and steps_alone and isinstance(model, Pipeline) and not self._inner[0]:
             meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
             log.warning("optimizer_state_anew", step=self._position, meaning=meaning)
         others = (self._tables, self.evaluation, self._restarted, self._scaling)
-        self._steps = Steps(self._strategy, slowdown, data, memory, *others)
+        self._steps = Steps(self._strategy, slowdown, data, self._memory, *others)
         if self._exchange is not None:  # of several processes of a worker the first
             self._steps.readings = self.readings
             self._steps.work = lambda: self.work.text(self._inner[1])
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
-        self._follow(optimizers[0])
+        for table in self._tables:
+            table.follow(optimizers[0])
         if not (self._inner[0] or self._was_before):  # once per run, not in each process
             self._steps.notice = self._notice_batch_norm
         found = tuple(ExchangeOptimizer(optimizer, self._steps) for optimizer in optimizers)
@@ -226,13 +227,15 @@ class RemoteSession(Session):
     def _make_rows(self, spec: TableSpec) -> Pull:
         if self._steps is not None:
             raise UsageError("session.rows() after session.optimizer()", fix="call session.rows() first")
-        return lambda ids, number=len(self._tables): self._pull_rows(number, ids)  # type: ignore[misc]
+        number = len(self._tables)
 
-    def _pull_rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
-        if self._steps is None:
-            raise UsageError("rows before session.optimizer()", fix="call session.optimizer(model, ...) first")
-        assert self._exchange is not None
-        return self._exchange.pull_rows(number, ids)
+        def pull(ids: torch.Tensor) -> torch.Tensor:
+            if self._steps is None:
+                raise UsageError("rows before session.optimizer()", fix="call session.optimizer(model, ...) first")
+            assert self._exchange is not None
+            return self._exchange.pull_rows(number, ids)
+
+        return pull
 
     def _evaluate(self, model: nn.Module) -> None:
         version = self._strategy.settle()
@@ -287,8 +290,8 @@ class RemoteSession(Session):
 
     def skip(self) -> None:
         super().skip()
-        if (memory := self._joined().memory) is not None:
-            memory.skipped()
+        if self._memory is not None:
+            self._memory.skipped()
 
     def stop(self, reason: str) -> None:
         self._owner.check()
@@ -296,8 +299,8 @@ class RemoteSession(Session):
 
     def finish(self) -> bool:
         self._owner.check()
-        if self._progress.is_replaying and self._steps is not None:
-            self._steps.memory.replayed()
+        if self._progress.is_replaying and self._memory is not None:
+            self._memory.replayed()
         if not self.is_done:
             self._say_early()
         final = self._wait_for_final()
@@ -310,7 +313,7 @@ class RemoteSession(Session):
         return final.evaluate
 
     def _evaluate_last(self, final: Final) -> None:
-        if final.evaluate and self.evaluation.comes_last and not self.metrics:
+        if final.evaluate and self.evaluation.is_final_too and self.evaluation.every is not None and not self.metrics:
             self.report(**self.evaluation.metrics(self._model))
 
     def averaged(self, *models: nn.Module) -> bool:

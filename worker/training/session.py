@@ -28,7 +28,7 @@ from .evaluation import Evaluation, Measure
 from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_of, on_meta
 from .position.data import DataPosition
 from .position.loaders import Source, source_of
-from .position.memory import stateful
+from .position.memory import Memory, stateful
 from .readings import Readings
 from .rows import Pull, Rows
 from .scaler import Scaling
@@ -69,6 +69,7 @@ class Session:
         self._scaling = Scaling()
         self._here = Progress()  # the progress without a server
         self._data: DataPosition | None = None  # set by `optimizer()`
+        self._memory: Memory | None = None  # set by `optimizer()`; an evaluator has none
         self._names: tuple[str, ...] = ()  # names of the parts, if there are several
         self.losses = Losses()
         self.readings = Readings()
@@ -247,11 +248,6 @@ class Session:
         """Join the run with a model and its optimizers; returns the optimizers to step."""
         raise NotImplementedError
 
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the schedules of the first optimizer scale the tables' learning rates."""
-        for table in self._tables:
-            table.follow(optimizer)
-
     def _check_first(self, reduction: Reduction) -> None:
         """Raises UsageError for a second `optimizer()`, and for an unknown `reduction`."""
         self._owner.check()
@@ -368,7 +364,8 @@ class Session:
         shares = Shares(source.dataset, size, seed, source.shuffle, pad, source.drop_last, source.sampler)
         stated = Stated(accumulate, prefetch, epochs, self.settings.ends_by_metrics)
         end = (lambda: self.is_done), self.is_over
-        return Batches(shares, data, end, read_options(source.options), stated, self._data_share)
+        position = data, self._memory
+        return Batches(shares, position, end, read_options(source.options), stated, self._data_share)
 
     def skip(self) -> None:
         """Say that no step uses the batch that the script computes now, as in a loop that goes on with `continue`."""
@@ -404,7 +401,7 @@ class Session:
         script repeats its work between two steps, including its work at the end of an epoch.
         """
         data = self._joined()
-        memory = data.memory
+        memory = self._memory
         self.length.own_epochs = max(num, self.length.own_epochs or 0)
         if data.epoch is None:
             if memory is not None:
@@ -431,16 +428,17 @@ class Session:
         or that does not fit.
         """
         found = stateful(objects, rng)
-        if (memory := self._joined().memory) is not None:
-            memory.add(found)
+        self._joined()
+        if self._memory is not None:
+            self._memory.add(found)
 
     def mark(self) -> None:
         """Tell the session that a batch begins, in a loop that does not use `shard()`: it saves `state()` now.
 
         Without this call, the session saves the state in `step()`.
         """
-        if self._data is not None and self._data.memory is not None:
-            self._data.memory.mark()
+        if self._memory is not None:
+            self._memory.mark()
 
     def _joined(self) -> DataPosition:
         """This rank's position in the data. Raises UsageError before `optimizer()`."""
@@ -481,7 +479,7 @@ class Session:
     def _card(self) -> Card:
         from ...common.reporting.pictures.cards import of_session
 
-        has_begun = (self._data is not None and self._data.memory is not None) or self.losses.points
+        has_begun = self._memory is not None or self.losses.points
         where = (self.rank, self.num_workers, self._position, self.is_done) if has_begun else None
         return of_session(self._mode, where, self.losses.points, self.metrics)
 

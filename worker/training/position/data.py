@@ -8,7 +8,7 @@ that lie behind the rank, and goes on in the right one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
@@ -19,10 +19,23 @@ from ....common.wire.records import Position
 from ...session import Length, Progress
 from .cursor import Cursor
 
-if TYPE_CHECKING:
-    from .memory import Memory
-
 log = get_logger()
+
+
+class Saved(Protocol):
+    """What the rank's saved state says about its loops (`Memory`)."""
+
+    is_used: bool
+    is_marked: bool
+
+    def use(self) -> None:
+        """Save positions from now on, and go back to the saved one."""
+
+    def beginning(self) -> Position | None:
+        """The position to go back to, or None."""
+
+    def positions(self, of_epoch: bool = False) -> list[int]:
+        """Of several loops, where each is, or where its epoch began."""
 
 
 class DataPosition:
@@ -34,7 +47,7 @@ class DataPosition:
         self.cursors = [Cursor()]
         self._owners: list[tuple[ReferenceType[object] | None, int | None]] = [(None, None)]  # newest loop, its epoch
         self._waiting: WeakSet[object] = WeakSet()  # loops that have not begun
-        self.memory: Memory | None = None  # of the script's state; an evaluator has none
+        self.memory: Saved | None = None
         self.uses_shard = False  # this rank's batches come from `session.shard()`
         self.num_samples = 0  # samples of the data set
         self.accepts_other_data = False  # the run's data set may have another length

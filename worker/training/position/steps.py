@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
+
+import torch
 
 from ....common.errors import UsageError
 from ....common.tensors.optimizers import Hyperparameters
@@ -22,8 +24,21 @@ from .data import DataPosition
 from .memory import Memory
 from .restarted import Restarted, rates_of
 
-if TYPE_CHECKING:
-    from ..optimizer import ExchangeOptimizer
+
+class Part(Protocol):
+    """One of the optimizers that the script steps (`ExchangeOptimizer`)."""
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of all its groups."""
+
+    def hyperparameters(self) -> list[Hyperparameters]:
+        """The hyperparameters of every group."""
+
+    def take_clip_norm(self) -> float:
+        """The norm to which the script clips this step; 0: none."""
 
 
 class Steps:
@@ -47,7 +62,7 @@ class Steps:
         self.scaling.skipped = self.skip_step
         self._owner = Owner()
         self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
-        self.parts: list[ExchangeOptimizer] = []
+        self.parts: list[Part] = []
         self.readings: Readings | None = None  # what the process measures
         self.work: Callable[[], str] = str  # what the process runs, as JSON
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
@@ -55,8 +70,8 @@ class Steps:
         self._begins = True  # whether the current step() begins a training step
         self._newest_step = -1  # number of the newest training step that began, or that was skipped as void
         # The optimizer that began the newest training step; None: this process has not taken a step.
-        self.newest: ExchangeOptimizer | None = None
-        self._unsent: ExchangeOptimizer | None = None  # one that has stepped since the newest contribution
+        self.newest: Part | None = None
+        self._unsent: Part | None = None  # one that has stepped since the newest contribution
         self._began: Begun | None = None  # where the newest training step's contribution began
         self._num_starts = -1
         self._replays_left = 0  # contributions that count already, of the training step that is replayed
@@ -86,7 +101,7 @@ class Steps:
             self._losses.append(loss)
             self._fresh_losses.append(loss)
 
-    def prepare_step(self, part: ExchangeOptimizer) -> bool:
+    def prepare_step(self, part: Part) -> bool:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         self._owner.check()
         progress = self.progress
@@ -151,7 +166,7 @@ class Steps:
         self._fresh_samples = 0
         self.memory.skipped()
 
-    def stepped(self, part: ExchangeOptimizer) -> None:
+    def stepped(self, part: Part) -> None:
         """Called after this worker's part of a step(). Contributes if a contribution is complete."""
         if self._begins:
             self.newest = part
@@ -202,7 +217,7 @@ class Steps:
         # there is none, so they are sent now.
         return not self.strategy.kind.worker_steps or self.progress.is_last
 
-    def _contribute(self, part: ExchangeOptimizer) -> None:
+    def _contribute(self, part: Part) -> None:
         self._unsent = None
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
         if self.data.uses_shard:
@@ -227,7 +242,7 @@ class Steps:
             counts=Counts(num_samples, num_steps, num_batches, number),
             timing=Timing(self._compute_s),
             training=TrainingInfo(hyperparameters, clip_norm, _mean(self._losses), True, is_due, self._iteration),
-            first=self._first(),
+            first=self._first() if self._sent_first_for != self.progress.num_starts else None,
             position=began.position if began is not None else None,
         )
         # The gradients of the tables' rows for this contribution.
@@ -275,10 +290,8 @@ class Steps:
             self._hyperparameters = tuple(found)
         return self._hyperparameters
 
-    def _first(self) -> FirstInfo | None:
+    def _first(self) -> FirstInfo:
         """Facts about the data for the first contribution after each start, as a restarted server lost them."""
-        if self._sent_first_for == self.progress.num_starts:
-            return None
         self._sent_first_for = self.progress.num_starts
         data = self.data
         num_samples = 0 if data.accepts_other_data else data.num_samples

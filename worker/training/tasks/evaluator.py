@@ -15,8 +15,8 @@ from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.tensors.clipping import check_max_norm
 from ....common.user_code import user_code
-from ...conversation.evaluator import Evaluator
-from ...conversation.interrupts import sleep
+from ...conversation.reader import Evaluator
+from ...conversation.threads import sleep
 from ...tasks.base import Task
 from ...tensors.transfer import ModelTensors
 from ..batches import Batches
