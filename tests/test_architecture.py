@@ -490,7 +490,7 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # ---- size and names ----------------------------------------------------------------------------------
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 47_771
+MAX_PRODUCT_LINES = 47_615
 MAX_TEST_LINES = 51_770
 
 
