@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -153,7 +154,7 @@ class Link:
         """Offer the model. On return `model` has the weights of the run above. Later requests wait without a limit."""
         self.model, self.optimizer = RegionTensors(layout, weights.clone()), optimizer
         self._strategy.start(self.model, optimizer)
-        self._exchange.wait_forever()  # only now: a new relay must not wait for a run above that is over
+        self._exchange.retry.give_up_s = math.inf  # only now: a new relay must not wait for a run above that is over
 
     def send(self, contribution: RegionContribution) -> Outcome:
         """Contribute. On return `model` has new weights. After START the region must begin again from them.

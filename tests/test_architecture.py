@@ -68,18 +68,17 @@ WIRE_USERS = {
     "ps/shards/link.py", "ps/shards/gather.py", "worker/conversation/channel.py", "worker/conversation/heartbeat.py",
     "worker/conversation/membership.py", "worker/conversation/rpc_client.py", "worker/conversation/shard.py",
     "worker/conversation/stream_client.py", "worker/conversation/messages.py", "worker/transports/transport.py",
-    "worker/transports/partial_transfer.py", "worker/transports/up.py", "common/wire/checks.py",
-    "common/wire/frames.py", "common/wire/messages.py", "common/wire/protocol.py", "common/wire/segments.py",
-    "common/wire/structs.py",
+    "worker/transports/up.py", "common/wire/checks.py", "common/wire/frames.py", "common/wire/messages.py",
+    "common/wire/protocol.py", "common/wire/segments.py", "common/wire/structs.py",
 }  # fmt: skip
 
 
 # Of those, the ones that know gRPC itself; the others know messages only.
 GRPC_USERS = WIRE_USERS - {
     "worker/conversation/messages.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/receiver.py",
-    "ps/wire/attachments.py", "ps/wire/partial_transfers.py", "worker/transports/partial_transfer.py",
-    "worker/transports/transport.py", "worker/transports/up.py", "common/wire/checks.py", "common/wire/frames.py",
-    "common/wire/messages.py", "common/wire/segments.py", "common/wire/structs.py",
+    "ps/wire/attachments.py", "ps/wire/partial_transfers.py", "worker/transports/transport.py",
+    "worker/transports/up.py", "common/wire/checks.py", "common/wire/frames.py", "common/wire/messages.py",
+    "common/wire/segments.py", "common/wire/structs.py",
 }  # fmt: skip
 
 

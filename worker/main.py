@@ -30,7 +30,7 @@ from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
 from ..common.reporting.log import get_logger, setup_logging
-from .conversation import interrupts
+from .conversation import threads
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def work(
         check_weights(task.init)
     setup_logging(resolved.config.log, WORKER)
     _say_place(resolved)
-    interrupts.install({signal.SIGTERM: Drained, signal.SIGINT: KeyboardInterrupt})
+    threads.install({signal.SIGTERM: Drained, signal.SIGINT: KeyboardInterrupt})
     _work(resolved)
 
 
@@ -106,7 +106,7 @@ def _work(resolved: Resolved) -> None:
     from ..common.tensors.optimizers import without_compiler
     from ..common.user_code import UserCodeError, format_user_traceback
     from .api import open_session
-    from .conversation.evaluator import Evaluator
+    from .conversation.reader import Evaluator
     from .trainer import choose_device, train
     from .training.alone import AloneSession, kept_if_it_fails, reporting, write_alone
     from .training.tasks.evaluator import evaluate_for

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import os
+import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -14,6 +17,7 @@ _GUARD = (
     "process computes, and gives its results to its parent"
 )
 _MARK = "PARAMSERVER_SESSION"  # environment variable: process, rank and server of a session, for child processes
+_PR_SET_PDEATHSIG = 1  # prctl.h
 _functions: list[Callable[[], None]] = []  # to be called at exit
 
 
@@ -37,6 +41,12 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
+def die_with_parent() -> None:
+    """End this process when its parent ends, even if that is killed (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class Owner:
     """The process that made a session."""
 
@@ -49,7 +59,7 @@ class Owner:
 
     def check(self) -> None:
         """Raises UsageError in a forked child."""
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise _is_the_parents(self._pid)
 
 

@@ -157,7 +157,7 @@ def stage_life(rank: int, port: int, options: PipelineOptions) -> Iterator[Measu
     group = Group(find_member(os.environ), "cpu", {}, _WAIT_S)
     pipeline = StagedPipeline(module, layers, loss_of(_loss()), group, config, ContributionKind.GRADIENT)
     yield _stepped(pipeline, _batch(options))
-    group.end()
+    group.watch.end()
 
 
 @contextmanager

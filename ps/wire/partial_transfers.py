@@ -1,6 +1,6 @@
 """Keeps uploads whose stream was lost. When the worker is back, it sends only the missing bytes.
 
-The worker's side is `worker/transports/partial_transfer.py`.
+The worker's side is `worker/transports/up.py`.
 """
 
 from __future__ import annotations

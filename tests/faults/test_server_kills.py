@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.channel import Channel
 from paramserver.worker.conversation.rpc_client import RpcClient
 
@@ -144,7 +145,7 @@ def test_the_weights_after_a_restart_are_those_of_the_snapshot(job):
         assert offset <= len(pulled)
         pulled[offset : offset + len(data)] = data
 
-    assert RpcClient(channel).pull(False, write) == start["version"]
+    assert RpcClient(channel).pull(pb.PullRequest(), write) == start["version"]
     channel.close()
     saved = load_file(job.folder / start["source"] / "weights.safetensors")
     payload = b"".join(saved[name].numpy().tobytes() for name in ("seen", "padding"))

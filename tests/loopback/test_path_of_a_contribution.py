@@ -18,7 +18,7 @@ import pytest
 
 from paramserver.tests.cluster import Cluster
 
-MAX_ON_PATH, MAX_FILES = 40, 84
+MAX_ON_PATH, MAX_FILES, MAX_CALLS = 40, 80, 235  # calls: those from another file of the project
 STEPS = 12
 
 
@@ -66,9 +66,10 @@ def test_a_contribution_passes_few_files(cluster: Cluster) -> None:
     for file, count in entries.items():
         functions = ", ".join(dict.fromkeys(call.function for call in step if call.file == file))
         print(f"{'path' if file in callers else '':5} {count:3}  {file:40} {functions}")
-    print(len(on_path), "files on the path,", len(entries), "in all")
+    print(len(on_path), "files on the path,", len(entries), "in all,", len(step), "calls from file to file")
     assert len(on_path) <= MAX_ON_PATH
     assert len(entries) <= MAX_FILES
+    assert len(step) <= MAX_CALLS
 
 
 @pytest.mark.parametrize(("mode", "most"), [("sync", (271, 243)), ("async", (269, 231)), ("localsgd", (259, 224))])

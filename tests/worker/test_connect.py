@@ -29,8 +29,8 @@ from paramserver.worker.conversation.channel import (
     open_channel,
     wait_until_ready,
 )
-from paramserver.worker.conversation.evaluator import Evaluator
 from paramserver.worker.conversation.exchange import Exchange
+from paramserver.worker.conversation.reader import Evaluator
 
 AT_ONCE_S = 15.0  # of a worker that would wait for minutes; on a busy machine gRPC takes seconds
 

@@ -19,7 +19,7 @@ from torch import nn
 from paramserver.common.errors import UnreachableError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import Outcome
-from paramserver.worker.conversation import interrupts
+from paramserver.worker.conversation import threads
 from paramserver.worker.conversation.messages import Final, Outgoing
 from paramserver.worker.conversation.threads import Helper, Stopped
 from paramserver.worker.session import Progress
@@ -72,7 +72,7 @@ class FakeExchange:
     def contribute(self, outgoing: Outgoing) -> Any:
         self.threads.add(threading.current_thread().name)
         while not self.may_land.acquire(timeout=0.01):
-            with interrupts.uninterrupted:
+            with threads.uninterrupted:
                 pass  # what a waiting worker hears from its server
         w, _, seen = self.model.sources(self.settings.kind)
         self.sent.append((w.item(), seen.item(), self.progress.version))
@@ -390,7 +390,7 @@ def test_a_signal_ends_the_wait_for_a_flight_and_leaves_it_pending() -> None:
     bench = Bench()
     bench.step()
     before = signal.getsignal(signal.SIGUSR1)
-    interrupts.install({signal.SIGUSR1: Ended})
+    threads.install({signal.SIGUSR1: Ended})
     timer = threading.Timer(0.05, signal.raise_signal, (signal.SIGUSR1,))
     try:
         timer.start()
@@ -412,14 +412,14 @@ def test_stop_reaches_only_the_thread_it_is_meant_for() -> None:
     begun, go = threading.Event(), threading.Event()
 
     def job() -> None:
-        with interrupts.uninterrupted:
+        with threads.uninterrupted:
             begun.set()
             assert go.wait(DEADLINE_S)
 
     future = helper.submit(job)
     assert begun.wait(DEADLINE_S)
     helper.stop()
-    with interrupts.uninterrupted:
+    with threads.uninterrupted:
         pass  # nothing is pending here
     go.set()
     with pytest.raises(Stopped):
@@ -464,7 +464,7 @@ def test_what_was_meant_for_a_thread_that_has_ended_reaches_no_other() -> None:
         helper.stop()
 
         def through_a_safe_place() -> int:
-            with interrupts.uninterrupted:
+            with threads.uninterrupted:
                 return 7
 
         other = Helper()

@@ -42,7 +42,7 @@ class Receiver:
         self.up = Up(CODECS.load(codec)(), model, self.transfer, self._come)
         self.up.encoding.ready(1)  # 1-bit Adam after its warm-up
         self.up.joined(way)
-        self.shards, self.depart = self.up, self.up.depart
+        self.shards = self.up
         self._begin()
 
     def _begin(self) -> None:

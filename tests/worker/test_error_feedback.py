@@ -50,7 +50,7 @@ class Server:
 
     @property
     def left(self) -> torch.Tensor:
-        kept: Any = self.encoding._residual
+        kept: Any = self.encoding.residual
         return torch.zeros_like(self.received) if kept is None else of_type(self.layout, kept).double()
 
 
@@ -172,13 +172,13 @@ def test_raw_takes_over_all_that_was_left_out(is_work: bool) -> None:
     left = server.left
     server.codec = CODECS.load("raw")()
     server.encoding.use(CODECS.load("raw")())
-    assert server.encoding.owes
+    assert server.encoding.residual is not None
     server.encode(gradient(1))
     server.encoding.rollback(server.work if is_work else None)
-    assert server.left.equal(left + gradient(1) * is_work) and server.encoding.owes
+    assert server.left.equal(left + gradient(1) * is_work) and server.encoding.residual is not None
     server.received += server.decoded(server.encode(gradient(2)))
     server.encoding.commit()
-    assert not server.encoding.owes and server.encoding.norm == 0 and server.encoding.take_lost() is None
+    assert server.encoding.residual is None and server.encoding.norm == 0 and server.encoding.take_lost() is None
     assert (server.received - gradient(0) - is_work * gradient(1) - gradient(2)).abs().max() < 1e-12
 
 
@@ -195,7 +195,7 @@ def test_work_that_was_dropped_is_sent_with_the_next_also_where_nothing_is_left_
     worked = sum((gradient(seed, num) for seed in range(3)), torch.zeros(num, dtype=torch.float64))
     assert (server.received + server.left - worked).abs().max() < 1e-5
     assert (server.left.abs().max() == 0) == (name == "raw"), "of bf16 what rounding leaves out of it"
-    assert server.encoding.owes == (name != "raw")
+    assert (server.encoding.residual is not None) == (name != "raw")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -12,7 +12,7 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.evaluator import Evaluator
+from paramserver.worker.conversation.reader import Evaluator
 
 WAIT_S = 60.0
 

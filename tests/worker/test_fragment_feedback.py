@@ -64,7 +64,7 @@ class Side:
 
     @property
     def left(self) -> dict[str, torch.Tensor]:
-        return of_names(self.layout, self.encoding._residual)
+        return of_names(self.layout, self.encoding.residual)
 
 
 FATES = st.lists(
@@ -127,11 +127,11 @@ def test_a_fragment_that_was_dropped_raw_is_sent_when_its_turn_comes_again() -> 
     side.encoding.commit()
     assert all(torch.equal(decoded[name], worked[name]) for name in second)
     assert not any(decoded[name].any() for name in first)
-    assert side.encoding.owes
+    assert side.encoding.residual is not None
     decoded = side.decode(side.encode(of_first, frozenset(second)))
     side.encoding.commit()
     assert all(torch.equal(decoded[name], 2 * worked[name]) for name in first)
-    assert not side.encoding.owes and side.encoding.take_lost() is None
+    assert side.encoding.residual is None and side.encoding.take_lost() is None
 
 
 def test_an_infinite_rest_of_one_fragment_costs_the_others_nothing() -> None:

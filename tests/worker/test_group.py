@@ -29,7 +29,7 @@ from paramserver.worker.strategies.collectives.rendezvous import (
     who_leaves,
 )
 from paramserver.worker.strategies.group import Group
-from paramserver.worker.strategies.undoable_step import UndoableStep
+from paramserver.worker.strategies.peer_state import UndoableStep
 
 from .queued import tell_of_gpus
 

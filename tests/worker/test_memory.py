@@ -107,14 +107,14 @@ class OneSession(Session):
         self.settings = SimpleNamespace(batch_size=4, seed=0, ends_by_metrics=False)  # type: ignore[assignment]
         inner = torch.optim.SGD(model.parameters(), lr=0.5)
         self.strategy = strategy
-        self.data = DataPosition(lambda: strategy.progress, [inner], Length())
+        self.data = DataPosition(strategy.progress, [inner], Length())
         self._memory = Memory(strategy, self.data, [inner])  # type: ignore[arg-type]
         slowdown = Slowdown(SlowdownConfig(), 0, 0)
         steps = Steps(strategy, slowdown, self.data, self._memory, scaling=self._scaling)  # type: ignore[arg-type]
         self.opt = ExchangeOptimizer(inner, steps)
 
     def _joined(self) -> Any:
-        return lambda: self.strategy.progress, self.data
+        return self.data
 
     @property
     def step(self) -> int:

@@ -51,7 +51,7 @@ def optimizer_of(
 ) -> tuple[ExchangeOptimizer, torch.optim.Optimizer]:
     inner = make(model.parameters()) if make is not None else torch.optim.Adam(model.parameters(), lr=0.1)
     run = of(kind)
-    data = DataPosition(lambda: run.progress, [inner], Length())
+    data = DataPosition(run.progress, [inner], Length())
     slowdown = Slowdown(SlowdownConfig(), 0, 0)
     steps = Steps(run, slowdown, data, Memory(run, data, [inner]))  # type: ignore[arg-type]
     return ExchangeOptimizer(inner, steps), inner

@@ -14,9 +14,8 @@ from paramserver.common.wire.frames import parse
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
-from paramserver.worker.transports.partial_transfer import divided
 from paramserver.worker.transports.transport import Transport
-from paramserver.worker.transports.up import Up
+from paramserver.worker.transports.up import Up, divided
 
 from ..records import contribution_of
 

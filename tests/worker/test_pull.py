@@ -61,12 +61,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_waits_for_weights_that_keep_coming(served: Callable[[int], str]) -> None:
-    assert RpcClient(Channel(served(99))).pull(False, lambda offset, data: None) == 3
+    assert RpcClient(Channel(served(99))).pull(pb.PullRequest(), lambda offset, data: None) == 3
 
 
 def test_a_worker_leaves_a_server_that_has_stopped_sending(served: Callable[[int], str]) -> None:
     with pytest.raises(Lost, match="no more of the weights came for 1 s"):
-        RpcClient(Channel(served(2))).pull(False, lambda offset, data: None)
+        RpcClient(Channel(served(2))).pull(pb.PullRequest(), lambda offset, data: None)
 
 
 def test_a_coordinator_waits_for_a_shards_part_that_keeps_coming(served: Callable[[int], str]) -> None:

@@ -22,7 +22,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..ownership import at_exit, not_at_exit
 from ..session import Retry
 from ..transports.limit import NO_LIMIT, Limit
-from .interrupts import sleep
+from .threads import sleep
 
 log = get_logger()
 

@@ -131,7 +131,8 @@ class DirectConnection:
                     num_bytes = self._retry_tls(self._socket.send, now[0])
                 else:
                     num_bytes = self._socket.sendmsg(now)
-                self._limit.sent(num_bytes)
+                if self._limit.at_once:
+                    self._limit.sent(num_bytes)
                 pieces = drop_front(pieces, num_bytes)
 
     # ---- in ---------------------------------------------------------------------------------
@@ -157,17 +158,18 @@ class DirectConnection:
             target = target[: self._limit.at_once]
         if isinstance(self._socket, ssl.SSLSocket):
             num_bytes = self._retry_tls(self._socket.recv_into, target)
+        elif len(target) <= _BUFFER_BYTES:
+            self._low_water.set(1)
+            num_bytes = self._socket.recv_into(target)
         else:
-            num_bytes = self._receive_plain(target)
+            num_bytes = self._receive_large(target)
         if not num_bytes:
             raise EOFError
-        self._limit.received(num_bytes)
+        if self._limit.at_once:
+            self._limit.received(num_bytes)
         return num_bytes
 
-    def _receive_plain(self, target: memoryview) -> int:
-        if len(target) <= _BUFFER_BYTES:
-            self._low_water.set(1)
-            return self._socket.recv_into(target)
+    def _receive_large(self, target: memoryview) -> int:
         while True:
             self._low_water.set(min(len(target), WAKE_BYTES))
             self._wait(select.POLLIN)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,18 +19,15 @@ from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import COUNTED, ContributionId, Outcome, Reply, Timing, changed
+from ...common.wire.records import NO_RESIDUAL, ContributionId, GroupInfo, Outcome, Reply, Timing, changed
 from ..session import Retry
 from ..tensors.transfer import ModelTensors
-from ..transports.limit import Limit
 from ..transports.transport import Transports
-from .channel import Channel, Lost
-from .interrupts import sleep
+from .channel import Lost
 from .membership import GroupView, Membership
 from .messages import Begun, Final, Goodbye, Outgoing, Settings, loses_replies, read_settings
-from .residuals import Residuals
 from .shard import Shard
-from .shard_set import ShardSet
+from .threads import sleep
 
 if TYPE_CHECKING:
     from .tracing import ExchangeTraces
@@ -39,6 +35,8 @@ if TYPE_CHECKING:
 log = get_logger()
 
 Pulled = TypeVar("Pulled")
+
+_NO_GROUP = GroupInfo()
 
 
 class Exchange:
@@ -54,27 +52,22 @@ class Exchange:
     ) -> None:
         """`region`: its name and number of workers, if this process is its relay."""
         self.config, self.credentials = config, credentials
-        self._limit = Limit(config.max_mbit)
         self._traces: ExchangeTraces | None = None
-        self._history = History(history)
+        self._history = History(history) if history is not None else None
         self._last_transfer_s = 0.0
         self.measured: list[dict[str, Any]] = []
         self.stop_reason = ""
         self.group_view = GroupView()
-        self.shards = ShardSet(self._make_shard)
-        self._membership = Membership(config, rank, self.shards, credentials, self.group_view)
+        self._membership = Membership(config, rank, credentials, self.group_view)
         self._membership.region = region
-        self.progress = self._membership.progress
-        self.residuals = Residuals(self.shards)
+        self.progress, self.shards = self._membership.progress, self._membership.shards
+        self.retry = self._membership.retry  # while the server is lost
         self._membership.join()
         self.settings: Settings = read_settings(self._membership.welcome.settings)
-        self.shards.codec = "raw" if self.settings.kind.has_peers else config.codec  # peers encode among themselves
+        kind = self.settings.kind
+        self._has_residual = config.codec != "raw" or kind.holds_differences
+        self.shards.codec = "raw" if kind.has_peers else config.codec  # peers encode among themselves
         self.shards.has_fragments = self.settings.fragments > 1
-        self.shards.replaced = lambda: self.residuals.count_lost(self.progress.rank)
-
-    def wait_forever(self) -> None:
-        """Wait for a lost server without an end from now on, instead of `worker.give_up_s`."""
-        self._membership.retry.give_up_s = math.inf
 
     def measures(self, measure: Callable[[], Mapping[str, float]]) -> None:
         """Send what it returns with each heartbeat."""
@@ -105,14 +98,6 @@ class Exchange:
     def begun(self) -> Begun | None:
         return self.shards.first.begun
 
-    def _make_shard(self, number: int, address: str) -> Shard:
-        channel = Channel(address or self.config.server, self.credentials, self._limit)
-        return Shard(number, channel, self.config, self)
-
-    def reached(self) -> None:
-        """A shard has sent a message after the welcome: the server is reachable."""
-        self._membership.retry.reached()
-
     # ---- the beginning ------------------------------------------------------------------------
 
     def moved(self) -> None:
@@ -127,41 +112,36 @@ class Exchange:
             self._membership.offer()
             self._begin()
         except Lost as lost:
-            self._rejoin(lost)
+            self._membership.rejoin(lost, self._begin)
 
     def _begin(self) -> Reply:
         reply = self._replied(self.shards.each(Shard.begin))
         progress = self.progress
         progress.started(reply)
-        self._history.write(
-            "start",
-            run=progress.run,
-            **self._membership.ids,
-            server_incarnation=self._membership.welcome.server_incarnation,
-            seq=progress.row.seq,
-            version=progress.version,
-        )
+        if self._history is not None:
+            self._history.write(
+                "start",
+                run=progress.run,
+                **self._membership.ids,
+                server_incarnation=self._membership.welcome.server_incarnation,
+                seq=progress.row.seq,
+                version=progress.version,
+            )
         return reply
-
-    def _rejoin(self, lost: Lost) -> Reply | None:
-        """Join again. Returns the reply that says where to start; None: this worker is still a member."""
-        return self._membership.rejoin(lost, self._begin)
 
     def use_transports(self, names: tuple[str, ...]) -> None:
         """Reconnect, with the first of these transports that both sides can open."""
         config = self.config.model_copy(update={"transports": names})
         for shard in self.shards.all:
             shard.transports = Transports(config)
-        self._rejoin(Lost(f"changing transports to {', '.join(names)}"))
+        self._membership.rejoin(Lost(f"changing transports to {', '.join(names)}"), self._begin)
 
     # ---- exchanging ---------------------------------------------------------------------------
 
     def contribute(self, outgoing: Outgoing) -> Reply:
         """Send a contribution to all shards. Returns the reply when the model has its weights (see `Exchanger`)."""
         started, progress = time.perf_counter(), self.progress
-        timing = Timing(outgoing.contribution.timing.compute_s, self._last_transfer_s)
-        outgoing = outgoing.changed(timing=timing, residual=self.residuals.info)
-        name = progress.run, progress.rank or 0, progress.incarnation or 0, progress.next_number
+        name = progress.run, progress.rank or 0, progress.incarnation or 0, progress.row.seq + 1
         try:
             reply = self._exchange(outgoing)
         except Lost as lost:
@@ -173,32 +153,35 @@ class Exchange:
 
     def _exchange(self, outgoing: Outgoing) -> Reply:
         # Number the contribution, and add the facts that depend on the worker's progress.
-        contribution, progress = outgoing.contribution, self.progress
-        topics: dict[str, Any] = {"id": ContributionId(progress.rank or 0, progress.incarnation, progress.next_number)}
-        topics["base"] = changed(contribution.base, version=progress.version)
+        contribution, progress, seq = outgoing.contribution, self.progress, self.progress.row.seq + 1
+        outgoing = outgoing.changed(
+            id=ContributionId(progress.rank or 0, progress.incarnation, seq),
+            base=changed(contribution.base, version=progress.version),
+            timing=Timing(contribution.timing.compute_s, self._last_transfer_s),
+            residual=self.shards.residual() if self._has_residual else NO_RESIDUAL,
+        )
         if contribution.completion.generation or not (progress.wants_weights or contribution.training.evaluates):
-            topics["training"] = changed(contribution.training, wants_weights=False)
-        outgoing = outgoing.changed(**topics)
+            outgoing = outgoing.changed(training=changed(contribution.training, wants_weights=False))
         if self._membership.region is not None:
             name, _ = self._membership.region
-            self._membership.region = name, outgoing.contribution.counts.num_workers  # for the next join
+            self._membership.region = name, contribution.counts.num_workers  # for the next join
         if self._traces is not None:
             self._traces.begin()
         self._send_pending()
-        seq, base_version = self.progress.next_number, self.progress.version
-        counts = outgoing.contribution.counts
-        self._history.write(
-            "send", **self._membership.ids, seq=seq, base_version=base_version, samples=counts.new_samples,
-            num_steps=counts.num_steps, num_batches=counts.num_batches,
-            **({"part": counts.part} if counts.part else {}),
-        )  # fmt: skip
-        return self._replied(self.shards.each(lambda shard: self._exchange_with(shard, outgoing)))
+        if self._history is not None:
+            counts = contribution.counts
+            self._history.write(
+                "send", **self._membership.ids, seq=seq, base_version=progress.version, samples=counts.new_samples,
+                num_steps=counts.num_steps, num_batches=counts.num_batches,
+                **({"part": counts.part} if counts.part else {}),
+            )  # fmt: skip
+        return self._replied(self.shards.each(self._exchange_with, outgoing))
 
     def _exchange_with(self, shard: Shard, outgoing: Outgoing) -> Reply:
-        shard.contribute(self.shards.part_of(outgoing, shard))
+        shard.contribute(outgoing if outgoing.optimizer is None else self.shards.part_of(outgoing, shard))
         if self._traces is not None:
             self._traces.sent()
-        received = shard.receive()
+        received = shard.expect("reply")
         if self._traces is not None:
             self._traces.came()
         return shard.take(received)
@@ -206,31 +189,27 @@ class Exchange:
     def _contribute_again(self, lost: Lost, outgoing: Outgoing) -> Reply:
         """Send the same contribution on new connections, until it gets a reply or the worker has to start again."""
         while True:
-            reply = self._rejoin(lost)
+            reply = self._membership.rejoin(lost, self._begin)
             if reply is not None:
                 return reply
             seq = self._membership.welcome.seq
             try:
                 if seq <= self.progress.row.seq:
                     return self._exchange(outgoing)
-                return self._replied(self.shards.each(methodcaller("ask_again", seq)))
+                return self._replied(self.shards.each(Shard.ask_again, seq))
             except Lost as again:
                 lost = again
-
-    def reply_came(self, reply: Reply) -> None:
-        """A shard has received a reply, but not its weights yet."""
-        if reply.result.outcome not in COUNTED:  # the weights may overwrite what would be sent again
-            self.progress.server_incarnation = 0
 
     def _replied(self, replies: list[Reply]) -> Reply:
         """Note a reply of all shards, of which the model has all weights. Returns the coordinator's."""
         progress, reply, result = self.progress, replies[0], replies[0].result
-        self.residuals.count_lost(progress.rank)
+        if self._has_residual:
+            self.shards.count_lost()
         progress.server_incarnation = self._membership.welcome.server_incarnation
         progress.replied(reply)
-        self.group_view.replied(reply)
+        self.group_view.info = reply.group or _NO_GROUP
         self.measured.clear()
-        if result.outcome is not Outcome.START:  # `_begin` records a START
+        if self._history is not None and result.outcome is not Outcome.START:  # `_begin` records a START
             fields = {"seq": result.seq, "version": result.version, "outcome": result.outcome.name}
             self._history.write("replied", **self._membership.ids, **fields)
         if (other := reply.next_work.same_batches_as) is not None:
@@ -238,10 +217,6 @@ class Exchange:
         if result.outcome is Outcome.REJECTED:
             log.warning("rejected", rank=progress.rank, seq=progress.next_number, reason=shown(result.reason, 2_000))
         return reply
-
-    def depart(self, indices: list[int]) -> None:
-        """Send the gradients of these tensors before their contribution."""
-        self.shards.depart(indices)
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a table, [n, dim], for distinct and ascending ids.
@@ -282,15 +257,16 @@ class Exchange:
         while True:
             try:
                 self._send_pending()
-                finish = methodcaller("finish", self._last_transfer_s, can_evaluate, self.residuals.info)
-                finals = self.shards.each(finish)
+                residual = self.shards.residual() if self._has_residual else NO_RESIDUAL
+                finals = self.shards.each(Shard.finish, self._last_transfer_s, can_evaluate, residual)
             except Lost as lost:
-                has_started = self._rejoin(lost) is not None
+                has_started = self._membership.rejoin(lost, self._begin) is not None
                 if has_started and not progress.is_done and (not is_early or progress.row.steps < num_steps):
                     return None
                 continue
             self.progress.received(finals[0].version)
-            self._history.write("end", rank=self.progress.rank, seq=self.progress.row.seq)
+            if self._history is not None:
+                self._history.write("end", rank=self.progress.rank, seq=self.progress.row.seq)
             return finals[0]
 
     def _send_pending(self) -> None:
@@ -313,4 +289,5 @@ class Exchange:
         self.shards.close()
         if self._traces is not None:
             self._traces.close()
-        self._history.close()
+        if self._history is not None:
+            self._history.close()

@@ -18,9 +18,9 @@ from ...proto import parameter_server_pb2 as pb
 from ..session import Progress, Retry
 from .channel import Lost, wait_for_server
 from .heartbeat import Heartbeat
-from .interrupts import sleep
 from .messages import Welcome, join_message
 from .shard_set import ShardSet
+from .threads import sleep
 
 log = get_logger()
 
@@ -42,9 +42,6 @@ class GroupView:
         self._over = 0, 0, 0.0
         self.membership = 0  # the current one; only replies to its heartbeats are used
 
-    def replied(self, reply: Reply) -> None:
-        self.info = reply.group or GroupInfo()
-
     def heartbeat_replied(self, membership: int, reply: pb.HeartbeatReply) -> None:
         """Called on the heartbeat's thread."""
         self._over = membership, reply.server_incarnation, math.inf if reply.is_gone else reply.over_generation
@@ -61,13 +58,12 @@ class Membership:
     welcome: Welcome
     region: tuple[str, int] | None = None  # its name and number of workers, if this process is its relay
 
-    def __init__(
-        self, config: WorkerConfig, rank: int | None, shards: ShardSet, credentials: Credentials, group: GroupView
-    ) -> None:
-        self._device, self._shards, self._group = config.device, shards, group
+    def __init__(self, config: WorkerConfig, rank: int | None, credentials: Credentials, group: GroupView) -> None:
+        self._device, self._group = config.device, group
         self.retry = Retry(config.server, config.give_up_s, rank)
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
-        self.heartbeat = Heartbeat(lambda: shards.first.channel.address, credentials, group.heartbeat_replied)
+        self.shards = ShardSet(config, credentials, self.progress, self.retry)
+        self.heartbeat = Heartbeat(lambda: self.shards.first.channel.address, credentials, group.heartbeat_replied)
 
     @property
     def ids(self) -> dict[str, int | None]:
@@ -85,7 +81,7 @@ class Membership:
         progress = self.progress
         while True:
             try:
-                welcome = self._shards.first.join(self._message(), _ATTEMPT_S)
+                welcome = self.shards.first.join(self._message(), _ATTEMPT_S)
                 break
             except Lost as lost:
                 wait_for_server(self.retry, lost)
@@ -100,19 +96,19 @@ class Membership:
         self._group.server_incarnation = welcome.server_incarnation
         heartbeat = pb.HeartbeatRequest(run=progress.run, rank=welcome.rank, process=progress.process)
         self._group.membership = self.heartbeat.start(heartbeat.SerializeToString(), welcome.lease_s)
-        self._shards.connect(list(welcome.shards))
+        self.shards.connect(list(welcome.shards))
 
     def offer(self) -> None:
         """Offer the model to all shards, and negotiate the transports. Raises Lost."""
         kind = self.welcome.settings.contribution
-        for shard in self._shards.all:
+        for shard in self.shards.all:
             if shard.number:
                 try:
                     shard.join(self._message(self.welcome), _ATTEMPT_S)
                 except Lost as lost:
-                    raise self._shards.lost(shard, lost) from None
-            shard.offer(self._shards.layout, self._shards.optimizer, kind, self._shards.codec, self._group.rendezvous)
-        log.routine("tensors", transport=self._shards.transport, reason=self._shards.first.transports.reason)
+                    raise self.shards.lost(shard, lost) from None
+            shard.offer(self.shards.layout, self.shards.optimizer, kind, self.shards.codec, self._group.rendezvous)
+        log.routine("tensors", transport=self.shards.transport, reason=self.shards.first.transports.reason)
 
     def rejoin(self, lost: Lost, begin: Callable[[], Reply]) -> Reply | None:
         """Rejoin after a lost connection. Returns the reply that says where to start; None: still a member.
@@ -120,10 +116,10 @@ class Membership:
         As a member the worker has nothing to start: the Welcome counts as many contributions as `progress`, or one
         more.
         """
-        for shard in self._shards.all:
+        for shard in self.shards.all:
             shard.transfer.leave_segment()
         while True:
-            for shard in self._shards.all:
+            for shard in self.shards.all:
                 shard.stream.close_stream()
             log.warning("connection_lost", reason=str(lost), seq=self.progress.row.seq)
             sleep(self.retry.failed(time.monotonic(), str(lost)))

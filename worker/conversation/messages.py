@@ -215,6 +215,16 @@ def read_settings(message: pb.RunSettings) -> Settings:
             every(message.eval_every)
         except ValueError as error:
             raise refusal(Reason.BAD_REQUEST, f"RunSettings.eval_every: {error}") from None
+    try:
+        train = TrainConfig.model_validate(_whole_numbers(from_struct(message.train)))
+    except ValidationError as error:
+        problems = "; ".join(
+            f"train.{shown('.'.join(map(str, item['loc'])))}: {item['msg']}" for item in error.errors()[:5]
+        )
+        raise UsageError(
+            f"the server's train settings are unknown to this worker ({problems})",
+            fix="install the same version of paramserver on both",
+        ) from None
     optimizer = optimizer_from_proto(message.optimizer)
     arguments = optimizer.groups[0].hyperparameters if optimizer.groups else {}
     values: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
@@ -226,21 +236,8 @@ def read_settings(message: pb.RunSettings) -> Settings:
         optimizer=optimizer.name,
         optimizer_args=arguments,
         fragments=max(1, message.fragments),
-        train=_train_settings(_whole_numbers(from_struct(message.train))),
+        train=train,
     )
-
-
-def _train_settings(settings: dict[str, Any]) -> TrainConfig:
-    try:
-        return TrainConfig.model_validate(settings)
-    except ValidationError as error:
-        problems = "; ".join(
-            f"train.{shown('.'.join(map(str, item['loc'])))}: {item['msg']}" for item in error.errors()[:5]
-        )
-        raise UsageError(
-            f"the server's train settings are unknown to this worker ({problems})",
-            fix="install the same version of paramserver on both",
-        ) from None
 
 
 def _whole_numbers(value: Any) -> Any:

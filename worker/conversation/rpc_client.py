@@ -59,7 +59,7 @@ class RpcClient:
 
     # ---- weights and optimizer state ----------------------------------------------------------
 
-    def pull(self, averaged: bool, write: Write, num_bytes: int | None = None) -> int:
+    def pull(self, request: pb.PullRequest, write: Write, num_bytes: int | None = None) -> int:
         """Fetch weights and write them piece by piece. Returns their version.
 
         Refuses weights of another size than `num_bytes`.
@@ -71,7 +71,7 @@ class RpcClient:
                 raise refusal(Reason.BAD_REQUEST, message)
             return write
 
-        return self._pull(pb.PullRequest(averaged=averaged), begin).version
+        return self._pull(request, begin).version
 
     def pull_version(self, version: int | None, num_bytes: int, write: Write, reader: str) -> tuple[int, Layout]:
         """Fetch weights for an evaluation, or for a `reader`. Returns their version and layout.
@@ -80,7 +80,7 @@ class RpcClient:
         another size than `num_bytes` are not written.
         """
         request = pb.PullRequest(keep=not reader and version is None, reader=reader, version=version)
-        snapshot = self._pull(request, lambda announced: write if announced == num_bytes else _ignore)
+        snapshot = self._pull(request, lambda announced: write if announced == num_bytes else lambda _, __: None)
         return snapshot.version, layout_from_proto(snapshot.tensors)
 
     def pull_optimizer(self, most_bytes: int) -> bytes:
@@ -144,10 +144,6 @@ class RpcClient:
                 raise Lost("the connection was closed") from None
 
         return wait
-
-
-def _ignore(_: int, __: memoryview) -> None:
-    """Discard a piece."""
 
 
 class _Deadline:

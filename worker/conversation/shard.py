@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -26,7 +26,7 @@ from ...common.wire.messages import read_reply, read_weights
 from ...common.wire.records import COUNTED, Outcome, Reply, ResidualInfo, WeightsInfo, changed
 from ...common.wire.segments import SegmentError, this_host
 from ...proto import parameter_server_pb2 as pb
-from ..session import Progress
+from ..session import Progress, Retry
 from ..tensors.staged import make_transfer
 from ..tensors.transfer import DirectTransfer, ModelTensors
 from ..transports.down import Down, Write
@@ -45,32 +45,21 @@ _GOODBYE_S = 5.0
 _MOST_SHOWN = 2_000  # longest sentence of a server that is logged, in characters
 
 
-class Owner(Protocol):
-    """The exchange that a shard reports to."""
-
-    progress: Progress
-
-    def reply_came(self, reply: Reply) -> None:
-        """A reply has arrived; its weights are not written yet."""
-
-    def reached(self) -> None:
-        """The server has sent a message after the Welcome."""
-
-
 class Shard:
-    """A worker's connection to one shard. Used by one thread at a time."""
+    """A worker's connection to one shard. Used by one thread at a time. `retry`: told of each message of the server."""
 
     model: ModelTensors  # this shard's part
     tables: tuple[TableSpec, ...]
     transfer: DirectTransfer
     up: Up
-    down: Down | None = None
+    down: Down
 
-    def __init__(self, number: int, channel: Channel, config: WorkerConfig, owner: Owner) -> None:
+    def __init__(self, number: int, channel: Channel, config: WorkerConfig, progress: Progress, retry: Retry) -> None:
         self.number, self.channel = number, channel
         self.stream, self.rpc = StreamClient(channel), RpcClient(channel)
         self.transports = Transports(config)
-        self._config, self._owner = config, owner
+        self._config, self._progress, self._retry = config, progress, retry
+        self._has_model = False
         self._welcome: Welcome | None = None  # of the current stream
         self._sent_hyperparameters: tuple[Hyperparameters, ...] | None = None
         self._sent_state: bytes | None = None  # sent with the newest contribution, while the server keeps it
@@ -84,7 +73,7 @@ class Shard:
         """Connect and join. Returns the server's Welcome. Raises Lost."""
         self.stream.open(timeout_s)
         self.stream.say(join=join)
-        welcome = self._expect("welcome").of(Welcome)
+        welcome = self.expect("welcome").of(Welcome)
         why_not = self.stream.go_direct(welcome) if self.transports.wants_direct else "not wanted"
         self.transports.joined(welcome, why_not)
         self._welcome = welcome
@@ -94,7 +83,7 @@ class Shard:
 
     def set_model(self, model: ModelTensors, tables: tuple[TableSpec, ...], codec: str) -> None:
         """Set this shard's part of the model, its rows of the tables, and the codec of contributions."""
-        self.model, self.tables = model, tables
+        self.model, self.tables, self._has_model = model, tables, True
         self.transfer = make_transfer(model)
         self.up = Up(CODECS.load(codec)(), model, self.transfer, self.stream.send)
         self.down = Down(CODECS.load(self._config.reply_codec)(), model, self.transfer)
@@ -105,12 +94,7 @@ class Shard:
             self.stream.hang_up()
         self.transfer.leave_segment()
         self.model, self.transfer = model, make_transfer(model)
-        self.up.transfer = self._down.transfer = self.transfer
-
-    @property
-    def _down(self) -> Down:
-        assert self.down is not None
-        return self.down
+        self.up.transfer = self.down.transfer = self.transfer
 
     def offer(
         self, whole: Layout, optimizer: OptimizerSpec, kind: messages.KindOfRun, codec: str, rendezvous: str
@@ -123,14 +107,14 @@ class Shard:
         model.transport_reason = self.transports.reason
         self.stream.offer(model)
         if offered is not None:
-            offered.decided(self._expect("shared_memory").of(pb.SharedMemory))
+            offered.decided(self.expect("shared_memory").of(pb.SharedMemory))
         self.transports.agreed()
         self.up.joined(self.transports.transport, self._welcome)
 
     def begin(self) -> Reply:
         """Receive the weights to start from. Uploads weights if the server requests them."""
         state = bytearray()
-        while (received := self._expect("reply", "send_weights", "state")).kind != "reply":
+        while (received := self.expect("reply", "send_weights", "state")).kind != "reply":
             if received.kind == "send_weights":
                 self._upload()
                 continue
@@ -153,9 +137,13 @@ class Shard:
 
     def contribute(self, outgoing: Outgoing) -> None:
         """Send this shard's part of the contribution."""
-        contribution = outgoing.contribution
+        contribution, encoding = outgoing.contribution, self.up.encoding
         topics: dict[str, Any] = {}
-        hyperparameters = self.up.encoding.prepared(contribution.training.hyperparameters)
+        hyperparameters = contribution.training.hyperparameters
+        if not encoding.is_raw or contribution.kind.holds_differences:
+            hyperparameters = encoding.prepared(hyperparameters)
+            without = self.model.names_at(contribution.payload.without_gradient)
+            encoding.choose(without) if self.has_fragments else encoding.rest(without)
         if hyperparameters is self._sent_hyperparameters:
             hyperparameters = ()
         else:
@@ -167,19 +155,14 @@ class Shard:
         elif outgoing.state is not None and outgoing.state != self._sent_state:
             self._sent_state = outgoing.state
             self.stream.send(messages.state_frames(outgoing.state))
-        without = self.model.names_at(contribution.payload.without_gradient)
-        if self.has_fragments:
-            self.up.encoding.choose(without)
-        else:
-            self.up.encoding.rest(without)
         if outgoing.optimizer is not None:
             self.stream.send(messages.state_frames(save(dict(outgoing.optimizer)), "optimizer"))
         if outgoing.rows:
             self.stream.send(messages.rows_frames(self.tables, outgoing.rows))
-        if self._down.reference:
-            topics["base"] = changed(contribution.base, reference=self._down.reference)
+        if self.down.reference:
+            topics["base"] = changed(contribution.base, reference=self.down.reference)
         try:
-            self.up.contribute(changed(contribution, **topics) if topics else contribution)
+            self.up.contribute(contribution, **topics)
         except SegmentError as error:  # the next connection has another segment
             raise Lost(str(error)) from None
 
@@ -192,30 +175,27 @@ class Shard:
 
     def ask_again(self, seq: int) -> Reply:
         """Request the reply to this counted contribution again."""
-        self.stream.say(ask_again={"seq": seq, "reference": self._down.reference})
-        return self.take(self.receive())
-
-    def receive(self) -> Frame:
-        """Receive the next reply, without its weights."""
-        return self._expect("reply")
+        self.stream.say(ask_again={"seq": seq, "reference": self.down.reference})
+        return self.take(self.expect("reply"))
 
     def take(self, received: Frame) -> Reply:
-        """Read a reply that `receive` returned, and receive its weights. On return the model has them."""
+        """Read a reply that `expect` returned, and receive its weights. On return the model has them."""
         reply = read_reply(received.of(pb.Reply))
-        self._owner.reply_came(reply)
         outcome = reply.result.outcome
-        self.up.replied(outcome)
-        self.up.encoding.ready(self._owner.progress.version)
         if outcome not in COUNTED:
             self._sent_state = None
+            self._progress.server_incarnation = 0  # the weights may overwrite what would be sent again
+        self.up.replied(outcome)
+        if not self.up.encoding.is_raw:
+            self.up.encoding.ready(self._progress.version)
         if outcome is Outcome.START:
-            self._down.started()
+            self.down.started()
         if reply.weights is not None:
             self._receive_weights(received, reply.weights)
         return reply
 
     def _receive_weights(self, received: Frame, weights: WeightsInfo) -> None:
-        memory, down, num_bytes = None, self._down, weights.num_bytes
+        memory, down, num_bytes = None, self.down, weights.num_bytes
         # a small payload came with the reply
         if received.data and len(received.data) == num_bytes and not received.offset:
             down.take(weights, lambda write: write(0, received.data))
@@ -243,7 +223,7 @@ class Shard:
         if memory is not None:
             self.stream.say(taken={})
 
-    def _expect(self, *kinds: str) -> Frame:
+    def expect(self, *kinds: str) -> Frame:
         """Receive the next frame of one of `kinds`.
 
         While only Waiting frames arrive, their reason is logged from time to time.
@@ -252,7 +232,7 @@ class Shard:
         while True:
             received = self.stream.receive()
             if received.kind != "welcome":
-                self._owner.reached()
+                self._retry.reached()
             if received.header is not None:
                 check_header(received.header)
             if received.kind in kinds:
@@ -261,12 +241,12 @@ class Shard:
                 raise refusal(Reason.BAD_REQUEST, f"the server sent {received.kind}, expected {' or '.join(kinds)}")
             reason = received.of(pb.Waiting).reason
             if self.number == 0 and time.monotonic() >= log_at and reason:
-                log.info("waiting", rank=self._owner.progress.rank, reason=shown(reason, _MOST_SHOWN))
+                log.info("waiting", rank=self._progress.rank, reason=shown(reason, _MOST_SHOWN))
                 log_at = time.monotonic() + 6 * _LOG_WAITING_AFTER_S
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Request this shard's rows among the distinct and ascending ids. The returned function waits for them."""
-        spec, progress = self.tables[table], self._owner.progress
+        spec, progress = self.tables[table], self._progress
         first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end], device="cpu")).tolist()
         wait = self.rpc.pull_rows(progress.run, progress.rank or 0, spec, table, ids[first:end])
         dtype, num_rows = DTYPES[spec.dtype], int(end - first)
@@ -287,24 +267,21 @@ class Shard:
         """Report that all steps are taken, upload the weights if the server asks for them, receive the final ones."""
         finish = {"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": asdict(residual)}
         self.stream.say(finish=finish)
-        while (received := self._expect("final", "send_weights")).kind == "send_weights":
+        while (received := self.expect("final", "send_weights")).kind == "send_weights":
             self._upload()
         final = received.of(Final)
         self._receive_weights(received, changed(read_weights(final.weights), codec=""))
         return final
 
-    def pull_averaged(self, model: ModelTensors) -> None:
-        """Write this part of the Polyak average into another instance of the part."""
-        transfer = make_transfer(model)
-        self.rpc.pull(True, transfer.write, model.layout.total_bytes)
-        transfer.finish_write(model.layout.total_bytes)
+    def pull(self, model: ModelTensors, **which: Any) -> int:
+        """Write this part of weights, which the fields of PullRequest name, into a part of a model, without a codec.
 
-    def pull_exact(self, model: ModelTensors, version: int | None) -> int:
-        """Write this part of a version, None: the newest, into a part of a model, without a codec."""
+        Returns their version.
+        """
         transfer, num_bytes = make_transfer(model), model.layout.total_bytes
-        found, _ = self.rpc.pull_version(version, num_bytes, transfer.write, "")
+        version = self.rpc.pull(pb.PullRequest(**which), transfer.write, num_bytes)
         transfer.finish_write(num_bytes)
-        return found
+        return version
 
     def leave(self, goodbye: Goodbye) -> None:
         """Leave the run with a goodbye message."""

@@ -5,56 +5,66 @@ The first shard is the coordinator, which knows the worker. A server of one proc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from ...common.config.schema import WorkerConfig
 from ...common.errors import ParamServerError, Reason, UnreachableError, refusal, shown
+from ...common.reporting.log import get_logger
+from ...common.security import Credentials
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import Share, divide
+from ...common.wire.records import ResidualInfo
+from ..session import Progress, Retry
 from ..tensors.transfer import ModelTensors, part_of
-from .channel import Lost
+from ..transports.encoding import Encoding
+from ..transports.limit import Limit
+from .channel import Channel, Lost
 from .messages import Outgoing
 from .shard import Shard
 from .threads import END_S, Helper, wait_for
 
+log = get_logger()
+
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 _MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # limits of an optimizer's state: multiples of the parameters, and bytes for names
 
 
 class ShardSet:
-    """The shards; `all` has one per server process. `make(number, address)` creates one; the first has no address."""
+    """The shards; `all` has one per server process."""
 
     optimizer: OptimizerSpec
+    layout: Layout  # of the whole model
 
-    def __init__(self, make: Callable[[int, str], Shard]) -> None:
-        self._make = make
-        self.all = [make(0, "")]
+    def __init__(self, config: WorkerConfig, credentials: Credentials, progress: Progress, retry: Retry) -> None:
+        """`retry`: told when a shard sends a message."""
+        self._config, self._credentials, self._progress, self._retry = config, credentials, progress, retry
+        self._limit = Limit(config.max_mbit)
+        self.first = self._make(0, config.server)
+        self.all = [self.first]
         self.has_fragments = False
         self.codec = ""  # of contributions
         self._addresses: list[str] = []
         self._helpers: list[Helper] = []  # threads for the shards after the first
         self._model: ModelTensors | None = None
         self._shares: list[Share] = []
-        self.replaced: Callable[[], object] = lambda: None  # called when other shards replace the old ones
+        self.peers_encoding: Encoding | None = None  # of gradients between peers
+        self._num_lost, self._norm_lost = 0, 0.0  # lost residuals, and the sum of their norms
 
-    @property
-    def first(self) -> Shard:
-        return self.all[0]
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the whole model."""
-        assert self._model is not None
-        return self._model.layout
+    def _make(self, number: int, address: str) -> Shard:
+        channel = Channel(address, self._credentials, self._limit)
+        return Shard(number, channel, self._config, self._progress, self._retry)
 
     @property
     def transport(self) -> str:
@@ -71,7 +81,7 @@ class ShardSet:
         if self._model is not None:  # a START follows
             for shard in self.all:
                 shard.up.encoding.start()
-            self.replaced()
+            self.count_lost()
         for old in self.all[1:]:
             old.stream.close()
         self._addresses = addresses
@@ -85,7 +95,8 @@ class ShardSet:
         for shard, share in zip(self.all, self._shares, strict=True):
             shard.set_model(part_of(model, share), share.optimizer(optimizer).tables, self.codec)
             shard.has_fragments = self.has_fragments
-        self._model, self.optimizer = model, optimizer  # a model that cannot be divided is none of the shards'
+        # a model that cannot be divided is none of the shards'
+        self._model, self.layout, self.optimizer = model, model.layout, optimizer
 
     def moved(self) -> None:
         """The model has moved in memory."""
@@ -95,19 +106,21 @@ class ShardSet:
 
     # ---- the same for each shard --------------------------------------------------------------
 
-    def each(self, work: Callable[[Shard], Result]) -> list[Result]:
-        """Run `work` for all shards in parallel. Returns the results in order.
+    def each(
+        self, work: Callable[Concatenate[Shard, Arguments], Result], *given: Arguments.args, **named: Arguments.kwargs
+    ) -> list[Result]:
+        """Run `work` for all shards in parallel, with these arguments. Returns the results in order.
 
         If it fails for one shard, the streams of the others are closed, because they cannot complete. A refusal is
         raised rather than the losses that follow from it.
         """
         shards = self.all
         if len(shards) == 1:
-            return [work(shards[0])]
+            return [work(shards[0], *given, **named)]
 
         def guarded(shard: Shard) -> Result:
             try:
-                return work(shard)
+                return work(shard, *given, **named)
             except Exception as error:
                 _hang_up(shards)
                 if isinstance(error, Lost):
@@ -143,14 +156,32 @@ class ShardSet:
 
     def part_of(self, outgoing: Outgoing, shard: Shard) -> Outgoing:
         """A contribution with this shard's part of the optimizer state."""
-        if outgoing.optimizer is None:
-            return outgoing
+        assert outgoing.optimizer is not None
         found = {
             f"{key}/{part.name}": (part.of(value) if value.dim() else value).contiguous()
             for part in self._shares[shard.number].parts
             for key, value in outgoing.optimizer.get(part.spec.name, {}).items()
         }
         return outgoing._replace(optimizer=found)
+
+    # ---- residuals of the contributions: of each shard's part, or of the gradients between peers ---
+
+    @property
+    def _encodings(self) -> list[Encoding]:
+        return [shard.up.encoding for shard in self.all] if self.peers_encoding is None else [self.peers_encoding]
+
+    def residual(self) -> ResidualInfo:
+        """The norm of all residuals, and the number and norms of lost ones."""
+        norm = math.hypot(*(encoding.norm for encoding in self._encodings))
+        return ResidualInfo(norm, self._num_lost, self._norm_lost)
+
+    def count_lost(self) -> None:
+        """Count residuals that were lost since the last call. Losses on several shards count once."""
+        found = [lost for encoding in self._encodings if (lost := encoding.take_lost()) is not None]
+        if found:
+            norm, codec = math.hypot(*found), self._encodings[0].codec.name
+            self._num_lost, self._norm_lost = self._num_lost + 1, self._norm_lost + norm
+            log.info("residual_lost", rank=self._progress.rank, codec=codec, norm=f"{norm:.4g}", num=self._num_lost)
 
     # ---- gradients ahead of their contribution ------------------------------------------------
 
@@ -191,13 +222,13 @@ class ShardSet:
     def pull_averaged(self, model: ModelTensors) -> None:
         """Write the Polyak average into another instance of the model."""
         for shard, share in zip(self.all, self._shares, strict=True):
-            shard.pull_averaged(part_of(model, share))
+            shard.pull(part_of(model, share), averaged=True)
 
     def pull_exact(self, model: ModelTensors) -> int:
         """Write the newest version into the model, without a codec. Returns the version."""
         version: int | None = None
         for shard, share in zip(self.all, self._shares, strict=True):
-            version = shard.pull_exact(part_of(model, share), version)
+            version = shard.pull(part_of(model, share), keep=version is None, version=version)
         assert version is not None
         return version
 

@@ -18,8 +18,8 @@ from ..ownership import at_exit, not_at_exit
 from ..transports.limit import Limit
 from .channel import Channel, Lost, collect, next_frame
 from .direct import DirectConnection, DirectError
-from .interrupts import uninterrupted
 from .messages import message
+from .threads import uninterrupted
 
 _STATUS_S = 2.0  # time in which a stream reports why it ended
 
@@ -82,21 +82,19 @@ class StreamClient:
         """Receive the next message. Raises Lost, or the refusal that ended the stream."""
         self._is_reading = True
         with uninterrupted:
-            received = self._next()
+            if self._direct is None:
+                try:
+                    received = next_frame(self._call, self._channel.limit)
+                except Lost as lost:
+                    self._channel.wait_longer(lost)
+                    raise
+            else:
+                try:
+                    received = parse(pb.ServerMessage, self._direct.receive())
+                except (OSError, EOFError, ValueError) as error:
+                    raise self._why_lost(error) from None
             self._is_reading = False
         return received
-
-    def _next(self) -> Frame:
-        if self._direct is None:
-            try:
-                return next_frame(self._call, self._channel.limit)
-            except Lost as lost:
-                self._channel.wait_longer(lost)
-                raise
-        try:
-            return parse(pb.ServerMessage, self._direct.receive())
-        except (OSError, EOFError, ValueError) as error:
-            raise self._why_lost(error) from None
 
     def _why_lost(self, error: Exception) -> Exception:
         """The error for a lost direct connection, with the reason from the stream."""

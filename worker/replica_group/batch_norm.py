@@ -48,20 +48,17 @@ class GroupBatchNorm(nn.SyncBatchNorm):
         mean = sums / count
         apart = values - mean.view(shape)
         variance = _Sum.apply((apart * apart).sum(axes)) / count
-        self._follow(mean.detach(), variance.detach(), count)
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            # Update the running statistics as torch does, with the unbiased variance.
+            self.num_batches_tracked.add_(1)
+            part = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), part)
+            unbiased = variance.detach() * count / (count - 1)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), part)
         found = apart * torch.rsqrt(variance + self.eps).view(shape)
         if self.weight is not None:
             found = found * self.weight.view(shape) + self.bias.view(shape)
         return found.to(input.dtype)
-
-    def _follow(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        """Update the running statistics as torch does, with the unbiased variance."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        part = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), part)
-        self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), part)
 
 
 def synchronize(model: nn.Module, group: Group) -> bool:

@@ -154,7 +154,9 @@ class Chain:
         kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # inputs and outputs
         for is_forward, number in actions(self._ahead, self._num):
             if is_forward:
-                taken = parts[number] if activations is None else self._leaf(activations.take())
+                taken = parts[number]
+                if activations is not None and self._incoming is not None:
+                    taken = activations.take().requires_grad_(self._incoming.requires_grad)
                 kept[number] = taken, self._forward(taken, number)
                 if gradients is None and self._outgoing is not None and self._outgoing.requires_grad:
                     gradients = _Inbox(channel, self._rank + 1, self._outgoing, num)
@@ -162,9 +164,6 @@ class Chain:
                 self._backward(*kept.pop(number), gradients, number)
         while self._sent:
             self._arrived()
-
-    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.requires_grad_(self._incoming is not None and self._incoming.requires_grad)
 
     def _forward(self, inputs: torch.Tensor, number: int) -> torch.Tensor:
         output: torch.Tensor = self._piece(inputs)

@@ -137,7 +137,7 @@ class Group(Channel):
         self._memory: dict[int, dict[torch.dtype, torch.Tensor]] = {}  # for averages, by the number of tensors
         self.rank, self.size = member.rank, member.size
         self.device = torch.device(device)
-        self._watch = Watch(self.rank, self.size)
+        self.watch = Watch(self.rank, self.size)
         until = time.monotonic() + wait_s
         rendezvous = Rendezvous(member, token)
         self._host = host = rendezvous.host
@@ -150,10 +150,10 @@ class Group(Channel):
             _compare([item["settings"] for item in found], self.rank)
             left_s = max(1.0, until - time.monotonic())
             if server is not None:
-                self._watch.accept(server.peers, left_s)
+                self.watch.accept(server.peers, left_s)
             else:
                 find = partial(rendezvous.look_up, left_s)
-                self._watch.begin({0: connect(find, Kind.PEER, self.rank, member.name, left_s)})
+                self.watch.begin({0: connect(find, Kind.PEER, self.rank, member.name, left_s)})
         except (OSError, queue.Empty) as error:
             raise UnreachableError(f"group rank {self.rank}: no connection with group rank 0: {error}") from None
         finally:
@@ -270,14 +270,6 @@ class Group(Channel):
             with self.listening():
                 dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
             sys.excepthook = hook  # torch's would lose what ours says: it ends the process
-
-    def expect(self, lease_s: float) -> None:
-        """Group rank 0: from now on, no process may be silent for longer than the lease."""
-        self._watch.expect(lease_s)
-
-    def end(self) -> None:
-        """From now on any process may end."""
-        self._watch.end()
 
 
 def _compare(settings: Sequence[Mapping[str, Any]], rank: int) -> None:

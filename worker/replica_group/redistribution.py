@@ -229,8 +229,8 @@ class RedistributedTransfer(DirectTransfer):
                 yield at, stop
 
     def _stretches(self, indices: Indices) -> list[tuple[int, int]]:
-        start_of = self._model.start_of
-        return [(start_of(stretch.start), start_of(stretch.stop)) for stretch in self._model.stretches(indices)]
+        starts = self._model.starts
+        return [(starts[stretch.start], starts[stretch.stop]) for stretch in self._model.stretches(indices)]
 
     def _filled(self, kind: str, start: int, end: int) -> Iterator[Stretch]:
         """Yield filled windows. Each is valid until the next one is requested, and the next fills meanwhile."""

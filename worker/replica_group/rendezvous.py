@@ -133,28 +133,23 @@ class Rendezvous:
         return hmac.digest(self._token.encode(), self._member.name.encode(), "sha256")
 
     def _named_store(self, timeout_s: float) -> dist.Store:
+        """Connect to the store that the environment names, and serve it if this process should.
+
+        It listens on this process's own address, where a script's `init_process_group()` finds it.
+        """
         if self._store is None:
-            prefix = f"paramserver/{self._member.attempt}"
-            self._store = dist.PrefixStore(prefix, _tcp_store(self._member, self.host, timeout_s))
+            member, address, options = self._member, self.host, dict[str, Any]()
+            host, port = member.store
+            if member.is_host:  # the script may have created it before
+                with contextlib.suppress(OSError):
+                    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                    options = {"master_listen_fd": socket.create_server((address, port), family=family).detach()}
+            found = dist.TCPStore(
+                host, port, is_master=member.is_host, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+                multi_tenant=True, **options,
+            )  # fmt: skip
+            self._store = dist.PrefixStore(f"paramserver/{member.attempt}", found)
         return self._store
-
-
-def _tcp_store(member: Member, address: str, timeout_s: float) -> dist.Store:
-    """Connect to the store that the environment names, and serve it if this process should.
-
-    It listens on this process's own address, where a script's `init_process_group()` finds it. The script may have
-    created it before.
-    """
-    host, port = member.store
-    options: dict[str, Any] = {}
-    if member.is_host:
-        with contextlib.suppress(OSError):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            options = {"master_listen_fd": socket.create_server((address, port), family=family).detach()}
-    return dist.TCPStore(
-        host, port, is_master=member.is_host, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-        multi_tenant=True, **options,
-    )  # fmt: skip
 
 
 def interface_of(host: str) -> str | None:

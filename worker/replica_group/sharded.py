@@ -22,8 +22,9 @@ from ...common.tensors.layout import Entry, Layout
 from ...common.tensors.statistics import statistics_of
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Settings, loses_replies
-from ..strategies.base import Strategy, divided_tensor, is_divided
+from ..strategies.base import Strategy, divided_tensor
 from ..strategies.choice import make_server_strategy
+from ..tensors.sharing import is_divided
 from ..tensors.transfer import ModelTensors, check_still, homes_of, named_tensors
 from .group import Group
 from .member import GroupMember

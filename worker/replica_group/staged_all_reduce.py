@@ -27,7 +27,7 @@ from ..conversation.messages import Outgoing, Settings, loses_replies
 from ..conversation.security import worker_credentials
 from ..strategies.all_reduce import AllReduceStrategy
 from ..strategies.group import Group as Peers
-from ..strategies.undoable_step import Mean
+from ..strategies.peer_state import Mean
 from ..tensors.transfer import ModelTensors
 from .group import Group
 from .member import GroupMember

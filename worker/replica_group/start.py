@@ -9,8 +9,6 @@ Nothing is restarted here. This module does not import torch, which takes second
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -21,8 +19,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from ...common.errors import UnreachableError
+from ..ownership import die_with_parent
 
-_PR_SET_PDEATHSIG = 1  # prctl.h
 _LOOK_S = 0.05
 _SAY_S = 0.5  # for the others to notice and to log which process they lost
 _END_S = 5.0  # for the others to end in good order
@@ -63,7 +61,7 @@ def _run(size: int, command: Sequence[str], port: int) -> int:
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PS_WORKER__LOCAL_RANK": str(first + rank)}
         argv = [sys.executable, *command]
         env |= variables
-        started.append(subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent))
+        started.append(subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent))
         if received:
             _end(started, received)
     return _wait(started)
@@ -114,9 +112,3 @@ def reserved_port() -> socket.socket:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
     return reserved
-
-
-def _die_with_parent() -> None:
-    """End this process when its starter ends, even if that is killed (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

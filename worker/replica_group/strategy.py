@@ -34,7 +34,8 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Begun, Final, Goodbye, Outgoing, settings_from
 from ..session import Progress
 from ..strategies.all_reduce import AllReduceStrategy
-from ..strategies.base import Strategy, check_takes_dense, divided_tensor, is_divided
+from ..strategies.base import Strategy, check_takes_dense, divided_tensor
+from ..tensors.sharing import is_divided
 from ..tensors.transfer import ModelTensors
 from ..training.pipeline import Example, LossFn, Pipeline
 from .batch_norm import synchronize
@@ -118,7 +119,7 @@ class Grouped(Strategy):
                 self._server, self._inner = open_exchange()
             self.settings, self.progress = self._inner.settings, self._inner.progress
             self._link = ProgressLink(self.progress)
-            group.expect(self._server.lease_s)
+            group.watch.expect(self._server.lease_s)
             settings_bytes = b64encode(self._server.settings_bytes).decode()
             group.send_all(self._link.message(self._inner.begun, settings=settings_bytes))
         self.kind = self.settings.kind
@@ -445,7 +446,7 @@ class Grouped(Strategy):
             found = self._share()
             final = Final(evaluate=found[0] and self._sharded is not None) if found else None
         if final is not None and not (final.evaluate and self._sharded is not None):  # otherwise all processes evaluate
-            self._group.end()
+            self._group.watch.end()
         return final
 
     def stop(self, reason: str) -> None:
@@ -464,7 +465,7 @@ class Grouped(Strategy):
             self._inner.measured(version, metrics, failure, exit_code)
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
-        self._group.end()
+        self._group.watch.end()
         if self._inner is not None:
             if self._stop_reason:
                 self._inner.stop(self._stop_reason)

@@ -27,7 +27,6 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import COUNTED, CompletionInfo, Contribution, Outcome, Reply
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye, Outgoing
-from ..session import Progress
 from ..tensors.transfer import ModelTensors
 from .base import Strategy, check_takes_dense
 from .collectives.backends import computed, without_watchdog
@@ -37,8 +36,7 @@ from .early import MIN_MODEL_BYTES, ReadyGradients
 from .encoded_mean import EncodedMean
 from .group import Group, Unsound
 from .group_lifecycle import GroupLifecycle
-from .state_transfer import StateTransfer
-from .undoable_step import NO_VERSION, Mean, UndoableStep
+from .peer_state import NO_VERSION, Mean, StateTransfer, UndoableStep
 
 _NOTHING = Outgoing(Contribution())  # for a failed round, which has no gradients
 _UPLOADS, UPLOADS_OPTIMIZER, _RETURNS = 1, 2, 4  # flags: the last metadata of the lowest member
@@ -55,6 +53,7 @@ class AllReduceStrategy(Strategy):
     def __init__(self, exchange: Exchange, may_leave_early: bool, stage: int = 0) -> None:
         """`may_leave_early`: gradients may be averaged during backward. `stage`: this worker's in a pipeline."""
         super().__init__(exchange)
+        self._confirmed = exchange.progress  # what the server has confirmed
         self._codec = exchange.config.codec
         self._encoded: EncodedMean | None = None  # set if worker.codec encodes gradients
         self._may_leave_early = may_leave_early and self._codec == "raw"
@@ -74,7 +73,7 @@ class AllReduceStrategy(Strategy):
             without_watchdog()
         if self._codec != "raw":
             self._encoded = EncodedMean(CODECS.load(self._codec)(), self._model, self._of_sum)
-            self._exchange.residuals.encoding = self._encoded.encoding
+            self._exchange.shards.peers_encoding = self._encoded.encoding
         if self._may_leave_early and model.layout.exchange_bytes >= MIN_MODEL_BYTES:
             self._ready_gradients = ReadyGradients(model, self._leave_early)
 
@@ -107,11 +106,6 @@ class AllReduceStrategy(Strategy):
             self._lifecycle.group.ready(index, gradient)
 
     # ---- the group ----------------------------------------------------------------------------
-
-    @property
-    def _confirmed(self) -> Progress:
-        """The progress that the server has confirmed."""
-        return self._exchange.progress
 
     def _enter(self) -> None:
         """Join the newest group after a START reply."""
@@ -182,7 +176,10 @@ class AllReduceStrategy(Strategy):
         assert group is not None
         try:
             metadata, num_samples = self._metadata(outgoing), max(1, outgoing.contribution.counts.num_samples)
-            mean = self._lifecycle.run(lambda: self._average(group, gradients, num_samples, metadata, is_right))
+            if (encoded := self._encoded) is not None:
+                mean = self._lifecycle.run(lambda: encoded.average(group, gradients, num_samples, metadata))
+            else:
+                mean = self._lifecycle.run(lambda: group.average(gradients, num_samples, metadata, is_right))
             self._check.check(group, outgoing, self._norm())
         except Unsound as unsound:
             raise self._diverged(unsound.index) from None
@@ -194,13 +191,6 @@ class AllReduceStrategy(Strategy):
     def _clip(self, mean: Mean, max_norm: float) -> None:
         clip([item for item in mean if item is not None], max_norm)
 
-    def _average(
-        self, group: Group, gradients: Mean, num_samples: int, metadata: Sequence[int], is_right: bool
-    ) -> Mean:
-        if self._encoded is not None:
-            return self._encoded.average(group, gradients, num_samples, metadata)
-        return group.average(gradients, num_samples, metadata, is_right)
-
     def _metadata(self, outgoing: Outgoing) -> tuple[int, ...]:
         return *self._check.metadata(outgoing, self._step.version, self._change), self._flags(outgoing)
 
@@ -211,7 +201,7 @@ class AllReduceStrategy(Strategy):
         return uploads * (_UPLOADS + UPLOADS_OPTIMIZER * info.uploads_optimizer + _RETURNS * info.returns_weights)
 
     def _norm(self) -> float:
-        return self._check.norm()
+        return self._check.weights.norm()
 
     def _take_step(self, mean: Mean) -> None:
         self._step.step(mean)

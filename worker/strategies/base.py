@@ -15,6 +15,7 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import Position, Reply
 from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings
 from ..session import Progress
+from ..tensors.sharing import is_divided
 from ..tensors.transfer import ModelTensors
 from ..tensors.watch import Watch
 from .early import ReadyGradients
@@ -356,11 +357,6 @@ class Strategy:
 def divided_tensor(model: nn.Module) -> str | None:
     """The name of a parameter that is sharded over processes (DTensor), or None."""
     return next((name for name, item in model.named_parameters() if is_divided(item)), None)
-
-
-def is_divided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is sharded over processes. It does not import DTensor, which takes 0.8 s."""
-    return type(tensor).__name__ == "DTensor"
 
 
 def check_takes_dense(optimizer: torch.optim.Optimizer, peers: str, fix: str) -> None:

@@ -42,11 +42,7 @@ class BlockingStrategy(Strategy):
             self._anchor.measure()
         if self._early is not None:
             self._early.settle()
-        self._exchange.contribute(self._described(outgoing))
-
-    def _described(self, outgoing: Outgoing) -> Outgoing:
-        """Add the list of parameters that have no gradient in this step."""
-        if self.kind.worker_steps:
-            return outgoing
-        payload = PayloadInfo(without_gradient=self._model.without_gradient())
-        return outgoing.changed(payload=payload, base=Base(has_all=outgoing.contribution.counts.part > 0))
+        if not self.kind.worker_steps:
+            payload = PayloadInfo(without_gradient=self._model.without_gradient())
+            outgoing = outgoing.changed(payload=payload, base=Base(has_all=outgoing.contribution.counts.part > 0))
+        self._exchange.contribute(outgoing)

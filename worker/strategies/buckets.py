@@ -48,21 +48,17 @@ class Plan:
             size = sum(like[index].numel() for index in indices)
             if dtype not in memory or len(memory[dtype]) != size:
                 memory[dtype] = torch.empty(size, dtype=dtype, device=device)
-            self._divide(memory[dtype], indices, like)
-
-    def _divide(self, flat: torch.Tensor, indices: Sequence[int], like: dict[int, torch.Tensor]) -> None:
-        begun = end = 0
-        bucket: list[int] = []
-        for index in indices:
-            start, end = end, end + like[index].numel()
-            self.places[index] = flat[start:end].view(like[index].shape)
-            bucket.append(index)
-            full = _BUCKET_BYTES if self.buckets else _FIRST_BYTES
-            if (end - begun) * flat.itemsize >= full:
+            flat, begun, end, bucket = memory[dtype], 0, 0, list[int]()
+            for index in indices:
+                start, end = end, end + like[index].numel()
+                self.places[index] = flat[start:end].view(like[index].shape)
+                bucket.append(index)
+                full = _BUCKET_BYTES if self.buckets else _FIRST_BYTES
+                if (end - begun) * flat.itemsize >= full:
+                    self.buckets.append((bucket, flat[begun:end]))
+                    bucket, begun = [], end
+            if begun < end:
                 self.buckets.append((bucket, flat[begun:end]))
-                bucket, begun = [], end
-        if begun < end:
-            self.buckets.append((bucket, flat[begun:end]))
 
     def gather(self, number: int, tensors: Mapping[int, torch.Tensor | None]) -> torch.Tensor:
         """Fill a bucket with this member's tensors.

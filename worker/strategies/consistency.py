@@ -14,7 +14,7 @@ from ..conversation.messages import Outgoing
 from ..tensors.watch import Sample
 from .group import Group
 from .group_lifecycle import GroupLifecycle
-from .undoable_step import UndoableStep
+from .peer_state import UndoableStep
 
 _NUM_SAMPLED = 16  # elements of each tensor that a checksum covers
 _ZERO_BITS = 8  # bits of the combined settings value for worker.zero
@@ -26,7 +26,7 @@ class ConsistencyCheck:
 
     def __init__(self, lifecycle: GroupLifecycle, step: UndoableStep, zero: tuple[int, int], codec: str) -> None:
         self._lifecycle, self._step, self._zero, self._codec = lifecycle, step, zero, codec
-        self._weights = Sample(step.model)
+        self.weights = Sample(step.model)
 
     def check_setup(self, group: Group, initial_state: Any) -> None:
         """Compare settings and the initial optimizer state with the other members.
@@ -68,11 +68,7 @@ class ConsistencyCheck:
         """
         training = outgoing.contribution.training
         numbers = (training.hyperparameters, training.clip_norm)
-        return crc32(repr(numbers).encode()), crc32(self._weights.bytes()), version, change
-
-    def norm(self) -> float:
-        """The 2-norm of the compared elements of the weights."""
-        return self._weights.norm()
+        return crc32(repr(numbers).encode()), crc32(self.weights.bytes()), version, change
 
     def check(self, group: Group, outgoing: Outgoing, norm: float) -> None:
         """Compare the group's metadata. Raises UsageError in members that differ from most, and Broken."""
@@ -95,8 +91,9 @@ class ConsistencyCheck:
             )
         if len(set(zip(versions, weights, strict=True))) == len(set(versions)):
             return
-        # On unequal machines the last digits may differ.
-        norms = self._lifecycle.run(lambda: group.gather_numbers(_bits(norm)))
+        # On unequal machines the last digits may differ. A float travels as an integer of the same bits.
+        bits = int(struct.unpack("q", struct.pack("d", norm))[0])
+        norms = self._lifecycle.run(lambda: group.gather_numbers(bits))
         same = [weight for weight, version in zip(weights, versions, strict=True) if version == versions[index]]
         other = weights.index(_most_common(same))
         own_norm, other_norm = _number(norms[index]), _number(norms[other])
@@ -122,11 +119,6 @@ def _crc(state: Any) -> int:
         sample = flat[:: max(1, flat.numel() // _NUM_SAMPLED)].double().tolist()
         return crc32(repr((tuple(state.shape), sample)).encode())
     return crc32(repr(state).encode())
-
-
-def _bits(number: float) -> int:
-    """A float as an integer that members can exchange."""
-    return int(struct.unpack("q", struct.pack("d", number))[0])
 
 
 def _number(bits: int) -> float:

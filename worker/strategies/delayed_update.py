@@ -206,17 +206,15 @@ class Overlapped(DelayedUpdate):
 
     def _turn(self, has_weights: bool) -> int:
         assert self._overlap is not None
-        self._without = self._overlap.choose(self._next_fragment())
+        progress, num = self.progress, self.settings.fragments
+        taken, total = progress.row.steps + progress.local_steps, progress.total_steps
+        # With one fragment, or if no later exchange would carry the rest, all parameters are exchanged.
+        is_whole = num == 1 or (total is not None and taken >= total)
+        self._without = self._overlap.choose(None if is_whole else progress.version % num)
         self._overlap.measure()
         self._shadow.snapshot(ContributionKind.DELTA)
         self._overlap.depart()
         return self._model_version
-
-    def _next_fragment(self) -> int | None:
-        """The fragment to exchange next; None: all, because no later exchange would carry the rest."""
-        progress, num = self.progress, self.settings.fragments
-        taken, total = progress.row.steps + progress.local_steps, progress.total_steps
-        return None if num == 1 or (total is not None and taken >= total) else progress.version % num
 
     def _hand_over(self, base_version: int, outgoing: Outgoing) -> None:
         # the shadow has all weights of the newest version, while other fragments remain here

@@ -63,16 +63,16 @@ class ReadyGradients:
         Returns False if a gradient changed after it was finished; then nothing is sent early any more.
         """
         seen, self._seen = self._seen, {}
-        is_right = not (self._is_wrong or any(self._has_changed(index, *at) for index, at in seen.items()))
+        is_right = not self._is_wrong and all(
+            self._model.tensors[index].grad is gradient and gradient._version == num_changes
+            for index, (gradient, num_changes) in seen.items()
+        )
         if not is_right:
             for hook in self._hooks:
                 hook.remove()
             self._hooks, self._is_wrong = [], False
             log.info("overlap_off", reason="gradients change between backward and step(): they leave at step()")
         return is_right
-
-    def _has_changed(self, index: int, seen: torch.Tensor, num_changes: int) -> bool:
-        return self._model.tensors[index].grad is not seen or seen._version != num_changes
 
 
 class EarlySender:
@@ -99,7 +99,7 @@ class EarlySender:
             # This bucket's copy has begun, so send the previous bucket, whose copy has had time to finish.
             bucket, self._waiting = self._waiting, bucket
         if bucket:
-            self._exchange.depart(bucket)
+            self._exchange.shards.depart(bucket)
         for index in bucket:
             self.gradients.note(index)
 

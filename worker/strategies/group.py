@@ -141,7 +141,16 @@ class Group:
             self._leave_all(guess, by_index, is_right)
         announced, all_are_right = self._announce(tensors, num_samples, metadata, is_right)
         is_hit = guess is not None and all_are_right and announced == self._announced
-        plan = guess if guess is not None and is_hit else self._plan_of(announced, by_index)
+        if guess is not None and is_hit:
+            plan = guess
+        else:
+            present, like = set(announced.present), dict[int, torch.Tensor]()
+            for index in self.order or range(len(tensors)):
+                if index in present:
+                    tensor = by_index[index]
+                    like[index] = self.like[index] if tensor is None else tensor
+            share = announced.samples[self.index] / sum(announced.samples)
+            plan = Plan(like, share, self.index == 0, self._flat, self._device, self.of_lowest, self.of_sum)
         if not is_hit:
             self._leave_all(plan, by_index)
             self._end_works()
@@ -201,15 +210,6 @@ class Group:
         found = found[len(tensors) :]
         samples, *self.metadata = (found[at : at + size] for at in range(0, len(found), size))
         return Announced(tuple(samples), present), not num_wrong
-
-    def _plan_of(self, announced: Announced, tensors: Mapping[int, torch.Tensor | None]) -> Plan:
-        present, like = set(announced.present), dict[int, torch.Tensor]()
-        for index in self.order or range(len(tensors)):
-            if index in present:
-                tensor = tensors[index]
-                like[index] = self.like[index] if tensor is None else tensor
-        share = announced.samples[self.index] / sum(announced.samples)
-        return Plan(like, share, self.index == 0, self._flat, self._device, self.of_lowest, self.of_sum)
 
     # ---- broadcasts ---------------------------------------------------------------------------
 
@@ -322,19 +322,19 @@ class Group:
         self._under_way.clear()  # a work would keep the connections open
         groups = [self.__dict__.pop(name) for name in ("_data", "_metadata") if name in self.__dict__]
         groups = list({id(group): group for group in groups}.values())  # without NCCL both names are the same group
+
+        def abort_all() -> None:
+            while groups:
+                groups.pop().abort()
+
         if groups:
             cut(self._ends)
             # A group's destructor waits for all collectives. One with a broken connection may end only at its timeout,
             # so a separate thread holds the last reference.
-            ending = threading.Thread(target=_abort_all, args=(groups,), name="end of a group", daemon=True)
+            ending = threading.Thread(target=abort_all, name="end of a group", daemon=True)
             ending.start()
             ending.join(_END_S)
         self._store.close()
-
-
-def _abort_all(groups: list[Any]) -> None:
-    while groups:
-        groups.pop().abort()
 
 
 def own_address(server: str) -> str:

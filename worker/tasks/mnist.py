@@ -75,7 +75,13 @@ def _read_idx(path: Path, *, num_dims: int) -> torch.Tensor:
 
     Raises UsageError with the file, the expected value and the found value.
     """
-    content = _content(path)
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"{path}: expected a whole gzip file, but: {error}", fix=_FIX) from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}", fix="make the file readable") from error
     magic, num_header_bytes = bytes([0, 0, _UNSIGNED_BYTE, num_dims]), 4 + 4 * num_dims
     if content[:4] != magic:
         start = content[:4].hex() or "nothing"
@@ -85,16 +91,6 @@ def _read_idx(path: Path, *, num_dims: int) -> torch.Tensor:
     if len(content) != expected:
         raise UsageError(f"{path}: is {len(content)} bytes uncompressed, expected {expected} for {size}", fix=_FIX)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)[num_header_bytes:].view(shape)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        content = path.read_bytes()
-        return gzip.decompress(content) if path.suffix == ".gz" else content
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(f"{path}: expected a whole gzip file, but: {error}", fix=_FIX) from error
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}", fix="make the file readable") from error
 
 
 ENTRY = Mnist

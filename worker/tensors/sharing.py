@@ -17,7 +17,7 @@ def check_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     """
     by_storage: dict[int, list[tuple[int, int, str]]] = {}  # first byte, end and name
     for name, tensor in tensors.items():
-        if tensor.device.type == "meta" or type(tensor).__name__ == "DTensor" or not tensor.numel():
+        if tensor.device.type == "meta" or is_divided(tensor) or not tensor.numel():
             continue
         if is_trained(tensor) and any(size > 1 and not step for size, step in _strides(tensor)):
             raise UsageError(
@@ -34,7 +34,19 @@ def check_memory(tensors: Mapping[str, torch.Tensor]) -> None:
             for start, _, other in found[index + 1 :]:
                 if start >= end:
                     break
-                _check_pair(name, tensors[name], other, tensors[other])
+                first, second = tensors[name], tensors[other]
+                if (is_trained(first) or is_trained(second)) and torch.isin(_places(first), _places(second)).any():
+                    raise UsageError(
+                        f"'{name}' and '{other}' share memory (tied through .data, or views of one buffer), but the "
+                        "run would train them as two tensors",
+                        fix="tie them as one parameter before session.optimizer(): decoder.weight = encoder.weight; or "
+                        "give each its own memory: tensor.data = tensor.data.clone()",
+                    )
+
+
+def is_divided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sharded over processes. It does not import DTensor, which takes 0.8 s."""
+    return type(tensor).__name__ == "DTensor"
 
 
 def is_trained(tensor: torch.Tensor) -> bool:
@@ -44,17 +56,6 @@ def is_trained(tensor: torch.Tensor) -> bool:
 def _strides(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """The size and stride of each dimension."""
     return [(int(size), int(step)) for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-
-
-def _check_pair(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    if not (is_trained(tensor) or is_trained(other)) or not torch.isin(_places(tensor), _places(other)).any():
-        return
-    raise UsageError(
-        f"'{name}' and '{other_name}' share memory (tied through .data, or views of one buffer), but the run would "
-        "train them as two tensors",
-        fix="tie them as one parameter before session.optimizer(): decoder.weight = encoder.weight; or give each its "
-        "own memory: tensor.data = tensor.data.clone()",
-    )
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:

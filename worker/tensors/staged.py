@@ -108,7 +108,7 @@ class StagedTransfer(DirectTransfer):
 
     def _place_of(self, group: range) -> tuple[int, int]:
         """The bytes [start, end) of these tensors in a payload."""
-        return self._model.start_of(group.start), self._model.start_of(group.stop)
+        return self._model.starts[group.start], self._model.starts[group.stop]
 
     def gather_all(self) -> list[memoryview]:
         self._copy_out(ContributionKind.WEIGHTS, [range(len(self._out_views))], self._out_views)

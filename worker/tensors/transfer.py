@@ -72,6 +72,8 @@ class ModelTensors:
     # makes a transfer for this model or a part of it; None: by device
     transfer_of: Callable[[ModelTensors], DirectTransfer] | None = None
     _stepped: frozenset[int] | None = None  # with several optimizers: indices of the tensors of the one that steps
+    # Gradients may lie in shared memory: with one optimizer no other contribution uses their places.
+    may_lend = True
 
     def __init__(
         self,
@@ -132,11 +134,6 @@ class ModelTensors:
         self.places = places
         return True
 
-    @property
-    def may_lend(self) -> bool:
-        """Whether gradients may lie in shared memory: with one optimizer no other contribution uses their places."""
-        return self._stepped is None
-
     @cached_property
     def num_trained(self) -> int:
         """Number of parameters in a contribution. They come before the buffers."""
@@ -162,6 +159,7 @@ class ModelTensors:
         """Send only the gradients of these parameters. The others belong to another optimizer's step."""
         stepped = {id(parameter) for parameter in parameters}
         self._stepped = frozenset(index for index, tensor in enumerate(self.tensors) if id(tensor) in stepped)
+        self.may_lend = False
 
     def gradient(self, index: int) -> torch.Tensor | None:
         """The gradient to send for this tensor, or None."""
@@ -203,9 +201,10 @@ class ModelTensors:
                 found.append(range(index, index + 1))
         return found
 
-    def start_of(self, index: int) -> int:
-        """Where a tensor's bytes begin in a payload, including the gap before it."""
-        return self.layout.entries[index - 1].end if index else 0
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each tensor's bytes begin in a payload, including the gap before it; then where the last one's end."""
+        return [0, *(entry.end for entry in self.layout.entries)]
 
     def indices_of(self, wanted: list[int]) -> list[int]:
         """Indices in this model of these tensors of the whole model, or of their parts."""
@@ -220,16 +219,14 @@ class ModelTensors:
 
     def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
         """The tensors to send for these entries (None: all exchanged entries). A None in the result means zeros."""
-        found: list[torch.Tensor | None] = []
-        for index in indices if indices is not None else range(self.num_exchanged):
-            is_parameter = index < self.num_trained
-            if kind.holds_gradients and is_parameter:
+        indices = range(self.num_exchanged) if indices is None else indices
+        found: list[torch.Tensor | None] = list(self.tensors[indices.start : indices.stop])
+        for at, index in enumerate(range(indices.start, min(indices.stop, self.num_trained))):
+            if kind.holds_gradients:
                 gradient = self.gradient(index)
-                found.append(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient)
-            elif kind.holds_differences and is_parameter:
-                found.append(self.deltas.get(index))  # None for parameters of other fragments
-            else:
-                found.append(self.tensors[index])
+                found[at] = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+            elif kind.holds_differences:
+                found[at] = self.deltas.get(index)  # None for parameters of other fragments
         return found
 
 
@@ -318,7 +315,7 @@ class DirectTransfer:
         The pieces are valid until the next call or the next backward.
         """
         return [
-            Stretch(self._model.start_of(group.start), self._pieces(group, self._model.sources(kind, group)))
+            Stretch(self._model.starts[group.start], self._pieces(group, self._model.sources(kind, group)))
             for group in self._model.stretches(indices)
         ]
 
@@ -331,9 +328,9 @@ class DirectTransfer:
         return self._pieces(range(len(self._entries)), self._model.tensors)
 
     def _pieces(self, indices: range, tensors: Sequence[torch.Tensor | None]) -> list[memoryview]:
-        pieces = []
+        pieces, starts = [], self._model.starts
         for index, tensor in zip(indices, tensors, strict=True):
-            entry, at = self._entries[index], self._model.start_of(index)
+            entry, at = self._entries[index], starts[index]
             if entry.offset > at:
                 pieces.append(self._zero_bytes(entry.offset - at))
             if tensor is None:
@@ -357,7 +354,7 @@ class DirectTransfer:
             self.leave_segment()
             self._segment, self._places = segment, self._model.views(segment)
         for group in self._model.stretches(indices):
-            start = end = self._model.start_of(group.start)
+            start = end = self._model.starts[group.start]
             num_copied = 0
             for index, tensor in zip(group, self._model.sources(kind, group), strict=True):
                 if self._copy_to_segment(index, tensor):
@@ -459,6 +456,8 @@ class DirectTransfer:
 class PartTensors(ModelTensors):
     """Rows of the tensors of `whole`, in the order of one shard's layout. The memory is shared."""
 
+    may_lend = False
+
     def __init__(self, whole: ModelTensors, share: Share) -> None:
         self.layout = share.layout
         self.names, self.transfer_of = whole.names, whole.transfer_of
@@ -475,10 +474,6 @@ class PartTensors(ModelTensors):
     def names_at(self, positions: Iterable[int]) -> frozenset[str]:
         wanted = self._whole.names_at(positions)
         return frozenset(part.name for part, _ in self._parts if part.spec.name in wanted)
-
-    @property
-    def may_lend(self) -> bool:
-        return False
 
     def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []

@@ -9,6 +9,7 @@ from .transfer import ModelTensors
 
 _WHOLE = 4096  # elements of a tensor that is compared as it is; of a larger one, weighted sums of blocks
 _BLOCK = 64  # elements of a block
+_NUM_SAMPLED = 16  # elements of each tensor that are compared with those of other processes
 # Adding a value to the weights and subtracting it again, as sharpness-aware steps do, causes roundings. They are this
 # many times the precision of the largest element, or of the largest sum of a block's magnitudes.
 _ROUNDINGS, _ROUNDINGS_OF_BLOCK = 64, 4
@@ -36,13 +37,13 @@ class Watch:
         """Remember the weights as they are."""
         self._look_up()
         self._before = {}
-        self._noted, self._sums = list(map(bytes, self._bytes)), self._sum()
+        self._noted, self._sums = list(map(bytes, self._bytes)), [_value(tensor) for _, tensor in self._rest]
 
     def changed(self) -> list[int]:
         """Indices of the tensors that differ from the remembered weights."""
         self._look_up()
         if not self._before:
-            sums = self._sum()
+            sums = [_value(tensor) for _, tensor in self._rest]
             is_same = list(map(bytes, self._bytes)) == self._noted
             if is_same and all(map(_has_same_bits, sums, self._sums)):
                 return []
@@ -69,9 +70,6 @@ class Watch:
                 self._bytes.append(as_bytes(plain))
             else:
                 self._rest.append((index, plain))
-
-    def _sum(self) -> list[torch.Tensor]:
-        return [_value(tensor) for _, tensor in self._rest]
 
     def _kept(self) -> dict[int, torch.Tensor]:
         """The remembered values by index."""
@@ -121,8 +119,6 @@ def _differs(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 class Sample:
     """A few elements of each trained tensor, to compare them with those of other processes."""
 
-    _NUM = 16  # of each tensor
-
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
         self._places: list[int] | None = None
@@ -132,7 +128,7 @@ class Sample:
         if self._places is not self._model.places:
             self._places = self._model.places
             trained = self._model.tensors[: self._model.num_trained]
-            self._corners = [_corner(tensor.detach(), self._NUM).to(trained[0].device) for tensor in trained]
+            self._corners = [_corner(tensor.detach()).to(trained[0].device) for tensor in trained]
         return self._corners
 
     def bytes(self) -> bytes:
@@ -144,8 +140,8 @@ class Sample:
         return float(torch.stack([corner.double().norm() for corner in self._look_up()]).norm())
 
 
-def _corner(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """A view of at most `size` elements of a tensor, of any shape and strides."""
+def _corner(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a few elements of a tensor, of any shape and strides."""
     while tensor.dim() > 1 and tensor.numel():
         tensor = tensor[0]
-    return tensor.view(-1)[:size]
+    return tensor.view(-1)[:_NUM_SAMPLED]

@@ -34,8 +34,8 @@ from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
 from ...common.wire.json_text import read_json
 from ...common.wire.records import NO_ROW, NextWork, Outcome, Reply, Result, WeightsInfo
-from ..conversation.interrupts import uninterrupted
 from ..conversation.messages import Final, Goodbye, Outgoing, Settings
+from ..conversation.threads import uninterrupted
 from ..session import Progress
 from ..strategies.base import Strategy
 from ..strategies.blocking import BlockingStrategy
@@ -89,6 +89,7 @@ class Alone:
         self._num_rejected = 0  # contributions in a row
         self._measure: Callable[[], Mapping[str, float]] = dict
         self._model: ModelTensors | None = None
+        self.fingerprint = ""  # of the model's layout, as a server computes it; empty before there is a model
         self._described: dict[str, Any] | None = None  # the optimizers
         self._work: dict[str, Any] = {}
         self._after: list[torch.Tensor] = []  # buffers, or at the end of the run all tensors, after the newest step
@@ -108,7 +109,7 @@ class Alone:
         self._optimizer, self._spec = JointOptimizer(optimizer.classes, groups), optimizer
         self._tables = [Table(spec, self.settings.seed) for spec in optimizer.tables]
         self._described = optimizer_settings(optimizer.name, [group.hyperparameters for group in optimizer.groups])
-        self._model, self.started_at = model, time.perf_counter()
+        self._model, self.fingerprint, self.started_at = model, model.layout.fingerprint, time.perf_counter()
         if wrong := self._first_unsound(model.tensors[: model.num_trained]):
             raise unsound_start(0, wrong)
         self._keep()
@@ -327,11 +328,6 @@ class Alone:
         if (why := self.curve.why_enough) and not self.ended_by:
             self.ended_by = f"stopped: {why}"
             log.info("run_stopped", reason=why, step=step)
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the model's layout, as a server computes it; empty before there is a model."""
-        return "" if self._model is None else self._model.layout.fingerprint
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's tensors by name."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ...common.errors import UsageError
-from ..session import Progress
+from ..tensors.sharing import is_divided
 from .data import Loader, Shares, pass_batches, seed_everything, step_seed
 from .position.cursor import Cursor
 from .position.data import DataPosition
@@ -18,13 +18,6 @@ from .position.stream import check_stream
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 _SUMMED = 1 << 20  # elements of a tensor that are summed at once
-
-
-@runtime_checkable
-class _InParts(Protocol):
-    """A tensor whose other rows are in other processes (DTensor)."""
-
-    def to_local(self) -> torch.Tensor: ...
 
 
 class Stated(NamedTuple):
@@ -47,7 +40,6 @@ class Batches:
         self,
         shares: Shares,
         position: tuple[DataPosition, Memory | None],
-        progress: Callable[[], Progress],
         end: tuple[Callable[[], bool], Callable[[], bool]],
         options: dict[str, Any],
         stated: Stated,
@@ -59,8 +51,9 @@ class Batches:
         group rank and the size of the replica group.
         """
         self._group_rank, self._group_size = inner
-        self._shares, self._progress, self._stated = shares, progress, stated
+        self._shares, self._stated = shares, stated
         self._data, self._memory = position
+        self._progress = self._data.progress
         self._is_done, self._is_over = end
         self._options = options
         self._loader = Loader(shares.dataset, options)
@@ -76,7 +69,7 @@ class Batches:
 
     def _check(self) -> None:
         """Raises UsageError for options that do not go together."""
-        has_end = self._progress().total_steps is not None or self._data.length.default is not None
+        has_end = self._progress.total_steps is not None or self._data.length.default is not None
         if self._shares.is_stream:
             options = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
             counts_epochs = self._data.epoch is not None or self._data.length.epochs is not None
@@ -91,22 +84,19 @@ class Batches:
 
     def __len__(self) -> int:
         """Batches of this rank in one loop. It does not change while the loop runs, and is the same after a resume."""
-        if (num := self._num_in_loop) is None:
+        length = self._data.length
+        if self._stated.epochs is not None:
+            num = self._stated.epochs * self._pass_batches
+        elif (steps := self._progress.total_steps or length.default) is not None:
+            return steps * self.accumulate
+        else:
+            num = (length.epochs or 0) * self._pass_batches
+        if not num:
             raise NoLengthError(
                 f"{type(self._shares.dataset).__name__} has no length, so a loop over it has none",
                 fix="count the batches; or --steps N and session.shard(..., epochs=None)",
             )
         return num
-
-    @property
-    def _num_in_loop(self) -> int | None:
-        """Batches of a loop; None: not known."""
-        if self._stated.epochs is not None:
-            return self._stated.epochs * self._pass_batches or None
-        progress, length = self._progress(), self._data.length
-        if (steps := progress.total_steps or length.default) is not None:
-            return steps * self.accumulate
-        return (length.epochs or 0) * self._pass_batches or None
 
     @property
     def remaining(self) -> int:
@@ -122,7 +112,7 @@ class Batches:
     @property
     def _num_left(self) -> int | None:
         """Batches that this rank still needs for the run's remaining steps; None: the run has no number of steps."""
-        progress, cursor = self._progress(), self._cursor
+        progress, cursor = self._progress, self._cursor
         if progress.total_steps is None:
             return None
         in_hand = 0 if cursor is None else len(cursor.in_hand) - cursor.num_void
@@ -153,7 +143,7 @@ class Batches:
         if cursor.end is not None and cursor.next >= cursor.end:  # the loop lies behind the rank
             cursor.has_ended = self._data.has_read_all = True
             if self._memory is not None:
-                self._memory.passed_over()
+                self._memory.passed_over = self._progress.is_replaying
             return
         batches: Iterator[tuple[Any, int, bool]] = iter(())
         made_for, num_read = -1, 0  # `num_moves` of the cursor when `batches` was made; batches read since
@@ -161,7 +151,7 @@ class Batches:
             if made_for != cursor.num_moves:
                 batches, made_for, num_read = self._read(cursor), cursor.num_moves, 0
             begins = self._memory is not None and self._memory.note()
-            rank = (self._progress().rank or 0) * self._group_size + self._group_rank
+            rank = (self._progress.rank or 0) * self._group_size + self._group_rank
             seed_everything(step_seed(self._shares.seed, rank, cursor.next))
             if (found := next(batches, None)) is None:
                 if cursor.num_fill and num_read:
@@ -245,15 +235,15 @@ class Batches:
 
     @property
     def _division(self) -> tuple[int, int]:
-        progress = self._progress()
-        num_workers = max(1, progress.num_workers)
+        num_workers = max(1, self._progress.num_workers)
         # All processes together get the union batch: each takes every n-th sample.
-        return num_workers * self._group_size, progress.worker_index + num_workers * self._group_rank
+        return num_workers * self._group_size, self._progress.worker_index + num_workers * self._group_rank
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """A 64-bit digest of dense tensors, from their first elements and sums; 0 when all of these are zero."""
-    tensors = [tensor.to_local() if isinstance(tensor, _InParts) else tensor for tensor in tensors]
+    # Other rows of a DTensor are in other processes.
+    tensors = [cast(Any, tensor).to_local() if is_divided(tensor) else tensor for tensor in tensors]
     dense = [tensor.detach().flatten() for tensor in tensors if not tensor.is_sparse]
     begins = [tensor[:_NUM_DIGESTED].double() for tensor in dense]
     # The sums cover rows beyond the first ones, which many batches do not touch. Each chunk is summed alone, because

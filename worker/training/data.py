@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
-import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -17,9 +14,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import UsageError
+from ..ownership import die_with_parent
 from .position.stream import StreamPass, is_stream, share_of_few, streamed
-
-_PR_SET_PDEATHSIG = 1  # prctl.h
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -283,7 +279,6 @@ def _begin_loader(then: Callable[[int], None] | None, index: int) -> None:
     A forked loader has copies of the worker's connections. If it outlived a killed worker, the server would wait for
     the lease.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if then is not None:
         then(index)

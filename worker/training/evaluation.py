@@ -47,14 +47,9 @@ class Evaluation:
             raise UsageError(f"session.evaluate(): {error}", fix="every=100, every='30s' or every='1epoch'") from None
         self._measure = measure
 
-    @property
-    def comes_last(self) -> bool:
-        """Whether the function also evaluates the final weights."""
-        return self._measure is not None and self.is_final_too
-
     def begin(self, progress: Progress, data: DataPosition) -> None:
         """Called before a step. Intervals that passed before the first step are not due."""
-        if self._num_over is None and self._measure is not None:
+        if self._num_over is None and self.every is not None:
             self._num_over = self._over(progress, data)
 
     def is_due(self, progress: Progress, data: DataPosition) -> bool:

@@ -16,7 +16,6 @@ from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.clipping import check_max_norm
 from ...common.tensors.optimizers import IN_WORKERS, Hyperparameters, current_hyperparameters, plain_step
-from ..session import Progress
 from .position.steps import Steps
 from .rows import refuse_scaler
 
@@ -57,7 +56,7 @@ class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
 
     def check(self) -> None:
         """Raises UsageError if the script has changed the state."""
-        if self._versions != self._count():
+        if self._found and self._versions != self._count():
             raise _state_is_the_servers()
 
     def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, Any]:
@@ -106,7 +105,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._steps_here = steps.strategy.kind.worker_steps  # False: the server runs the optimizer
         hooks = {key: hooks for key, hooks in vars(inner).items() if "state_dict_" in key and key.endswith("_hooks")}
         self.__setstate__({"defaults": dict(inner.defaults), **hooks})
-        self._steps = steps
+        self._steps, self.progress = steps, steps.progress
         self._server_state = None if self._steps_here else ServerState(self.parameters, steps)
         for item in (inner, *(part for part in vars(inner).values() if isinstance(part, torch.optim.Optimizer))):
             item.register_step_pre_hook(self._before_inner_step)
@@ -170,7 +169,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._server_state.forget()
         found = super().state_dict()
         found["state"] = {index: dict(state) for index, state in found["state"].items()}
-        return {**found, _PLACE: {"run": self.progress.run, "steps": self.progress.position}}
+        return {**found, _PLACE: self._saved_at()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as torch does. If the server runs the optimizer, load hyperparameters only.
@@ -178,8 +177,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         The moments on the server belong to its own steps. If the saved moments are lost, a warning says so.
         """
         if not self._steps_here:
-            position = {"run": self.progress.run, "steps": self.progress.position}
-            if state_dict["state"] and state_dict.get(_PLACE) != position:
+            if state_dict["state"] and state_dict.get(_PLACE) != self._saved_at():
                 log.warning(
                     "optimizer_state_not_loaded",
                     meaning="only hyperparameters are loaded: the server keeps its own moments; a new run begins "
@@ -188,13 +186,12 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             state_dict = {**state_dict, "state": {}}
         self.inner.load_state_dict(state_dict)
 
-    @property
-    def progress(self) -> Progress:
-        return self._steps.progress
+    def _saved_at(self) -> dict[str, Any]:
+        return {"run": self.progress.run, "steps": self.progress.position}
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+        return [param for group in self.inner.param_groups for param in group["params"]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one training step, or this optimizer's part of it. Returns the closure's loss.
@@ -237,7 +234,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         has_any = any(parameter.grad is not None for parameter in self.parameters) or any(
             table.is_used for table in self._steps.tables
         )
-        if not (has_any or self._steps.has_stepped):
+        if not has_any and self._steps.newest is None:
             raise UsageError(
                 "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step",
                 fix="call it between backward() and step(), in every step",
@@ -296,10 +293,19 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     def hyperparameters(self) -> list[Hyperparameters]:
         """The hyperparameters of every group. They are computed again only when a value changes, which is rare."""
-        values = [[_as_number(value) for key, value in group.items() if key != "params"] for group in self.param_groups]
+        groups = self.inner.param_groups
+        values = [
+            # A learning rate may be a tensor that a scheduler changes in place.
+            [
+                value.tolist() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            ]
+            for group in groups
+        ]
         if values != self._last_values:
             self._last_values = values
-            self._hyperparameters = [current_hyperparameters(group) for group in self.param_groups]
+            self._hyperparameters = [current_hyperparameters(group) for group in groups]
         return self._hyperparameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -316,8 +322,3 @@ def _are_all_watched() -> bool:
     """Whether a profiler or a global hook watches the steps of all optimizers."""
     hooks = optimizer_hooks._global_optimizer_pre_hooks or optimizer_hooks._global_optimizer_post_hooks
     return bool(profiler._is_profiler_enabled or hooks)
-
-
-def _as_number(value: Any) -> Any:
-    """The value as a number. A learning rate may be a tensor that a scheduler changes in place."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -70,17 +70,11 @@ class Readings:
 
     def taken(self) -> dict[str, float]:
         """Returns all current values, by name."""
-        found = {**self._values, **self._recorded, "memory_bytes": float(HERE.memory()), **_gpu()}
+        found = {**self._values, **self._recorded, "memory_bytes": float(HERE.memory())}
+        if torch.cuda.is_initialized():  # nothing of a GPU before the process uses one
+            found["gpu_bytes"] = float(torch.cuda.memory_reserved())
+            with suppress(ImportError, RuntimeError):  # no nvidia-ml-py, or a driver without it
+                found["gpu"] = torch.cuda.utilization() / 100
         if (cpu := HERE.cpu()) is not None:
             found["cpu"] = cpu
         return found
-
-
-def _gpu() -> dict[str, float]:
-    """Memory on the GPU, and its use where NVML is installed; nothing before the process uses one."""
-    if not torch.cuda.is_initialized():
-        return {}
-    found = {"gpu_bytes": float(torch.cuda.memory_reserved())}
-    with suppress(ImportError, RuntimeError):  # no nvidia-ml-py, or a driver without it
-        found["gpu"] = torch.cuda.utilization() / 100
-    return found

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...common.combinations import WITHIN_WORKER, Choices, check
-from ...common.config.schema import Config
+from ...common.config.schema import Config, SlowdownConfig
 from ...common.errors import UnreachableError, UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import TableSpec, check_is_plain, describe_optimizers
@@ -176,9 +176,10 @@ class RemoteSession(Session):
         )
         self._chooses(optimizers=described.each)
         self._strategy.start(tensors, described, is_parted=len(optimizers) > 1)
-        slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed)
+        slows = self._config.slowdown != SlowdownConfig()
+        slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed) if slows else None
         self._was_before = self._progress.row.steps > 0
-        self._data = data = DataPosition(lambda: self._progress, optimizers, self.length)
+        self._data = data = DataPosition(self._progress, optimizers, self.length)
         data.accepts_other_data = self._config.worker.accept_other_data
         self._strategy.num_samples_now = data.num_samples_now
         self._memory = Memory(self._strategy, data, optimizers)
@@ -194,7 +195,8 @@ class RemoteSession(Session):
             self._steps.work = lambda: self.work.text(self._inner[1])
         self._model = model
         self.evaluation.run = lambda: self._evaluate(model)
-        self._follow(optimizers[0])
+        for table in self._tables:
+            table.follow(optimizers[0])
         if not (self._inner[0] or self._was_before):  # once per run, not in each process
             self._steps.notice = self._notice_batch_norm
         found = tuple(ExchangeOptimizer(optimizer, self._steps) for optimizer in optimizers)
@@ -223,13 +225,15 @@ class RemoteSession(Session):
     def _make_rows(self, spec: TableSpec) -> Pull:
         if self._steps is not None:
             raise UsageError("session.rows() after session.optimizer()", fix="call session.rows() first")
-        return lambda ids, number=len(self._tables): self._pull_rows(number, ids)  # type: ignore[misc]
+        number = len(self._tables)
 
-    def _pull_rows(self, number: int, ids: torch.Tensor) -> torch.Tensor:
-        if self._steps is None:
-            raise UsageError("rows before session.optimizer()", fix="call session.optimizer(model, ...) first")
-        assert self._exchange is not None
-        return self._exchange.pull_rows(number, ids)
+        def pull(ids: torch.Tensor) -> torch.Tensor:
+            if self._steps is None:
+                raise UsageError("rows before session.optimizer()", fix="call session.optimizer(model, ...) first")
+            assert self._exchange is not None
+            return self._exchange.pull_rows(number, ids)
+
+        return pull
 
     def _evaluate(self, model: nn.Module) -> None:
         version = self._strategy.settle()
@@ -307,7 +311,7 @@ class RemoteSession(Session):
         return final.evaluate
 
     def _evaluate_last(self, final: Final) -> None:
-        if final.evaluate and self.evaluation.comes_last and not self.metrics:
+        if final.evaluate and self.evaluation.is_final_too and self.evaluation.every is not None and not self.metrics:
             self.report(**self.evaluation.metrics(self._model))
 
     def averaged(self, *models: nn.Module) -> bool:

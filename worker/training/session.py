@@ -69,7 +69,7 @@ class Session:
         self._scaling = Scaling()
         self._here = Progress()  # the progress without a server
         self._data: DataPosition | None = None  # set by `optimizer()`
-        self._memory: Memory | None = None  # set by `optimizer()`
+        self._memory: Memory | None = None  # set by `optimizer()`; an evaluator has none
         self._names: tuple[str, ...] = ()  # names of the parts, if there are several
         self.losses = Losses()
         self.readings = Readings()
@@ -110,7 +110,7 @@ class Session:
     @property
     def epoch(self) -> int:
         """The epoch of this rank's data, from 0: that of the loop over `epochs()`, or of the next batch."""
-        return self._joined()[1].epoch_now
+        return self._joined().epoch_now
 
     @property
     def has_moved(self) -> bool:
@@ -118,7 +118,7 @@ class Session:
 
         The loop is then at another step than the run. Loops over `shard` go on at the run's position by themselves.
         """
-        data = self._joined()[1]
+        data = self._joined()
         data.apply_start()
         return data.has_moved
 
@@ -130,7 +130,7 @@ class Session:
     @property
     def run_name(self) -> str:
         """The run's name, which the server chose; empty without a server. Raises UsageError before `optimizer()`."""
-        return self._joined()[0]().run
+        return self._joined().progress.run
 
     @property
     def is_done(self) -> bool:
@@ -248,11 +248,6 @@ class Session:
         """Join the run with a model and its optimizers; returns the optimizers to step."""
         raise NotImplementedError
 
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the schedules of the first optimizer scale the tables' learning rates."""
-        for table in self._tables:
-            table.follow(optimizer)
-
     def _check_first(self, reduction: Reduction) -> None:
         """Raises UsageError for a second `optimizer()`, and for an unknown `reduction`."""
         self._owner.check()
@@ -346,9 +341,9 @@ class Session:
         Before each batch torch's generator is seeded from the run's seed, the rank and the position. So random numbers
         for the batch (dropout, augmentation) are the same in a run that was killed and resumed.
         """
-        progress, data = self._joined()
-        steps = progress().total_steps
-        if steps is not None and progress().row.steps >= steps and not self._is_told:  # the loop gets no batches
+        data = self._joined()
+        steps = data.progress.total_steps
+        if steps is not None and data.progress.row.steps >= steps and not self._is_told:  # the loop gets no batches
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
         check_count("accumulate", accumulate, 1)
@@ -370,11 +365,11 @@ class Session:
         stated = Stated(accumulate, prefetch, epochs, self.settings.ends_by_metrics)
         end = (lambda: self.is_done), self.is_over
         position = data, self._memory
-        return Batches(shares, position, progress, end, read_options(source.options), stated, self._data_share)
+        return Batches(shares, position, end, read_options(source.options), stated, self._data_share)
 
     def skip(self) -> None:
         """Say that no step uses the batch that the script computes now, as in a loop that goes on with `continue`."""
-        self._joined()[1].skip()
+        self._joined().skip()
 
     def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Say that a step is not taken: the batches that it would use are used up, and count for nothing."""
@@ -405,7 +400,7 @@ class Session:
         A process that takes over a rank begins at the rank's last step and computes it again without sending it. So the
         script repeats its work between two steps, including its work at the end of an epoch.
         """
-        _, data = self._joined()
+        data = self._joined()
         memory = self._memory
         self.length.own_epochs = max(num, self.length.own_epochs or 0)
         if data.epoch is None:
@@ -445,15 +440,15 @@ class Session:
         if self._memory is not None:
             self._memory.mark()
 
-    def _joined(self) -> tuple[Callable[[], Progress], DataPosition]:
-        """Functions for this rank's progress, and its position in the data. Raises UsageError before `optimizer()`."""
+    def _joined(self) -> DataPosition:
+        """This rank's position in the data. Raises UsageError before `optimizer()`."""
         self._owner.check()
         if self._data is None:
             raise UsageError(
                 "session.shard(), epochs() or state() was called before session.optimizer()",
                 fix="call session.optimizer(model, ...) first: it gives this rank its position",
             )
-        return lambda: self._progress, self._data
+        return self._data
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
         """Record the loss of a step, its number of samples (instead of those of its batches), and your own metrics.

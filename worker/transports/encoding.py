@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...common.codecs.base import Codec, payload_bytes
+from ...common.codecs.base import Codec, Encoder, payload_bytes
 from ...common.codecs.shared.by_tensor import ROOM, ByTensor, Piece, PieceEncoder, only_rest, pieces_of
 from ...common.tensors.layout import DTYPES, Kind, Layout, as_bytes, new_payload
 from ...common.tensors.optimizers import Hyperparameters
@@ -32,17 +32,19 @@ from ..tensors.transfer import Stretch, copy_bytes
 class Encoding:
     """Encodes one contribution after another. `layout` is that of the shard's part of the model."""
 
+    codec: Codec
+    _encoder: Encoder
+
     def __init__(self, codec: Codec, layout: Layout, num_exchanged: int) -> None:
         self._preparation = codec.preparation(layout) if isinstance(codec, ByTensor) else None
         if self._preparation is not None:
             codec = self._preparation.codec(0)
-        self.codec = self._whole = codec
         self._layout, self._num_exchanged = layout, num_exchanged
-        self._encoder = codec.encoder(layout)
+        self.use(codec)
         self._out: torch.Tensor | None = None  # uint8 [payload_bytes], as it is sent
         # uint8 [exchange_bytes]: the gathered values; after encoding c - y
         self._payload: torch.Tensor | None = None
-        self._residual: torch.Tensor | None = None  # e, as a payload; None: zeros
+        self.residual: torch.Tensor | None = None  # e, as a payload; None: zeros
         self._square = 0.0  # squared norm of c - y; not finite where a value is not
         # squared norms of e, by the set of tensors that the part leaves out
         self._squares: dict[frozenset[str], float] = {}
@@ -79,8 +81,8 @@ class Encoding:
             payload, out = self._memory()
             _Gather(stretch, payload).until_end()
             num_bytes = self.codec.encoded_bytes(self._layout)
-            if self._residual is not None:
-                for values, residual in self._views(payload, self._residual):
+            if self.residual is not None:
+                for values, residual in self._views(payload, self.residual):
                     values.add_(residual)
             self._encoder.begin(payload, out[:num_bytes])
             out[num_bytes:].copy_(payload[self._layout.parameter_bytes :])
@@ -121,15 +123,15 @@ class Encoding:
             return
         if self._idle and piece.name in self._idle:
             encoder.write(piece, values, out)  # zeros
-            if self._residual is not None:
-                self._square += _square(values.copy_(piece.of_payload(self._residual)))
+            if self.residual is not None:
+                self._square += _square(values.copy_(piece.of_payload(self.residual)))
             if self._preparation is not None:
                 self._preparation.rest(piece)
             return
         if self._preparation is not None:
             self._preparation.apply(piece, values)
-        if self._residual is not None:
-            values.add_(piece.of_payload(self._residual), alpha=codec.decay)
+        if self.residual is not None:
+            values.add_(piece.of_payload(self.residual), alpha=codec.decay)
         encoder.write(piece, values, out)
         decoded = ROOM.of("of what is sent", values.shape, values.dtype)
         codec.read(piece, out, decoded)
@@ -140,7 +142,7 @@ class Encoding:
         if self.codec.has_feedback or self._preparation is not None:
             return True
         # Whether the residual has tensors of the next contribution.
-        return self._residual is not None and (
+        return self.residual is not None and (
             not self._without or self._without in self._squares or frozenset() in self._squares
         )
 
@@ -174,28 +176,33 @@ class Encoding:
 
     def commit(self) -> None:
         """The contribution counts: update the residual."""
-        if self.codec.is_identity and self._residual is None:
-            self._forget_attempt()
-            return
         self._encoder.commit()
         if self._is_whole and self._has_feedback:
             if isinstance(self.codec, ByTensor):
                 self._retain()
             else:
                 # c was sent without loss, so the residual becomes zero.
-                assert self._residual is not None
+                assert self.residual is not None
                 self._squares.pop(self._without, None)
-                for (residual,) in self._views(self._residual):
+                for (residual,) in self._views(self.residual):
                     residual.zero_()
                 if not (self._without and self._squares):
-                    self._residual, self._squares = None, {}
+                    self.residual, self._squares = None, {}
         self._forget_attempt()
 
     def rollback(self, work: Stretch | None = None) -> None:
         """The contribution does not count. `work`: a dropped delta, gathered again; the residual takes it."""
         self._encoder.rollback()
         if work is not None:
-            self._retain_all(work)
+            if self._payload is None:
+                self._payload = new_payload(self._layout.exchange_bytes)
+            _Gather(work, self._payload).until_end()
+            self._square, residuals = 0.0, self._payload if self.residual is None else self.residual
+            for values, residual in self._views(self._payload, residuals):
+                if self.residual is not None:
+                    values.add_(residual, alpha=self.codec.decay)
+                self._square += _square(values)
+            self._retain()
         self._forget_attempt()
 
     def start(self) -> float:
@@ -216,6 +223,7 @@ class Encoding:
         """Use another codec from the next contribution on. It also sends the residual; raw leaves no residual."""
         self.codec = self._whole = codec
         self._encoder = codec.encoder(self._layout)
+        self.is_raw = codec.is_identity and self._preparation is None  # a residual is only that of a dropped delta
 
     def of_optimizer(self, groups: Sequence[Hyperparameters]) -> None:
         """Set the hyperparameters that the server's optimizer began with."""
@@ -231,27 +239,11 @@ class Encoding:
         """The hyperparameters to send with a contribution; equal input gives the same tuple."""
         return groups if self._preparation is None else self._preparation.hyperparameters(groups)
 
-    @property
-    def owes(self) -> bool:
-        """Whether there is a residual to send."""
-        return self._residual is not None
-
     def _views(self, *payloads: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Yield each parameter of the contribution, [n], in each of these payloads."""
         for spec, offset, end in self._layout.entries:
             if spec.kind is Kind.PARAMETER and spec.name not in self._without:
                 yield [payload[offset:end].view(DTYPES[spec.dtype]) for payload in payloads]
-
-    def _retain_all(self, work: Stretch) -> None:
-        if self._payload is None:
-            self._payload = new_payload(self._layout.exchange_bytes)
-        _Gather(work, self._payload).until_end()
-        self._square = 0.0
-        for values, residual in self._views(self._payload, self._payload if self._residual is None else self._residual):
-            if self._residual is not None:
-                values.add_(residual, alpha=self.codec.decay)
-            self._square += _square(values)
-        self._retain()
 
     def _retain(self) -> None:
         if self._without:
@@ -262,21 +254,21 @@ class Encoding:
                 self._lose(math.sqrt(before))
             self._squares.pop(frozenset(), None)
             self._squares[self._without] = self._square if is_finite else 0.0
-            if self._residual is None:
-                self._residual = torch.zeros_like(self._payload)
-            for residual, values in self._views(self._residual, self._payload):
+            if self.residual is None:
+                self.residual = torch.zeros_like(self._payload)
+            for residual, values in self._views(self.residual, self._payload):
                 residual.copy_(values) if is_finite else residual.zero_()
         elif not math.isfinite(self._square):
             self._lose(self._reset())
         else:
             self._squares = {frozenset(): self._square}
-            self._residual, self._payload = self._payload, self._residual
+            self.residual, self._payload = self._payload, self.residual
             if self._preparation is not None:
                 self._preparation.commit()
 
     def _reset(self) -> float:
         norm, self._squares = self.norm, {}
-        self._residual = None
+        self.residual = None
         if self._preparation is not None:
             self._preparation.reset()
         return norm

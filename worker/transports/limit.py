@@ -38,8 +38,6 @@ class Limit:
         self._passed("down", num_bytes)
 
     def _passed(self, way: str, num_bytes: int) -> None:
-        if not self._seconds_per_byte:
-            return
         with self._lock:
             now = self._clock()
             free_at = max(self._free_at[way], now - _BURST_S) + num_bytes * self._seconds_per_byte

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from typing import Any
 
 from ...common.codecs.base import Codec, payload_bytes
 from ...common.kinds import ContributionKind
+from ...common.reporting.log import get_logger
 from ...common.wire.frames import INLINE_BYTES, frame
 from ...common.wire.messages import contribution_message
 from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo, changed
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.transfer import DirectTransfer, ModelTensors
 from .encoding import Encoding
-from .partial_transfer import PartialTransfer
 from .transport import Messages, Transport
+
+log = get_logger()
 
 Carry = Callable[[list[memoryview], int], Iterator[Messages]]
 
@@ -35,17 +39,17 @@ class Up:
         self._send = send
         self.encoding = Encoding(codec, model.layout, model.num_exchanged)
         self._kind = ContributionKind.GRADIENT  # kind of the newest contribution
-        self._partial = PartialTransfer(None)
+        self._offered: pb.PartialTransfer | None = None  # bytes that the server has of the next contribution
+        self._is_out_of_band = False  # payloads of raw bytes travel beside the stream
         self.departed: set[int] = set()  # indices of tensors whose gradients were sent early
-
-    @property
-    def num_bytes(self) -> int:
-        """Encoded size of a contribution, in bytes."""
-        return payload_bytes(self.encoding.codec, self._layout)
 
     def joined(self, transport: Transport, welcome: pb.Welcome | None = None) -> None:
         """A new stream is open. Everything sent on the old one may be lost, except for a partial transfer."""
-        self.transport, self._partial = transport, PartialTransfer(welcome)
+        self.transport = transport
+        has_some = welcome is not None and welcome.HasField("partial_transfer")
+        self._offered = welcome.partial_transfer if has_some and welcome is not None else None
+        is_large = self._layout.exchange_bytes > INLINE_BYTES
+        self._is_out_of_band = transport.segment is not None or (transport.is_beside_stream and is_large)
         self.departed.clear()
         self.transfer.forget_copies()
         self.encoding.recall()
@@ -53,7 +57,8 @@ class Up:
     def replied(self, outcome: Outcome) -> None:
         """Handle the contribution's outcome."""
         if outcome in COUNTED:
-            self.encoding.commit()
+            if not self.encoding.is_raw or self.encoding.residual is not None:
+                self.encoding.commit()
         elif outcome == Outcome.START:
             self.encoding.start()
         else:
@@ -83,29 +88,36 @@ class Up:
             self._begin()
 
     def _begin(self) -> None:
-        codec = self.encoding.codec
+        codec, num_bytes = self.encoding.codec, payload_bytes(self.encoding.codec, self._layout)
         is_out_of_band = codec.is_identity and self._is_out_of_band
-        begin = pb.Begin(num_bytes=self.num_bytes, codec=codec.name, in_shared_memory=is_out_of_band)
+        begin = pb.Begin(num_bytes=num_bytes, codec=codec.name, in_shared_memory=is_out_of_band)
         self._send([frame(pb.WorkerMessage(begin=begin))])
 
     # ---- the contribution ---------------------------------------------------------------------
 
-    def contribute(self, contribution: Contribution) -> None:
-        """Send a contribution. Without a reply, the same bytes are sent again, or only the missing ones."""
+    def contribute(self, contribution: Contribution, **topics: Any) -> None:
+        """Send a contribution, with these topics for this shard.
+
+        Without a reply, the same bytes are sent again, or only the missing ones.
+        """
         self._kind = kind = contribution.kind
         if not kind.has_payload:
-            self._send([frame(contribution_message(contribution))])
+            self._send([frame(contribution_message(changed(contribution, **topics)))])
             return
         rest: list[int] | None = None
         if self.departed:
             rest = [index for index in range(self._num_exchanged) if index not in self.departed]
             self.departed.clear()
-        if not self.encoding.codec.is_identity or self.encoding.owes:
-            self._contribute_encoded(contribution, rest)
+        codec, num_bytes, is_outside = self.encoding.codec, self._layout.exchange_bytes, self._is_out_of_band
+        is_encoded = not codec.is_identity or self.encoding.residual is not None
+        if is_encoded:
+            num_bytes, is_outside = payload_bytes(codec, self._layout), False
+        payload = PayloadInfo(codec.name, num_bytes, is_outside, contribution.payload.without_gradient)
+        announced = contribution_message(changed(contribution, **topics, payload=payload))
+        if is_encoded:
+            self._contribute_encoded(announced, kind, rest)
             return
-        num_bytes = self._layout.exchange_bytes
-        announced = _announced(contribution, num_bytes, "raw", self._is_out_of_band)
-        may_continue = rest is None and self._partial and self.transport.segment is None and self.transfer.lies_here
+        may_continue = rest is None and self._offered and self.transport.segment is None and self.transfer.lies_here
         if may_continue and self._continue(announced, list(self.transfer.gather(kind)[0].pieces), self.transport.raw):
             return
         if rest is None and not self._is_out_of_band and num_bytes <= INLINE_BYTES:
@@ -114,8 +126,7 @@ class Up:
             self._send([frame(announced)])
             self._send_tensors(kind, rest)
 
-    def _contribute_encoded(self, contribution: Contribution, rest: list[int] | None) -> None:
-        kind, announced = contribution.kind, _announced(contribution, self.num_bytes, self.encoding.codec.name)
+    def _contribute_encoded(self, announced: pb.WorkerMessage, kind: ContributionKind, rest: list[int] | None) -> None:
         if rest is not None:
             self._send([frame(announced)])
             self._send_tensors(kind, rest)
@@ -135,7 +146,8 @@ class Up:
         """Send the rest of a partial transfer. Returns False if there is none; then nothing was sent."""
         payload = announced.contribution.payload
         begin = pb.Begin(num_bytes=payload.num_bytes, codec=payload.codec, in_shared_memory=payload.in_shared_memory)
-        rest = self._partial.rest(begin, announced.contribution.seq, pieces)
+        offered, self._offered = self._offered, None  # for one attempt
+        rest = rest_of(offered, begin, announced.contribution.seq, pieces) if offered is not None else None
         if rest is None:
             return False
         self._send([frame(pb.WorkerMessage(begin=begin)), frame(announced)])
@@ -156,13 +168,49 @@ class Up:
             for frames in self.transport.messages([encoded], start):
                 self._send(frames)
 
-    @property
-    def _is_out_of_band(self) -> bool:
-        is_large = self._layout.exchange_bytes > INLINE_BYTES
-        return self.transport.segment is not None or (self.transport.is_beside_stream and is_large)
+
+# ---- a payload whose stream broke off: `ps/wire/partial_transfers.py` is the server's side ---------
 
 
-def _announced(contribution: Contribution, num_bytes: int, codec: str, is_outside: bool = False) -> pb.WorkerMessage:
-    """The message that announces a payload of `num_bytes`."""
-    payload = PayloadInfo(codec, num_bytes, is_outside, contribution.payload.without_gradient)
-    return contribution_message(changed(contribution, payload=payload))
+def rest_of(
+    offered: pb.PartialTransfer, begin: pb.Begin, seq: int, pieces: list[memoryview]
+) -> list[tuple[int, list[memoryview]]] | None:
+    """The stretches of this payload that the server lacks, with their offsets. Sets `begin.continues`.
+
+    `offered`: what the server has, according to its Welcome. Returns None if these are bytes of another payload.
+    """
+    if (offered.seq, offered.payload_bytes, offered.codec) != (seq, begin.num_bytes, begin.codec):
+        return None
+    ranges = list(zip(offered.ranges[::2], offered.ranges[1::2], strict=False))
+    stretches, crc = list(divided(pieces, ranges)), 0
+    for part in (part for _, parts, is_there in stretches if is_there for part in parts):
+        crc = zlib.crc32(part, crc)
+    if crc != offered.crc:
+        log.warning("not_continued", seq=seq, meaning="the server's bytes are of another payload: all are sent")
+        return None
+    begin.continues = seq
+    rest = [(at, parts) for at, parts, is_there in stretches if not is_there]
+    num_bytes = sum(len(part) for _, parts in rest for part in parts)
+    log.info("continued", seq=seq, num_bytes=num_bytes, of=begin.num_bytes)
+    return rest
+
+
+def divided(
+    pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, list[memoryview], bool]]:
+    """Cut the pieces of a payload at the borders of `ranges` [start, end), which are ascending and disjoint.
+
+    Yields the offset of each stretch, its parts, and whether it is one of the ranges.
+    """
+    at, found = 0, list(pieces)[::-1]
+    borders = [border for start, end in ranges for border in ((start, False), (end, True))]
+    for border, is_in in [*borders, (sum(map(len, found)), False)]:
+        start, parts = at, []
+        while at < border and found:
+            piece = found.pop()
+            parts.append(piece[: border - at])
+            if len(piece) > border - at:
+                found.append(piece[border - at :])
+            at += len(parts[-1])
+        if parts:
+            yield start, parts, is_in

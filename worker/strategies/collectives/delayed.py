@@ -41,9 +41,8 @@ from ...session import Progress
 from ...tensors.transfer import ModelTensors
 from ..all_reduce import AllReduceStrategy
 from ..group import Group
+from ..peer_state import Mean, StateTransfer, UndoableStep
 from ..shadow import Shadow
-from ..state_transfer import StateTransfer
-from ..undoable_step import Mean, UndoableStep
 from .backends import computed
 
 _LOOK_UP_S = 0.2
@@ -201,7 +200,7 @@ class Delayed(AllReduceStrategy):
             _put(tensors, index, tensor if tensor is None else tensor.detach(), None)
         computed(self._device)
         metadata = self._check.metadata(outgoing, self._model_version, self._change)
-        numbers, norm = self._step.numbers(), self._check.norm()
+        numbers, norm = self._step.numbers(), self._check.weights.norm()
         flight = Flight(outgoing, self._model_version, numbers, metadata, norm, tensors)
         self._flights.append(flight)
         flight.reply = self._rounds.submit(lambda: self._fly(flight))

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import starmap
 from typing import NamedTuple
 
@@ -86,7 +87,9 @@ def store_of(generation: Generation, rank: int, timeout_s: float) -> Store:
     """Connect to the generation's store. Raises OutOfReach or Broken."""
     # Of two members, the one that cannot reach the other leaves. Of more, the lowest leaves if nobody reaches its
     # store.
-    reach(rank, generation.members[0], generation.store, HERE if len(generation.members) == 2 else ELSEWHERE)
+    attempts = HERE if len(generation.members) == 2 else ELSEWHERE
+    if (out_of_reach := reach(rank, generation.members[0], generation.store, attempts)) is not None:
+        raise out_of_reach
     try:
         found = generation.store, generation.secret
         return Store(lambda: found, generation.full_name, rank, timeout_s, f"{generation.stage}/")
@@ -112,7 +115,8 @@ def come_together(
             for device, rendezvous, listens in words
         ]
         with ThreadPoolExecutor(len(members)) as threads:
-            failed = list(threads.map(lambda item: _failed(rank, *item), zip(generation.members, members, strict=True)))
+            addresses = [member.rendezvous for member in members]
+            failed = list(threads.map(partial(reach, rank), generation.members, addresses))
         lost = [member for member, error in zip(generation.members, failed, strict=True) if error is not None]
         store.set(f"lost/{rank}", " ".join(map(str, lost)) or "-")
         words = _all(store, "lost", generation, rank, timeout_s + _REACH_S)
@@ -165,14 +169,6 @@ def _missing(missing: Sequence[int], rank: int, generation: Generation, timeout_
     return Broken(message, HERE if is_alone else UNKNOWN)
 
 
-def _failed(rank: int, other: int, peer: MemberInfo) -> OutOfReach | None:
-    try:
-        reach(rank, other, peer.rendezvous)
-    except OutOfReach as error:
-        return error
-    return None
-
-
 def _unreached_sentence(rank: int, unreached: Mapping[int, set[int]]) -> str:
     """The failure as a sentence, for a member that itself reaches all others."""
     member, other = next((member, min(others)) for member, others in unreached.items() if others)
@@ -190,13 +186,14 @@ def who_leaves(unreached: Mapping[int, set[int]]) -> int | None:
     return max(count, key=lambda item: (count[item], item), default=None)
 
 
-def reach(rank: int, other: int, address: Address, attempts: int = UNKNOWN) -> None:
-    """Check that this address accepts connections. Raises OutOfReach."""
+def reach(rank: int, other: int, address: Address, attempts: int = UNKNOWN) -> OutOfReach | None:
+    """Connect to this address, and close the connection. Returns the error if it accepts none."""
     try:
         socket.create_connection(address, _REACH_S).close()
     except OSError as error:
         message = f"rank {rank} cannot reach rank {other} at {join_address(*address)}, to average with it: {error}"
-        raise OutOfReach(message, attempts) from None
+        return OutOfReach(message, attempts)
+    return None
 
 
 def first_line(error: Exception) -> str:

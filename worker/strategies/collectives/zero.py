@@ -38,8 +38,7 @@ from ...tensors.transfer import ModelTensors
 from ..all_reduce import UPLOADS_OPTIMIZER, AllReduceStrategy
 from ..group import Group
 from ..group_lifecycle import GroupLifecycle
-from ..state_transfer import StateTransfer, version_is_lost
-from ..undoable_step import Mean, UndoableStep, has_memory
+from ..peer_state import Mean, StateTransfer, UndoableStep, has_memory, version_is_lost
 from .rendezvous import Broken
 
 log = get_logger()
@@ -151,7 +150,10 @@ class ShardedTransfer(StateTransfer):
         self.shares = [
             [rows for rows in share if rows[0] in step.groups] for share in _divided(step.model.layout, len(versions))
         ]
-        wanted = Collected(self._rows_of(group.index))
+        # The rows that this member keeps.
+        num = len(self.shares)
+        numbers = {(group.index - back) % num for back in range(self._copies)} if group.index < num else ()
+        wanted = Collected(rows for number in sorted(numbers) for rows in self.shares[number])
         if is_new:
             wanted.fill(step.state)
         words = run(lambda: group.gather_numbers(2 * (wanted.is_full and is_new) + (is_new and step.is_whole)))
@@ -168,18 +170,16 @@ class ShardedTransfer(StateTransfer):
         step.state, step.version = wanted.state, newest
         step.has_state = step.is_whole = True
 
-    def _rows_of(self, index: int) -> list[Rows]:
-        """The rows that the member of this index keeps."""
-        num = len(self.shares)
-        numbers = {(index - back) % num for back in range(self._copies)} if index < num else ()
-        return [rows for number in sorted(numbers) for rows in self.shares[number]]
-
     def _exchange_parts(self, group: Group, have: list[bool], are_whole: list[bool], wanted: Collected) -> None:
         """Send the parts of all members with the newest version, one after another. `have`, `are_whole`: by member."""
         step, index, any_whole = self.step, group.index, any(are_whole)
         sources = [member for member, has in enumerate(have) if has]
         first = are_whole.index(True) if any_whole else sources[0]
-        local_part = self._dump_part(index == first, not any_whole) if have[index] else {}
+        local_part = self._dump_state() if have[index] else {}
+        if index == first:
+            local_part["tensors"] = [tensor.detach().cpu() for tensor in step.weights()]
+        if have[index] and not any_whole:
+            local_part["fresh"] = [[*rows, step.view(rows).cpu().clone()] for rows in step.state]
         fresh = Collected(step.all_rows())
         for source in sources:
             values = self._broadcast(group, source, local_part)
@@ -202,14 +202,6 @@ class ShardedTransfer(StateTransfer):
     def _broadcast(self, group: Group, source: int, local_part: dict[str, Any]) -> dict[str, Any]:
         values = local_part if source == group.index else None
         return self._lifecycle.run(partial(group.broadcast_values, values, source))
-
-    def _dump_part(self, is_first: bool, has_fresh: bool) -> dict[str, Any]:
-        values = self._dump_state()
-        if is_first:
-            values["tensors"] = [tensor.detach().cpu() for tensor in self.step.weights()]
-        if has_fresh:
-            values["fresh"] = [[*rows, self.step.view(rows).cpu().clone()] for rows in self.step.state]
-        return values
 
     def _dump_state(self) -> dict[str, Any]:
         return {"state": [[*rows, state] for rows, state in self.step.state.items()]}

@@ -98,10 +98,6 @@ class Cursor:
         self.is_fresh = False
         return num_samples
 
-    def num_samples_of(self, num: int) -> int:
-        """Samples of the oldest `num` batches."""
-        return sum(item.num_samples for item in list(self.in_hand)[:num])
-
     @property
     def current(self) -> int:
         """Index of the batch that the script computes now, among those in hand."""

@@ -7,7 +7,7 @@ that lie behind the rank, and goes on in the right one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import ReferenceType, WeakSet, ref
 
@@ -41,10 +41,9 @@ class Saved(Protocol):
 class DataPosition:
     """All cursors of this process. The position, the samples of a step and its batches are sums over them."""
 
-    def __init__(
-        self, progress: Callable[[], Progress], optimizers: Sequence[torch.optim.Optimizer], length: Length
-    ) -> None:
-        self._progress, self._optimizers, self.length = progress, optimizers, length
+    def __init__(self, progress: Progress, optimizers: Sequence[torch.optim.Optimizer], length: Length) -> None:
+        self.progress, self.length = progress, length
+        self.is_parted = len(optimizers) > 1  # several optimizers step by turns
         self.cursors = [Cursor()]
         self._owners: list[tuple[ReferenceType[object] | None, int | None]] = [(None, None)]  # newest loop, its epoch
         self._waiting: WeakSet[object] = WeakSet()  # loops that have not begun
@@ -57,6 +56,7 @@ class DataPosition:
         self.has_read_all = False  # a loop has read all its passes
         self._has_run_length = False
         self._first: object = None  # the optimizer that has stepped first, of several
+        self._next: list[tuple[Cursor, int]] = []  # the cursors whose batches the next step uses, and how many
         self._num_starts = -1
         self.has_moved = False  # the run went on elsewhere than behind this process's newest step, without `shard()`
         self._num_reported = 0  # the position behind the newest contribution
@@ -75,7 +75,7 @@ class DataPosition:
 
     def apply_start(self) -> None:
         """Go to the run's start position after a START. Batches that were yielded before it are void."""
-        progress = self._progress()
+        progress = self.progress
         if self._num_starts == progress.num_starts:
             return
         is_first, self._num_starts = self._num_starts < 0, progress.num_starts
@@ -180,13 +180,10 @@ class DataPosition:
         if not self.has_in_hand:
             self._move(position.batches)
         begins_at = position.batches - position.epoch_batches if position.epoch is not None else 0
-        self._set_first_epoch(position.epoch or 0, begins_at)
+        self.set_first_epoch(position.epoch or 0, begins_at)
 
-    def restart_epochs(self) -> None:
-        """Start at the first epoch, because the script's position is unknown."""
-        self._set_first_epoch(0, 0)
-
-    def _set_first_epoch(self, epoch: int, begins_at: int) -> None:
+    def set_first_epoch(self, epoch: int = 0, begins_at: int = 0) -> None:
+        """Start at this epoch; at the first one if the script's position is unknown."""
         self._first_epoch = epoch, begins_at
         if self.epoch is not None:
             self.start_epochs()
@@ -222,21 +219,15 @@ class DataPosition:
     @property
     def has_replayed(self) -> bool:
         """Whether steps have used all batches of the replay, or a scaler has skipped them."""
-        return self._progress().is_replaying and self.position >= self._replay_end
+        return self.progress.is_replaying and self.position >= self._replay_end
 
     @property
     def covers_last_replay(self) -> bool:
         """Whether loops have yielded all batches of a replay that ends the run."""
-        progress = self._progress()
         in_hand = sum(len(cursor.in_hand) - cursor.num_void for cursor in self.cursors)
-        return progress.is_replaying and progress.is_last and self.position + in_hand >= self._replay_end
+        return self.progress.is_replaying and self.progress.is_last and self.position + in_hand >= self._replay_end
 
     # ---- steps --------------------------------------------------------------------------------
-
-    @property
-    def is_parted(self) -> bool:
-        """Whether several optimizers step by turns."""
-        return len(self._optimizers) > 1
 
     def begins(self, part: object) -> bool:
         """Whether this step() of one of several optimizers begins a training step.
@@ -244,8 +235,6 @@ class DataPosition:
         It does if a loop over `session.shard()` has yielded a batch since the last training step began. In other loops,
         and for batches that a loop has fetched ahead before its end, each step() of the first optimizer begins one.
         """
-        if not self.is_parted:
-            return True
         self._first = self._first or part
         if self.uses_shard and not any(cursor.has_ended and cursor.in_hand for cursor in self.cursors):
             return any(cursor.is_fresh for cursor in self.cursors)
@@ -261,10 +250,10 @@ class DataPosition:
             )
         return found
 
-    @property
-    def next_step_samples(self) -> int:
-        """Samples of the next step. Raises UsageError if it uses other batches than were stated."""
-        return sum(cursor.num_samples_of(num) for cursor, num in self._due())
+    def prepare_step(self) -> int:
+        """Returns the samples of the next step. Raises UsageError if it uses other batches than were stated."""
+        self._next = self._due()
+        return sum([item.num_samples for cursor, num in self._next for item in list(cursor.in_hand)[:num]])
 
     def num_samples_now(self) -> int:
         """Samples of the batch that the model computes now; 0: it does not come from `session.shard()`."""
@@ -272,10 +261,10 @@ class DataPosition:
         return found[0] if found else 0
 
     def step(self) -> int:
-        """Count a training step. Returns its samples; 0 if no batch came from `session.shard()`."""
-        self.apply_start()
+        """Count the prepared training step. Returns its samples; 0 if no batch came from `session.shard()`."""
         if self.uses_shard:
-            return sum([cursor.use(num) for cursor, num in self._due()])
+            return sum([cursor.use(num) for cursor, num in self._next])
+        self.apply_start()
         self.set_run_length(1)
         self.cursors[0].position = self.cursors[0].next = self.cursors[0].position + 1
         return 0
@@ -292,13 +281,6 @@ class DataPosition:
             if cursor.takes_part:
                 cursor.skip()
 
-    def drop(self) -> bool:
-        """The run is over: the step uses batches that were fetched before this was known. False: there are none."""
-        if not self.has_in_hand:
-            return False
-        self.skip_step()
-        return True
-
     def take_reported(self) -> int:
         """Batches since the last contribution."""
         before, self._num_reported = self._num_reported, self.position
@@ -314,7 +296,7 @@ class DataPosition:
         if self._has_run_length:
             return
         self._has_run_length = True
-        length, progress = self.length, self._progress()
+        length, progress = self.length, self.progress
         if length.epochs is not None and not self.batches_per_epoch:
             raise UsageError(
                 f"run.epochs is {length.epochs}, and the length of an epoch of this script's own loader is not known",

@@ -18,7 +18,6 @@ from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.wire.records import Position
 from ...conversation.messages import Begun
-from ...session import Progress
 from ...strategies.base import Strategy
 from ...tensors.packed import pack, unpack
 from .data import DataPosition
@@ -35,19 +34,16 @@ class Memory:
     """The memory of one rank's script. `strategy` says where this process begins."""
 
     def __init__(self, strategy: Strategy, data: DataPosition, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._strategy, self._data, self._optimizers = strategy, data, optimizers
+        self._strategy, self._data, self._progress, self._optimizers = strategy, data, data.progress, optimizers
         self._objects: dict[str, Any] = {}
         self._first = b""  # the packed state before the first batch
         self._noted: Begun | None = None  # state and position at the beginning of the open contribution
         self._num_starts = self._progress.num_starts
         self.is_used = False
         self.has_begun = self.is_marked = False  # a batch was requested or a step taken; mark() was called
-        self._passed_over = False  # a loop lay behind the rank, and the script has done its work after it
+        # a loop lay behind the rank, and the script has done its work after it: the next batch restores the state again
+        self.passed_over = False
         data.memory = self
-
-    @property
-    def _progress(self) -> Progress:
-        return self._strategy.progress
 
     def use(self) -> None:
         """Send the script's position from now on. Before the first batch, go back to the server's position."""
@@ -61,10 +57,6 @@ class Memory:
         """Of several loops, where each is, or where its epoch began, as the rank's saved state has it."""
         begun = self._strategy.begun() if self.is_used else None
         return [] if begun is None else [int(item[of_epoch]) for item in unpack(begun.payload).get(_LOOPS, [])]
-
-    def passed_over(self) -> None:
-        """A loop yields nothing, because it lies behind the rank. Before the next batch the state is restored again."""
-        self._passed_over = self._progress.is_replaying
 
     def beginning(self) -> Position | None:
         """The position to go back to, or None.
@@ -116,17 +108,15 @@ class Memory:
                 for group, saved in zip(self._groups, found[name], strict=False):
                     _fill(group, saved)
             else:
-                self._load_one(name, found[name])
-
-    def _load_one(self, name: str, saved: Any) -> None:
-        try:
-            self._objects[name].load_state_dict(saved)
-        except Exception as error:
-            message = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
-            raise UsageError(
-                f"session.state({name}=...) does not accept the state that the run saved: {message}",
-                fix="resume with the script that began the run, or use another name, which begins without saved state",
-            ) from error
+                try:
+                    self._objects[name].load_state_dict(found[name])
+                except Exception as error:
+                    message = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
+                    raise UsageError(
+                        f"session.state({name}=...) does not accept the state that the run saved: {message}",
+                        fix="resume with the script that began the run, or use another name, which begins without "
+                        "saved state",
+                    ) from error
 
     # ---- while the loop runs ------------------------------------------------------------------
 
@@ -137,8 +127,8 @@ class Memory:
         """
         self.has_begun = True
         progress = self._progress
-        if self._passed_over and (begun := self._strategy.begun()) is not None:
-            self._passed_over = False
+        if self.passed_over and (begun := self._strategy.begun()) is not None:
+            self.passed_over = False
             self._load(begun.payload, [*self._objects, _GROUPS] if self._objects else [])
         if self.is_used and self._noted is None and not progress.is_replaying and not self.has_moved:
             position = self._data.position_record(progress.position, progress.local_steps)
@@ -196,7 +186,7 @@ class Memory:
         if position is not None and may_replay:
             self._go_back(position)
         elif begun is None:
-            self._data.restart_epochs()
+            self._data.set_first_epoch()
 
     def _go_back(self, position: Position) -> None:
         log.info("replaying", step=position.step, meaning="this process computes the rank's last step again, unsent")

@@ -27,7 +27,7 @@ from ...session import Progress
 
 log = get_logger()
 
-_SETTING = "worker.accept_restarted_schedule"
+_SETTING, _VARIABLE = "worker.accept_restarted_schedule", "PS_WORKER__ACCEPT_RESTARTED_SCHEDULE"
 _FIX = "call session.state(scheduler=scheduler) before the loop, or compute rate and counters from session.step"
 
 
@@ -49,8 +49,9 @@ class Restarted:
         self._num_starts = progress.num_starts
         if self.has_state or self._accepts:
             return
-        if before is not None:  # this process has taken steps already
-            self._look_again(progress, before)
+        if before is not None:  # a server went back to a snapshot, or the run went on without this rank for a while
+            if (moved := progress.position - before) and not (self.knows_step or self.has_epochs):
+                self._warn(progress, f"the run has moved this process by {moved:+d} training steps")
         elif progress.row.steps:
             self._look_first(progress)
 
@@ -71,13 +72,8 @@ class Restarted:
             return
         raise UsageError(
             f"rank {progress.rank} resumes at training step {progress.position}, but {change}",
-            fix=f"{_FIX}; to restart the schedule on purpose, set {_SETTING}=true ({_variable(_SETTING)}=1)",
+            fix=f"{_FIX}; to restart the schedule on purpose, set {_SETTING}=true ({_VARIABLE}=1)",
         )
-
-    def _look_again(self, progress: Progress, before: int) -> None:
-        """Warn when a server went back to a snapshot, or when the run went on without this rank for a while."""
-        if (moved := progress.position - before) and not (self.knows_step or self.has_epochs):
-            self._warn(progress, f"the run has moved this process by {moved:+d} training steps")
 
     def _warn(self, progress: Progress, change: str) -> None:
         if self._has_warned:
@@ -107,7 +103,3 @@ def schedulers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     groups = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
     found = [item for item in gc.get_objects() if issubclass(type(item), LRScheduler)]
     return [type(item).__name__ for item in found if any(id(group) in groups for group in item.optimizer.param_groups)]
-
-
-def _variable(setting: str) -> str:
-    return "PS_" + setting.replace(".", "__").upper()

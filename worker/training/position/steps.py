@@ -13,7 +13,6 @@ from ....common.tensors.optimizers import Hyperparameters
 from ....common.wire.records import Contribution, Counts, FirstInfo, Outcome, Timing, TrainingInfo
 from ...conversation.messages import Begun, Outgoing, RowGradients
 from ...ownership import Owner
-from ...session import Progress
 from ...strategies.base import Strategy
 from ..batches import digest_of
 from ..evaluation import Evaluation
@@ -42,21 +41,13 @@ class Part(Protocol):
         """The norm to which the script clips this step; 0: none."""
 
 
-def after_the_end(progress: Progress) -> UsageError:
-    return UsageError(
-        f"step() after the end of the run, which has {progress.total_steps} training steps (run.steps)",
-        fix="end the loop when session.is_done, or loop over session.shard(...); or give the run as many steps "
-        "as the loop takes (--steps)",
-    )
-
-
 class Steps:
     """The training steps of all optimizers of a session; `parts` holds the optimizers."""
 
     def __init__(
         self,
         strategy: Strategy,
-        slowdown: Slowdown,
+        slowdown: Slowdown | None,
         data: DataPosition,
         memory: Memory,
         tables: Sequence[Rows] = (),
@@ -65,6 +56,7 @@ class Steps:
         scaling: Scaling | None = None,
     ) -> None:
         self.strategy, self.data, self.memory, self._slowdown = strategy, data, memory, slowdown
+        self.progress = data.progress
         self.tables, self._evaluation = tables, evaluation or Evaluation()
         self._restarted, self.scaling = restarted or Restarted(), scaling or Scaling()
         self.scaling.skipped = self.skip_step
@@ -77,8 +69,9 @@ class Steps:
         self._iteration = 0  # training steps that this process began, taken or not: where its schedules are
         self._begins = True  # whether the current step() begins a training step
         self._newest_step = -1  # number of the newest training step that began, or that was skipped as void
-        self._newest: Part | None = None  # the optimizer that began the newest training step
-        self._unsent: Part | None = None  # an optimizer that has stepped since the newest contribution
+        # The optimizer that began the newest training step; None: this process has not taken a step.
+        self.newest: Part | None = None
+        self._unsent: Part | None = None  # one that has stepped since the newest contribution
         self._began: Begun | None = None  # where the newest training step's contribution began
         self._num_starts = -1
         self._replays_left = 0  # contributions that count already, of the training step that is replayed
@@ -94,15 +87,6 @@ class Steps:
         self._compute_s = 0.0
         if data.is_parted:  # a process may take over in the middle of a training step
             memory.use()
-
-    @property
-    def progress(self) -> Progress:
-        return self.strategy.progress
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether this process has taken a step."""
-        return self._newest is not None
 
     @property
     def step(self) -> int:
@@ -121,7 +105,7 @@ class Steps:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         self._owner.check()
         progress = self.progress
-        self._begins = self.data.begins(part)
+        self._begins = not self.data.is_parted or self.data.begins(part)
         if self._num_starts != progress.num_starts:
             self._num_starts, self._replays_left = progress.num_starts, max(1, progress.row.part)
             self._skips_step = progress.row.part > 0
@@ -138,8 +122,9 @@ class Steps:
             if self._first_rates is None:
                 self._first_rates = rates_of(self._restarted.optimizers)
             self.memory.note()
-            self._evaluation.begin(progress, self.data)
-            drawn = self.data.next_step_samples
+            if self._evaluation.every is not None:
+                self._evaluation.begin(progress, self.data)
+            drawn = self.data.prepare_step()
             num_samples = num_samples or drawn
         self.strategy.before_step(num_samples, _mean(self._fresh_losses), part.parameters)
         self._fresh_losses = []
@@ -155,8 +140,14 @@ class Steps:
             self._iteration += 1
         elif not self.progress.is_done:
             return False
-        elif not data.drop():
-            raise after_the_end(self.progress)
+        elif data.has_in_hand:  # the step uses batches that were fetched before the end was known
+            data.skip_step()
+        else:
+            raise UsageError(
+                f"step() after the end of the run, which has {self.progress.total_steps} training steps (run.steps)",
+                fix="end the loop when session.is_done, or loop over session.shard(...); or give the run as many steps "
+                "as the loop takes (--steps)",
+            )
         del self._losses[len(self._losses) - len(self._fresh_losses) :]
         self._fresh_samples, self._fresh_losses = 0, []
         for table in self.tables:
@@ -178,8 +169,12 @@ class Steps:
     def stepped(self, part: Part) -> None:
         """Called after this worker's part of a step(). Contributes if a contribution is complete."""
         if self._begins:
-            self._newest = part
-            self._note_gradients(part)
+            self.newest = part
+            # The first gradients after a start have a digest. Batches of `session.shard()` need none.
+            if self._digest_for != self.progress.num_starts and not self.progress.is_replaying:
+                self._digest_for = self.progress.num_starts
+                gradients = [parameter.grad for parameter in part.parameters if parameter.grad is not None]
+                self._digest = 0 if self.data.uses_shard else digest_of(gradients)
             if self.readings is not None:
                 self.readings.note_step(part.param_groups)
             self._iteration += 1
@@ -190,7 +185,12 @@ class Steps:
         self._fresh_samples = 0
         if self.notice is not None and self.notice():
             self.notice = None
-        self._slow_down()
+        now = time.perf_counter()
+        if self._slowdown is not None:  # the whole step counts as compute time
+            delay_s = self._slowdown.delay_s(self._newest_step + 1, now - self._resumed_at)
+            time.sleep(delay_s)
+            now = time.perf_counter()
+        self._compute_s += now - self._resumed_at
         if self._is_due():
             if not self.progress.is_replaying:
                 self._contribute(part)
@@ -226,7 +226,7 @@ class Steps:
         hyperparameters = self._current_hyperparameters()
         is_due = False
         if self._begins:
-            self._began = self.memory.take()
+            self._began = self.memory.take() if self.memory.is_used else None
             is_due = self._evaluation.is_due(self.progress, self.data)
             if self._evaluation.every is not None:
                 is_due = self.strategy.agreed(is_due)
@@ -242,27 +242,26 @@ class Steps:
             counts=Counts(num_samples, num_steps, num_batches, number),
             timing=Timing(self._compute_s),
             training=TrainingInfo(hyperparameters, clip_norm, _mean(self._losses), True, is_due, self._iteration),
-            first=self._first(),
+            first=self._first() if self._sent_first_for != self.progress.num_starts else None,
             position=began.position if began is not None else None,
         )
-        outgoing = Outgoing(contribution, began.payload if began is not None else None, self._rows())
+        # The gradients of the tables' rows for this contribution.
+        found = [(at, table.take()) for at, table in enumerate(self.tables)] if self.tables else ()
+        rows = tuple([RowGradients(at, *taken) for at, taken in found if taken is not None])
+        outgoing = Outgoing(contribution, began.payload if began is not None else None, rows)
         num_counted = self.progress.row.seq
         self.strategy.contribute(outgoing, part.parameters if number else None)
         if self._begins and self.progress.outcome is Outcome.REJECTED and self.progress.row.seq == num_counted:
             self._skips_step = self.data.is_parted  # the other optimizers' parts would count to the step before
         self._begin_anew()
-        self.memory.after_step()
+        if self.memory.is_used:
+            self.memory.after_step()
         self.data.apply_start()
         if self.data.is_void or (self.progress.is_done and self.data.has_in_hand):
             self.strategy.pause()
         if is_due and not self.progress.is_done:  # at the end `session.finish()` evaluates the final weights
             self._evaluation.run()
             self.strategy.note()
-
-    def _rows(self) -> tuple[RowGradients, ...]:
-        """The gradients of the tables' rows for this contribution."""
-        found = [(number, table.take()) for number, table in enumerate(self.tables)]
-        return tuple(RowGradients(number, *taken) for number, taken in found if taken is not None)
 
     def _begin_anew(self) -> None:
         if self._begins:
@@ -276,9 +275,9 @@ class Steps:
         self.strategy.restore()
         if self.progress.is_replaying:
             self.memory.replayed()
-        if self._newest is not None and self.strategy.kind.worker_steps and self.strategy.cut_short():
+        if self.newest is not None and self.strategy.kind.worker_steps and self.strategy.cut_short():
             self._begins = True
-            self._contribute(self._newest)
+            self._contribute(self.newest)
         elif self._unsent is not None and not self.progress.is_done:
             self._begins = False
             self._contribute(self._unsent)
@@ -291,29 +290,12 @@ class Steps:
             self._hyperparameters = tuple(found)
         return self._hyperparameters
 
-    def _first(self) -> FirstInfo | None:
+    def _first(self) -> FirstInfo:
         """Facts about the data for the first contribution after each start, as a restarted server lost them."""
-        if self._sent_first_for == self.progress.num_starts:
-            return None
         self._sent_first_for = self.progress.num_starts
         data = self.data
         num_samples = 0 if data.accepts_other_data else data.num_samples
         return FirstInfo(num_samples, self._digest, data.run_steps, self._first_rates or (), self.work())
-
-    def _note_gradients(self, part: Part) -> None:
-        """Compute the digest of the first gradients after a start. Batches of `session.shard()` need none."""
-        if self._digest_for == self.progress.num_starts or self.progress.is_replaying:
-            return
-        self._digest_for = self.progress.num_starts
-        gradients = [parameter.grad for parameter in part.parameters if parameter.grad is not None]
-        self._digest = 0 if self.data.uses_shard else digest_of(gradients)
-
-    def _slow_down(self) -> None:
-        """Sleep for the configured delay, and count the whole step as compute time."""
-        delay_s = self._slowdown.delay_s(self._newest_step + 1, time.perf_counter() - self._resumed_at)
-        if delay_s > 0:
-            time.sleep(delay_s)
-        self._compute_s += time.perf_counter() - self._resumed_at
 
 
 def _mean(values: Sequence[float]) -> float:

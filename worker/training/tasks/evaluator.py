@@ -15,8 +15,8 @@ from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.tensors.clipping import check_max_norm
 from ....common.user_code import user_code
-from ...conversation.evaluator import Evaluator
-from ...conversation.interrupts import sleep
+from ...conversation.reader import Evaluator
+from ...conversation.threads import sleep
 from ...tasks.base import Task
 from ...tensors.transfer import ModelTensors
 from ..batches import Batches
@@ -120,7 +120,7 @@ class EvaluatorSession(Session):
     def _begin(self, offer: Offer) -> tuple[torch.optim.Optimizer, ...]:
         model, optimizers, averaged_buffers, reduction = offer
         self._check_first(reduction)
-        self._model, self._data = model, DataPosition(lambda: self._progress, optimizers, self.length)
+        self._model, self._data = model, DataPosition(self._progress, optimizers, self.length)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         stepped = (parameter for group in groups for parameter in group["params"])
         self._tensors = ModelTensors(model, stepped, averaged_buffers)

@@ -7,7 +7,6 @@ traceback begins in the user's file, because our own frames do not help the user
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +33,13 @@ def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.devic
 
     If it has parameters `seed` and `device` that are not in `args`, they are filled in. Raises UsageError.
     """
-    make = _from_file(name) if is_in_file(name) else TASKS.load(name)
+    make: Any = load_from_file("task", name) if is_in_file(name) else TASKS.load(name)
+    if not callable(make):
+        file, _, attribute = name.rpartition(":")
+        raise UsageError(
+            f"{attribute!r} in {file} is of type {type(make).__name__}, not a class",
+            fix="name a class with the methods " + ", ".join(_METHODS),
+        )
     # The signature is read, so that a TypeError in the user's code is not reported as a wrong argument.
     parameters = inspect.signature(make).parameters.values()
     by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -114,17 +119,6 @@ def _check_from_server(name: str, parameter: inspect.Parameter, value: Any) -> N
     if not is_sound:
         expected = {bool: "true or false", int: "a whole number", float: "a number"}.get(type(default), "a list")
         raise UsageError(f"{message}, where {expected} of at most {_MOST:,} is expected", fix=_GIVE_IT_HERE)
-
-
-def _from_file(name: str) -> Callable[..., Any]:
-    make: Any = load_from_file("task", name)
-    if not callable(make):
-        file, _, attribute = name.rpartition(":")
-        raise UsageError(
-            f"{attribute!r} in {file} is of type {type(make).__name__}, not a class",
-            fix="name a class with the methods " + ", ".join(_METHODS),
-        )
-    return make
 
 
 def _check_methods(name: str, task: Any) -> None:
