@@ -89,12 +89,9 @@ class Replay(Seats):
             self._finished.clear()
         self._durable = version if has_source and not self._is_relay else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
-        self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
-        self._empty, self._snapshots, self._has_ended = set(), set(), False
-        self._steps_of_round.clear()
+        self._starts({rank: row.steps for rank, row in line.rows.items()} if has_source else {})
         self._rules = self._rules_of(line.fields)
-        self._steps = {rank: row.steps for rank, row in line.rows.items()} if has_source else {}
-        self._is_cut = True
+        self._snapshots, self._has_ended, self._is_cut = set(), False, True
 
     def _rules_of(self, started: dict[str, Any]) -> list[Rule]:
         """Returns the rules of the run's mode, none of a mode that is not known here."""

@@ -63,8 +63,8 @@ class Injector:
     # ---- processes -------------------------------------------------------------------------
 
     def _pid(self, fault: Fault) -> int | None:
-        process = job_processes(self._launcher).get(fault.child)
-        return None if process is None else process.pid
+        pid, _ = job_processes(self._launcher).get(fault.child, (None, ""))
+        return pid
 
     def _kill(self, fault: Fault) -> str:
         if (pid := self._pid(fault)) is None:
@@ -111,10 +111,12 @@ class Injector:
 
     # ---- the network -----------------------------------------------------------------------
 
-    def _partition(self, fault: Fault) -> str:
-        whose = _worker(fault)
+    def _block(self, whose: Child | None, seconds: float) -> None:
         self._network.block(whose, UP, DOWN)
-        self._for_a_while(fault.for_s, lambda: self._network.unblock(whose, UP, DOWN))
+        self._for_a_while(seconds, lambda: self._network.unblock(whose, UP, DOWN))
+
+    def _partition(self, fault: Fault) -> str:
+        self._block(_worker(fault), fault.for_s)
         return ""
 
     def _lose_replies(self, fault: Fault) -> str:
@@ -137,10 +139,8 @@ class Injector:
 
     def _part_link(self, fault: Fault) -> str:
         """Also reset: a blocked connection loses nothing, and a connection between shards has no lease."""
-        whose = fault.child
-        self._network.block(whose, UP, DOWN)
-        self._network.reset(whose)
-        self._for_a_while(fault.for_s, lambda: self._network.unblock(whose, UP, DOWN))
+        self._block(fault.child, fault.for_s)
+        self._network.reset(fault.child)
         return ""
 
     def _cut(self, fault: Fault) -> str:
@@ -164,16 +164,17 @@ class Injector:
 
     def _drop(self, fault: Fault) -> str:
         """Drop packets, only in the job's own network namespace (`network.py`)."""
-        rule = ["INPUT", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability", str(_DROP_SHARE)]
-        iptables("-A", *rule, "-j", "DROP")
-        self._for_a_while(fault.for_s, lambda: iptables("-D", *rule, "-j", "DROP"))
+        rule = ["INPUT", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability"]
+
+        def iptables(action: str) -> None:
+            command = ["iptables", "-w", action, *rule, str(_DROP_SHARE), "-j", "DROP"]
+            subprocess.run(command, check=True, capture_output=True)
+
+        iptables("-A")
+        self._for_a_while(fault.for_s, lambda: iptables("-D"))
         return f"{_DROP_SHARE:.0%} of the packets"
 
 
 def _worker(fault: Fault) -> Child | None:
     """Returns the worker of a fault, or None for all workers."""
     return Child("worker", fault.rank) if fault.rank is not None else None
-
-
-def iptables(*arguments: str) -> None:
-    subprocess.run(["iptables", "-w", *arguments], check=True, capture_output=True)

@@ -9,26 +9,16 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 
 _CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
-def why_no_drops() -> str | None:
-    """Returns why packets cannot be dropped here, None if they can."""
-    if not sys.platform.startswith("linux"):
-        return "network namespaces need Linux"
-    if os.geteuid() != 0:
-        return "a network namespace needs root"
-    missing = [program for program in ("ip", "iptables") if shutil.which(program) is None]
-    return f"there is no {' and no '.join(missing)}" if missing else None
-
-
 def enter_own_network() -> str | None:
     """Move this process into a new network with a loopback. Returns why that failed, None if it did not."""
-    why_not = why_no_drops()
-    if why_not is not None:
-        return why_not
+    if os.geteuid() != 0:
+        return "a network namespace needs root"
+    if missing := [program for program in ("ip", "iptables") if shutil.which(program) is None]:
+        return f"there is no {' and no '.join(missing)}"
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0:
         return f"no network namespace: {os.strerror(ctypes.get_errno())}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ...common.config.schema import Config
 from ...common.errors import ParamServerError, UsageError
 from ...common.wire.json_text import read_json
 from .rounds import Rounds
@@ -75,6 +76,14 @@ class Plan:
     transports: tuple[str, ...]
     task: dict[str, Any] | None = None  # name, args, batch_size, accumulate, precision; None: its step is not measured
     rounds: int = _MAX_ROUNDS
+
+
+def task_of(config: Config) -> dict[str, Any]:
+    """Returns the settings with which a probe takes steps of the task."""
+    return {
+        "name": config.task.name, "args": config.task.args, "batch_size": config.run.batch_size,
+        "accumulate": config.train.accumulate, "precision": config.train.precision,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,28 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...common.config.schema import Config
+from ...common.config.sources import load_config
 from ...common.errors import UsageError
 from ...common.wire.json_text import read_json
+from .measure import task_of
 
 _GROUP = "paramserver.worker.replica_group"
 
 
-def examine_pipeline(config: Config, task: dict[str, Any], as_json: bool) -> int:
-    """Measure with as many processes as a worker has (launch.group), print, and return the exit code."""
+def examine_pipeline(path: str | None, sets: list[str], as_json: bool) -> int:
+    """Measure with as many processes as a worker has (launch.group), print, and return the exit code.
+
+    Raises UsageError.
+    """
+    config = load_config(path, {}, sets, {}, is_worker=False).config
     if config.launch.group < 2:
         message = "flag --pipeline: launch.group is 1, but a pipeline needs several processes in a worker"
         raise UsageError(message, fix="--set launch.group=2")
-    plan = {"task": task, "batch_size": config.run.batch_size, "worker": config.worker.model_dump(mode="json")}
+    plan = {
+        "task": task_of(config),
+        "batch_size": config.run.batch_size,
+        "worker": config.worker.model_dump(mode="json"),
+    }
     script = str(Path(__file__).with_name("stages.py"))
     command = [sys.executable, "-m", _GROUP, str(config.launch.group), script, json.dumps(plan)]
     threads = config.worker.threads or max(1, (os.cpu_count() or 1) // config.launch.group)

@@ -22,7 +22,7 @@ from paramserver.drills.chaos.job import Ending
 from paramserver.drills.chaos.ledger import Epoch, audit, read_floats
 from paramserver.drills.chaos.processes import Handle, child_of_port, children_of
 from paramserver.drills.chaos.proxy import DOWN, UP, Network
-from paramserver.drills.chaos.trial import judge, make_trial
+from paramserver.drills.chaos.trial import judge, make_setup
 from paramserver.drills.lineage import Lineage
 from paramserver.launch.plan.process import Child
 from paramserver.tests.drills.histories import options_of
@@ -299,7 +299,7 @@ def test_a_minute_of_everything_at_three_shards(marked, mode: str, faults: str |
 def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     """A job that ended well, of which nothing else is as it should be."""
     chosen = {"run.workers": 1, "run.steps": 3, "run.mode": "async"}
-    trial = make_trial(None, chosen, [], folder=tmp_path, seconds=5, seed=1, kinds=["cut"])
+    trial = make_setup(None, chosen, [], folder=tmp_path, seconds=5, seed=1, kinds=["cut"])
     ending = Ending(exit_code=0, unexpected=["worker 0 failed: exit code 13"])
     nothing_carried = "no byte went through the controlled network, so its faults hit nothing"
     failures = ["ended without being killed: worker 0 failed: exit code 13", nothing_carried, "there is no history"]
