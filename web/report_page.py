@@ -74,8 +74,13 @@ def page(title: str, sentences: Sequence[str], data: Mapping[str, Any]) -> str:
 
 def bundled(main: str) -> str:
     """Returns a module and its imports as one script. Each module is a function that returns its exports."""
-    scripts = [_as_function(name) for name in _in_order(main, [])]
-    return "const modules = {};\n" + "\n".join(scripts)
+    whole = "const modules = {};"
+    for name in _in_order(main, []):
+        text = _text(name)
+        exported = ", ".join(found[1] for found in _EXPORT.finditer(text))
+        body = _EXPORT.sub("", _IMPORT.sub(r"const { \1 } = modules['\2'];", text))
+        whole += f"\nmodules['{name}'] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();"
+    return whole
 
 
 def _in_order(name: str, known: list[str]) -> list[str]:
@@ -85,13 +90,6 @@ def _in_order(name: str, known: list[str]) -> list[str]:
             _in_order(found[2], known)
     known.append(name)
     return known
-
-
-def _as_function(name: str) -> str:
-    text = _text(name)
-    exported = ", ".join(found[1] for found in _EXPORT.finditer(text))
-    body = _EXPORT.sub("", _IMPORT.sub(r"const { \1 } = modules['\2'];", text))
-    return f"modules['{name}'] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();"
 
 
 def _text(name: str) -> str:
