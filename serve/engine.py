@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ class End(NamedTuple):
     num_swaps: int  # how often another version took over
 
 
+Models = Mapping[int, nn.Module] | Sequence[nn.Module]  # by slot
 Emit = Callable[[Piece | End | Refused], None]  # called on the engine's thread
 
 
@@ -86,10 +87,6 @@ class Job:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
-
-
-class Models(Protocol):
-    def __getitem__(self, slot: int, /) -> nn.Module: ...
 
 
 class Engine:
@@ -266,7 +263,9 @@ class Engine:
                 self._changed.wait()
             if not self._is_stopped:
                 self._swap()
-                self._retire_cancelled()
+                for sequence in [*self._active, *self._waiting]:
+                    if sequence.is_cancelled:
+                        self._end(sequence, "cancelled")
                 self._admit()
             return not self._is_stopped
 
@@ -312,11 +311,6 @@ class Engine:
                 sequence.num_swaps += 1
                 sequence.num_cached = 0 if computes_again else sequence.num_cached
 
-    def _retire_cancelled(self) -> None:
-        for sequence in [*self._active, *self._waiting]:
-            if sequence.is_cancelled:
-                self._end(sequence, "cancelled")
-
     def _admit(self) -> None:
         while self._waiting and len(self._active) < self.options.slots:
             sequence = self._waiting.popleft()
@@ -351,7 +345,9 @@ class Engine:
     def _compute(self, slot: int, batch: list[Job]) -> None:
         """Compute the next tokens of these sequences, or the next chunk of a prompt."""
         try:
-            logits = self._checked(self._logits(slot, batch), len(batch))
+            logits = self._logits(slot, batch)
+            if logits.dim() != 2 or len(logits) != len(batch):
+                raise ValueError(f"the logits of {len(batch)} texts have shape {list(logits.shape)}")
         except Paused as paused:
             for sequence in batch:
                 sequence.num_pauses += 1
@@ -384,11 +380,6 @@ class Engine:
         logits = self.kind.next_logits(model, batch_of(parts), view)
         for sequence in batch:
             sequence.num_cached += len(parts[0])
-        return logits
-
-    def _checked(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-        if logits.dim() != 2 or len(logits) != num_rows:
-            raise ValueError(f"the logits of {num_rows} texts have shape {list(logits.shape)}")
         return logits
 
     def _take(self, sequence: Job, chosen: Chosen) -> None:

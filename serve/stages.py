@@ -216,9 +216,6 @@ class Link:
                 raise ConnectionResetError("the other end is closed")
             target = target[num:]
 
-    def close(self) -> None:
-        self._socket.close()
-
 
 class RemoteStage:
     """A stage in another process, which a thread starts, and starts again when it dies."""
@@ -240,7 +237,8 @@ class RemoteStage:
 
     def close(self) -> None:
         self._closed.set()
-        self._end()
+        if self._process is not None:
+            self._process.kill()
         self._thread.join()
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
@@ -259,10 +257,6 @@ class RemoteStage:
             raise RuntimeError(f"stage {self._index}: {message['error']}")
         return output
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-
     def _run(self) -> None:
         try:
             self._keep()
@@ -280,12 +274,12 @@ class RemoteStage:
             there.close()
             os.close(beating)
             if self._closed.is_set():
-                self._end()
+                self._process.kill()
             is_ready, reason = self._watch(link, beats)
             self._link, self.problem = None, f"stage {self._index} {reason}; it is started again"
             self._process.kill()  # it may be frozen
             code = self._process.wait()
-            link.close()
+            here.close()
             os.close(beats)
             if self._closed.is_set():
                 return

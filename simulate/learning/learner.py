@@ -120,14 +120,11 @@ class Learner:
         self._folding = Folding(self.model, self._thread, policy.replies_before_commit)
         self._down = Down(config, self.model)
         self._first = first  # evaluated; all ranks of gradient modes compute on it
-        self._ranks = [self._rank(rank) for rank in range(num_workers)]
+        weights = self._down.weights(0, is_start=True)
+        self._ranks = [_Rank(first, weights, weights, iter(()), (num_workers, rank)) for rank in range(num_workers)]
         self.curve: list[Point] = []
         self._num_steps = 0
         self.measure(0.0, 0)
-
-    def _rank(self, rank: int) -> _Rank:
-        weights = self._down.weights(0, is_start=True)
-        return _Rank(self._first, weights, weights, iter(()), (self._num_workers, rank))
 
     def _check_size(self, num_bytes: int) -> None:
         each = num_bytes * (6 if self.kind.worker_steps else 2)  # weights, gradient, optimizer, anchor, payload
@@ -188,11 +185,6 @@ class Learner:
         assert sent is not None
         self._folding.stage(event.contribution.id, Staged(*sent))
 
-    def replied(self, reply: effects.SendReply) -> None:
-        """The server has decided on a reply, with the current weights."""
-        if reply.has_weights:
-            self._ranks[reply.rank].on_its_way = self._down.weights(reply.reply.result.version, reply.is_start)
-
     def received(self, reply: effects.SendReply) -> None:
         """The reply has arrived at its worker."""
         rank = self._ranks[reply.rank]
@@ -237,8 +229,9 @@ class Learner:
             if num_steps * _NUM_POINTS // total > self._num_steps * _NUM_POINTS // total:
                 self._num_steps = num_steps
                 self.measure(now, num_steps)
-        elif isinstance(effect, effects.SendReply):
-            self.replied(effect)
+        elif isinstance(effect, effects.SendReply) and effect.has_weights:
+            weights = self._down.weights(effect.reply.result.version, effect.is_start)
+            self._ranks[effect.rank].on_its_way = weights
 
     def measure(self, now: float, num_steps: int) -> None:
         """Add a point to the curve: the newest weights, evaluated; `step`: mean over the workers."""

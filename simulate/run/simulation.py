@@ -87,7 +87,7 @@ class Simulation:
             effects.Commit: self._commit,
             effects.SendReply: self._reply,
             effects.ContributionTaken: self._taken,
-            effects.TellDone: self._done,
+            effects.TellDone: self._end,
             effects.End: self._end,
             effects.Seated: self._seated,
             effects.NotSeated: self._end,
@@ -209,12 +209,10 @@ class Simulation:
         worker.is_ready, worker.is_in_flight, worker.sent_at = False, True, self._agenda.now
         worker.done_steps += worker.steps
         self._server.take(worker)
-        if self._is_delayed and (left := self._steps_left(worker)) > 0:
-            self._compute(worker, min(worker.next_steps, left))
-
-    def _steps_left(self, worker: Worker) -> int:
         total = self.policy.training_steps
-        return worker.next_steps if total is None else total - worker.done_steps
+        left = worker.next_steps if total is None else min(worker.next_steps, total - worker.done_steps)
+        if self._is_delayed and left > 0:
+            self._compute(worker, left)
 
     def _delivered(self, worker: Worker, reply: effects.SendReply) -> None:
         """The reply has arrived at the worker, with its weights."""
@@ -226,7 +224,10 @@ class Simulation:
             self.learner.received(reply)
         if worker.is_in_flight:
             worker.is_in_flight = False
-            self._account(worker, reply)
+            transfer_s = self._agenda.now - worker.sent_at - result.gate_wait_s
+            worker.transfer_s = transfer_s if transfer_s > 0.0 else 0.0
+            own_s = self._own_s + self._own_down_s if reply.has_weights else self._own_s
+            self.tally.exchanged(worker, result.gate_wait_s, own_s, self._rest_cause)
         if not work.local_steps:
             worker.life += 1  # cancels what it still computes
             worker.is_finished = True
@@ -235,14 +236,6 @@ class Simulation:
             self._hand_over(worker)
         elif not worker.is_computing:
             self._compute(worker, work.local_steps)
-
-    def _account(self, worker: Worker, reply: effects.SendReply) -> None:
-        """Count the time of this exchange by cause."""
-        gate_wait_s = reply.reply.result.gate_wait_s
-        transfer_s = self._agenda.now - worker.sent_at - gate_wait_s
-        worker.transfer_s = transfer_s if transfer_s > 0.0 else 0.0
-        own_s = self._own_s + self._own_down_s if reply.has_weights else self._own_s
-        self.tally.exchanged(worker, gate_wait_s, own_s, self._rest_cause)
 
     def _arrived(self, worker: Worker, _: object) -> None:
         """The contribution has arrived: the run decides."""
@@ -306,12 +299,9 @@ class Simulation:
                 self._progressed(min(1.0, self.tally.num_steps / total))
         tally.note((self._agenda.now, taken.outcome, rank, number, taken.contribution.base.version))
 
-    def _done(self, done: effects.TellDone) -> None:
+    def _end(self, end: effects.End | effects.NotSeated | effects.TellDone) -> None:
         self._agenda.is_stopped = True
-
-    def _end(self, end: effects.End | effects.NotSeated) -> None:
-        self._agenda.is_stopped = True
-        if end.error is not None:
+        if not isinstance(end, effects.TellDone) and end.error is not None:
             raise end.error
 
     def _refused(self, refused: effects.Refuse) -> None:
