@@ -147,8 +147,7 @@ class Replay(Seats):
                     f"the server starts at version {version}, but version {self._durable} was in a snapshot: "
                     f"{lost} durable contributions are lost"
                 )
-        differences = self.lineage.differences(version, numbers)
-        self._report(*(f"the server starts at version {version} with {text}" for text in differences))
+        self._compare(f"the server starts at version {version} with", version, numbers)
         voided = self.lineage.roll_back(version, numbers)
         self.tally.rolled_back += len(voided)
         self._voided.update(voided)
@@ -185,8 +184,7 @@ class Replay(Seats):
         if version in self._snapshots:
             self._report(f"a second snapshot of version {version}")
         self._snapshots.add(version)
-        differences = self.lineage.differences(version, line.seqs)
-        self._report(*(f"the snapshot of version {version} has {text}" for text in differences))
+        self._compare(f"the snapshot of version {version} has", version, line.seqs)
         self._durable = max(version, self._durable or 0)
 
     def _on_control(self, line: Line) -> None:
@@ -209,10 +207,13 @@ class Replay(Seats):
         self._is_cut, self._has_ended = may_be_open and bool(self._open), True
         if line["version"] != self.version:
             self._report(f"the run ends at version {line['version']}, but version {self.version} was committed last")
-        differences = self.lineage.differences(self.version, line.seqs)
-        self._report(*(f"the run ends with {text}" for text in differences))
+        self._compare("the run ends with", self.version, line.seqs)
         if line.fields.get("over"):
             self._report(*(f"the run is over, and rank {rank} has not left" for rank in sorted(self._members)))
+
+    def _compare(self, text: str, version: int, numbers: dict[int, int]) -> None:
+        """Report how the numbers of a line differ from the commits up to a version."""
+        self._report(*(f"{text} {difference}" for difference in self.lineage.differences(version, numbers)))
 
     def _close_run(self) -> None:
         applied = self.lineage.contributions()

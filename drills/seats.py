@@ -126,8 +126,7 @@ class Seats(Follower):
             self._report(f"rank {rank} enters, and is a member already")
         if number != (known := self._known_number(rank)):
             self._report(f"rank {rank} enters at number {number}: it is at {known}")
-        steps = [self._steps[other] for other, it in self._members.items() if it.is_member and other in self._steps]
-        if rank not in self._steps and steps:
+        if rank not in self._steps and (steps := self._steps_of_members()):
             self._steps[rank] = min(steps)
         self.lineage.begin(rank)
         member.number, member.is_member = number, True
@@ -238,8 +237,7 @@ class Seats(Follower):
             self._report(f"rank {rank} is given version {version}: the newest is {self.version}")
         if (reference := line.fields.get("reference")) is not None and reference >= version:
             self._report(f"rank {rank} is given version {version} with older weights, of version {reference}")
-        others = [self._steps[other] for other, it in self._members.items() if it.is_member and other in self._steps]
-        ahead = line["training_steps"] - min(others, default=line["training_steps"])
+        ahead = line["training_steps"] - min(self._steps_of_members(), default=line["training_steps"])
         if not line.fields.get("last"):  # a worker without further steps does not block the others
             self._report(*(rule.replied(rank, ahead) for rule in self._rules))
         member.pending, member.is_through = None, bool(line.fields.get("last"))
@@ -267,6 +265,9 @@ class Seats(Follower):
         if self._policy is None:
             return 0
         return 1 if self._policy.common.delayed_update else self._policy.outstanding
+
+    def _steps_of_members(self) -> list[int]:
+        return [self._steps[rank] for rank, it in self._members.items() if it.is_member and rank in self._steps]
 
     def _check_steps(self, rank: int, steps: int) -> None:
         """Check the training steps with which a rank goes on.

@@ -65,7 +65,7 @@ class Service:
     """Handles the requests to one process. `name` is the task's name."""
 
     def __init__(self, name: str, engine: Engine, follower: Follower, source: Source, settings: ServeConfig) -> None:
-        self._name, self._engine, self._follower, self._source = name, engine, follower, source
+        self._name, self._engine, self._source = name, engine, source
         self._meters = Meters(engine, follower)
         kind = engine.kind
         self._limit_s = settings.reply_s

@@ -19,8 +19,7 @@ from torch import nn
 from ..common.config.schema import ServeConfig
 from ..common.reporting.log import get_logger
 from .errors import MOST_PAUSES, Paused, Refused
-from .infer import Tensors
-from .infer_queue import InferQueue, Reply
+from .infer import InferQueue, Reply, Tensors
 from .models import LanguageModel, batch_of
 from .sampling import Chosen, Sampling, choose
 from .slots import Slots, State, Version
@@ -105,7 +104,6 @@ class Engine:
         self.task, self.kind, self.options = task, kind, options
         self.models = models
         self.slots = Slots()
-        self.num_steps = 0
         self._cache = kind.new_cache(models[0], options.slots) if kind is not None else None
         self._active: list[Job] = []
         self._waiting: deque[Job] = deque()
@@ -233,8 +231,10 @@ class Engine:
             for at, version in enumerate(self.slots.versions)
             if version is not None and self.slots.states[at] is not State.ARRIVING
         }
-        found = [at for at, version in here.items() if version.is_called(request.version)]
-        if len(found) != 1:  # a number without its incarnation may name two
+        # By the fingerprint, or by the run and the number alone, which may name two versions.
+        wanted = request.version
+        found = [at for at, it in here.items() if wanted in (it.fingerprint, f"{it.run}:{it.number}")]
+        if len(found) != 1:
             problem = f"{len(found)} versions are called" if found else "no version is called"
             names = ", ".join(here[at].model for at in found or here)
             raise Refused(404, f"{problem} {request.version[:80]}; there are: {names}", "model_not_found", "model")
@@ -324,7 +324,6 @@ class Engine:
 
     def _step(self) -> None:
         """For each version, compute one chunk of one prompt and one token of every other sequence."""
-        self.num_steps += 1
         for slot in [*self.slots.live()]:
             sequences = [sequence for sequence in self._active if sequence.slot == slot]
             new = [sequence for sequence in sequences if len(sequence.tokens) - sequence.num_cached > 1]

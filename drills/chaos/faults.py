@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from .proxy import DOWN, UP, Network
 
 _DROP_SHARE = 0.02  # of the packets
 _FULL_BYTES = 4096  # limit of a file's size, to simulate a full disk
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 Say = Callable[[str], None]  # prints a line for the user
@@ -163,7 +167,7 @@ class Injector:
         return ""
 
     def _drop(self, fault: Fault) -> str:
-        """Drop packets, only in the job's own network namespace (`network.py`)."""
+        """Drop packets, only in the job's own network namespace (`enter_own_network`)."""
         rule = ["INPUT", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability"]
 
         def iptables(action: str) -> None:
@@ -178,3 +182,21 @@ class Injector:
 def _worker(fault: Fault) -> Child | None:
     """Returns the worker of a fault, or None for all workers."""
     return Child("worker", fault.rank) if fault.rank is not None else None
+
+
+def enter_own_network() -> str | None:
+    """Move this process into a new network namespace with a loopback, in which packets can be dropped.
+
+    All processes that it starts later are in the namespace, which ends with them. Returns why that failed, None if it
+    did not.
+    """
+    if os.geteuid() != 0:
+        return "a network namespace needs root"
+    if missing := [program for program in ("ip", "iptables") if shutil.which(program) is None]:
+        return f"there is no {' and no '.join(missing)}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET) != 0:
+        return f"no network namespace: {os.strerror(ctypes.get_errno())}"
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, capture_output=True)
+    probe = subprocess.run(["iptables", "-w", "-L", "-n"], capture_output=True, text=True, check=False)
+    return f"iptables: {probe.stderr.strip()}" if probe.returncode else None

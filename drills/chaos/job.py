@@ -28,6 +28,7 @@ LAUNCHER = Child("launcher", 0)
 _PROGRAM = "paramserver.launch"
 _GRACE_S = 15.0
 _LOOK_S = 1.0
+_HANG_S = 90.0  # without any progress
 _POLL_S = 0.05
 _MAX_UNEXPECTED = 5
 # Events of the job that are shown beside the faults, with the field to show. _SERVERS: the server's count only.
@@ -51,7 +52,6 @@ class Setup:
     seed: int
     last_step: int  # of the fastest worker: no faults after it, so that every process is back in time
     most_cut_bytes: int  # a cut comes within so many bytes from a worker
-    hang_s: float = 90.0  # without any progress
     deadline_s: float  # for the whole job, which may repeat itself
 
 
@@ -132,7 +132,7 @@ class Chaos:
                 now, since = loop.time(), self._progress[1]
                 if len(self._ending.unexpected) > _MAX_UNEXPECTED:
                     self._ending.hang = self._who_waits("processes end by themselves again and again")
-                elif now - since >= self._setup.hang_s:
+                elif now - since >= _HANG_S:
                     self._ending.hang = self._who_waits(f"nothing has moved for {now - since:.0f} s")
                 elif now - began >= self._setup.deadline_s:
                     self._ending.hang = self._who_waits(f"still running after {now - began:.0f} s")

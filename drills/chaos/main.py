@@ -93,7 +93,7 @@ def _folder(keep: str | None) -> Path:
 
 def _possible(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the kinds that can be injected here. `drop` needs a network namespace."""
-    from .network import enter_own_network
+    from .faults import enter_own_network
 
     why_not = enter_own_network() if "drop" in kinds else None
     if why_not is not None:

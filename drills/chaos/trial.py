@@ -125,9 +125,7 @@ def judge(ending: Ending, setup: Setup) -> list[str]:
 def _audit(setup: Setup, verdict: Verdict) -> Account:
     run = setup.config.run
     mode = MODES.load(run.mode)(Common(num_workers=run.workers), setup.config.policy.options(run.mode))
-    epoch = Epoch(
-        run.workers or 1, run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale
-    )
+    epoch = Epoch(run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale)
     # If the workers' paces differ, some contributions have fewer steps.
     samples = [verdict.samples.get(contribution, 0) for contribution in verdict.lineage.contributions()]
     weights = setup.folder / "weights.safetensors"

@@ -69,7 +69,7 @@ def examine(wanted: Request) -> int:
             steps.at(_MEASURING, "measuring the server's machine")
             found.server = server_of(wanted.hosts, wanted.workers, wanted.seconds, sets)
         compute_s = wanted.compute_s or found.compute_s
-        link = advice.typical(advice.best_links(found))
+        link = advice.typical([of_worker[0] for rank in found.machines if (of_worker := found.of_rank(rank))])
         trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
         steps.at(_MEASURING, "simulating each mode with these metrics")
         foreseen = advice.foresee(wanted.config, wanted.workers, found.megabytes, compute_s, link, trip_s, sets)

@@ -81,7 +81,8 @@ class SshBackend(Backend):
         async def check(host: Host) -> None:
             connection = await self._connected(host)
             with suppress(Unreachable):  # the host was lost, and its processes report it
-                pings = (connection.ping(address, 1, _REACH_S) for address in addresses.values())
+                connects = {"num": 1, "limit_s": _REACH_S}
+                pings = (connection.measure("ping", address=address, **connects) for address in addresses.values())
                 check_reaches(host, addresses, await asyncio.gather(*pings))
 
         await _all(check(self._hosts[name]) for name in dict.fromkeys(self._host(spec).host for spec in specs))

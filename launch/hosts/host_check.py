@@ -63,7 +63,7 @@ def check_installed(host: Host, found: Mapping[str, Any], version: str, folder: 
 
 
 def check_reaches(host: Host, addresses: Mapping[Child, str], trips: Sequence[float | str]) -> None:
-    """Raise UnreachableError where the host could not connect to a server. `trips`: as `Connection.ping` returns."""
+    """Raise UnreachableError where the host could not connect to a server. `trips`: as the agent's `ping` returns."""
     for (server, address), trip in zip(addresses.items(), trips, strict=True):
         if isinstance(trip, str):
             raise UnreachableError(

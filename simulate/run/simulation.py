@@ -21,8 +21,7 @@ from ...common.wire.records import Base, Contribution, ContributionId, Counts, O
 from ...ps.core import effects, events
 from ...ps.core.run import Run
 from ...ps.engine.modes import make_policy, options_of
-from ..machines.compute import Compute, Recorded
-from ..machines.world import World
+from ..machines.world import Compute, Recorded, World
 from .server import Server
 from .tally import FLUSHED, Tally
 from .worker import Worker

@@ -32,8 +32,8 @@ WORKER, OTHER = Child("worker", 0), Child("worker", 1)
 
 # ---- the account in the weights ------------------------------------------------------------------
 
-ASYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1)
-SYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1, has_rounds=True)
+ASYNC = Epoch(steps=3, batch_size=2, local_steps=1)
+SYNC = Epoch(steps=3, batch_size=2, local_steps=1, has_rounds=True)
 
 
 def committed(*contributions: tuple[int, int, int]) -> Lineage:
@@ -75,14 +75,14 @@ def test_weights_that_are_what_was_committed(tmp_path: Path) -> None:
 
 def test_rounds_of_local_steps(tmp_path: Path) -> None:
     """Three steps in contributions of two: the second round has one."""
-    epoch = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=2, has_rounds=True)
+    epoch = Epoch(steps=3, batch_size=2, local_steps=2, has_rounds=True)
     rounds = committed((0, 1, 1), (1, 1, 1), (0, 2, 2), (1, 2, 2))
     assert audit(weights(tmp_path, [0.5] * 12, [3.0]), epoch, rounds).problems == []
 
 
 def test_contributions_of_unequal_steps(tmp_path: Path) -> None:
     """Where paces differ: two of two steps and two of one, of two samples each."""
-    epoch = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=2, may_scale=True)
+    epoch = Epoch(steps=3, batch_size=2, local_steps=2, may_scale=True)
     lineage = committed((0, 1, 1), (1, 1, 2), (0, 2, 3), (1, 2, 4))
     path = weights(tmp_path, [0.3] * 12, [3.0])
     assert audit(path, epoch, lineage, 12).problems == []
