@@ -21,7 +21,7 @@ from ...common.errors import ParamServerError, UsageError
 from ...common.version import PROGRAM_VERSION
 from ..hosts.agent import Guardian
 from ..hosts.connection import BOOTSTRAP, Connection, Unreachable
-from ..hosts.host_check import INSTALLED, check_installed, check_reaches, joined, last_json, ssh_problem
+from ..hosts.host_check import INSTALLED, check_installed, check_reaches, last_json, ssh_problem
 from ..plan.hosts import THIS_MACHINE, Host
 from ..plan.process import Child, ProcessSpec
 from ..plan.settings import code_file
@@ -185,8 +185,11 @@ async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
             raise result
         else:
             results.append(result)
+    if len(problems) > 1:  # a line with a fix for each; the first decides the exit code
+        lines = [f"{each.message} ({each.fix})" if each.fix else each.message for each in problems]
+        raise type(problems[0])("\n".join(lines))
     if problems:
-        raise joined(problems)
+        raise problems[0]
     return results
 
 

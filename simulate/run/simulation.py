@@ -223,10 +223,7 @@ class Simulation:
             self.learner.received(reply)
         if worker.is_in_flight:
             worker.is_in_flight = False
-            transfer_s = self._agenda.now - worker.sent_at - result.gate_wait_s
-            worker.transfer_s = transfer_s if transfer_s > 0.0 else 0.0
-            own_s = self._own_s + self._own_down_s if reply.has_weights else self._own_s
-            self.tally.exchanged(worker, result.gate_wait_s, own_s, self._rest_cause)
+            self._account(worker, reply)
         if not work.local_steps:
             worker.life += 1  # cancels what it still computes
             worker.is_finished = True
@@ -235,6 +232,14 @@ class Simulation:
             self._hand_over(worker)
         elif not worker.is_computing:
             self._compute(worker, work.local_steps)
+
+    def _account(self, worker: Worker, reply: effects.SendReply) -> None:
+        """Count the time of this exchange by cause."""
+        gate_wait_s = reply.reply.result.gate_wait_s
+        transfer_s = self._agenda.now - worker.sent_at - gate_wait_s
+        worker.transfer_s = transfer_s if transfer_s > 0.0 else 0.0
+        own_s = self._own_s + self._own_down_s if reply.has_weights else self._own_s
+        self.tally.exchanged(worker, gate_wait_s, own_s, self._rest_cause)
 
     def _arrived(self, worker: Worker, _: object) -> None:
         """The contribution has arrived: the run decides."""
