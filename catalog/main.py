@@ -95,9 +95,9 @@ def plot(
     as_json: JsonOption = False,
 ) -> None:
     """Plot one metric of a run, in the terminal or as FILE.svg or FILE.png."""
-    from . import plotting
+    from . import showing
 
-    plotting.plot(_file(db), run, (metric, over), out, as_json=as_json)
+    showing.plot(_file(db), run, (metric, over), out, as_json=as_json)
 
 
 @app.command("export")
@@ -143,7 +143,7 @@ def ui(
     from ..common.errors import UsageError
 
     try:
-        from ..web.dashboard import serve_dashboard
+        from ..web.serve import serve_dashboard
     except ModuleNotFoundError as error:
         message = f"the dashboard needs the package {error.name}, which is not installed"
         raise UsageError(message, fix="pip install 'paramserver[web]'") from None

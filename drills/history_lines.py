@@ -7,9 +7,11 @@ its lines may also follow the partial line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, InstanceOf, ValidationError, create_model
 
 from ..common.registry import MODES, mode_anywhere
 from ..common.wire.json_text import read_json
@@ -44,45 +46,38 @@ FIELDS = {
 }
 
 
-_MOST = 2**63 - 1
 MAX_LINE_BYTES = 64 << 20
 _MAX_SHOWN = 100  # characters of a value
-
-
-def _is_rank(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= len(str(_MOST))
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
-
-
-def _is_row(value: Any) -> bool:
-    is_long = isinstance(value, list) and len(value) == len(Row._fields)
-    return is_long and all(_is_whole(item) or (item is None and at == 2) for at, item in enumerate(value))
-
-
-def _are_whole(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_whole, value))
-
-
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "": ("a whole number", _is_whole),
-    "text": ("text", lambda value: isinstance(value, str)),
-    "values": ("{name: value}", lambda value: isinstance(value, dict)),
-    "ranks": ("[rank, ...]", _are_whole),
+_Whole = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+_Rank = Annotated[str, Field(pattern="^[0-9]{1,19}$")]  # a key in JSON is a string
+_KINDS: dict[str, tuple[str, Any]] = {
+    "": ("a whole number", _Whole),
+    "text": ("text", InstanceOf[str]),
+    "values": ("{name: value}", InstanceOf[dict]),
+    "ranks": ("[rank, ...]", list[_Whole]),
     "rows": (
         f"{{rank: [{', '.join(Row._fields)}]}}",
-        lambda value: isinstance(value, dict) and all(map(_is_rank, value)) and all(map(_is_row, value.values())),
+        dict[_Rank, tuple[_Whole, _Whole, _Whole | None, _Whole, _Whole]],
     ),
-    "perhaps": ("a whole number or null", lambda value: value is None or _is_whole(value)),
-    "switch": ("true or false", lambda value: isinstance(value, bool)),
-    "list": ("a list", lambda value: isinstance(value, list)),
-    "triples": (
-        "[[r, i, s], ...]",
-        lambda value: isinstance(value, list) and all(_are_whole(item) and len(item) == 3 for item in value),
-    ),
+    "perhaps": ("a whole number or null", _Whole | None),
+    "switch": ("true or false", InstanceOf[bool]),
+    "list": ("a list", InstanceOf[list]),
+    "triples": ("[[r, i, s], ...]", list[tuple[_Whole, _Whole, _Whole]]),
 }
+
+
+def _form(op: str, fields: str) -> type[BaseModel]:
+    """Returns the form of the lines of an operation, from its fields in `FIELDS`."""
+    needed, _, optional = fields.partition("?")
+    found: dict[str, Any] = {}
+    for words, default in ((needed, ...), (optional, None)):
+        for name, _, kind in (word.partition(":") for word in words.split()):
+            text, type_ = _KINDS[kind]
+            found[name] = type_, Field(default, description=text)
+    return create_model(op, **found)
+
+
+_FORMS = {(role, op): _form(op, fields) for role, ops in FIELDS.items() for op, fields in ops.items()}
 
 
 @dataclass(frozen=True)
@@ -195,21 +190,16 @@ def _parse(raw: bytes) -> tuple[dict[str, Any] | None, bool]:
 
 def _error_of(fields: dict[str, Any]) -> str | None:
     """Returns what is wrong with the form of a line, as a sentence."""
-    role, op = fields.get("role"), fields.get("op")
-    needed = FIELDS.get(str(role), {}).get(str(op))
-    if needed is None:
-        op, role = str(op)[:_MAX_SHOWN], str(role)[:_MAX_SHOWN]
+    role, op = str(fields.get("role")), str(fields.get("op"))
+    form = _FORMS.get((role, op))
+    if form is None:
+        op, role = op[:_MAX_SHOWN], role[:_MAX_SHOWN]
         return f"operation {op!r} of role {role!r} is unknown in a history (common/reporting/history.py)"
-    is_optional = False
-    for key, _, kind in (word.partition(":") for word in needed.split()):
-        if key == "?":
-            is_optional = True
-            continue
-        if key not in fields:
-            if is_optional:
-                continue
-            return f"{op} without '{key}'"
-        text, is_right = _KINDS[kind]
-        if not is_right(fields[key]):
-            return f"{op} with '{key}' {shown(fields[key])}: it must be {text}"
+    try:
+        form.model_validate(fields)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        if name not in fields:
+            return f"{op} without '{name}'"
+        return f"{op} with '{name}' {shown(fields[name])}: it must be {form.model_fields[name].description}"
     return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -21,9 +20,6 @@ class _Commit(NamedTuple):
     is_skipped: bool
 
 
-_version_of = attrgetter("version")
-
-
 @dataclass
 class _Rank:
     """Commits of one rank, in order. `first`: its initial number, which has no commit."""
@@ -32,7 +28,7 @@ class _Rank:
     commits: list[_Commit] = field(default_factory=list)
 
     def up_to(self, version: int) -> list[_Commit]:
-        return self.commits[: bisect_right(self.commits, version, key=_version_of)]
+        return self.commits[: bisect_right(self.commits, version, key=lambda commit: commit.version)]
 
     def number(self, commits: list[_Commit]) -> int:
         """Returns the number after these commits, its first ones."""
@@ -66,9 +62,6 @@ class Lineage:
     def __init__(self, numbers: dict[int, int]) -> None:
         self._ranks = {rank: _Rank(number) for rank, number in numbers.items()}
 
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._ranks
-
     def begin(self, rank: int) -> None:
         """A new rank begins, whose first contribution is number 1."""
         self._ranks.setdefault(rank, _Rank(0))
@@ -89,11 +82,6 @@ class Lineage:
         """Returns the number of the last commit, 0 for an unknown rank."""
         known = self._ranks.get(rank, _Rank(0))
         return known.number(known.commits)
-
-    def version(self, rank: int) -> int:
-        """Returns the version of the rank's last commit, 0 without one."""
-        commits = self._ranks.get(rank, _Rank(0)).commits
-        return commits[-1].version if commits else 0
 
     def numbers(self) -> dict[int, int]:
         """Returns the number of the last commit by rank."""

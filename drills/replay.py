@@ -89,12 +89,9 @@ class Replay(Seats):
             self._finished.clear()
         self._durable = version if has_source and not self._is_relay else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
-        self._members, self._newest, self._open, self._skipped = {}, {}, {}, set()
-        self._empty, self._snapshots, self._has_ended = set(), set(), False
-        self._steps_of_round.clear()
+        self._starts({rank: row.steps for rank, row in line.rows.items()} if has_source else {})
         self._rules = self._rules_of(line.fields)
-        self._steps = {rank: row.steps for rank, row in line.rows.items()} if has_source else {}
-        self._is_cut = True
+        self._snapshots, self._has_ended, self._is_cut = set(), False, True
 
     def _rules_of(self, started: dict[str, Any]) -> list[Rule]:
         """Returns the rules of the run's mode, none of a mode that is not known here."""
@@ -150,8 +147,7 @@ class Replay(Seats):
                     f"the server starts at version {version}, but version {self._durable} was in a snapshot: "
                     f"{lost} durable contributions are lost"
                 )
-        differences = self.lineage.differences(version, numbers)
-        self._report(*(f"the server starts at version {version} with {text}" for text in differences))
+        self._compare(f"the server starts at version {version} with", version, numbers)
         voided = self.lineage.roll_back(version, numbers)
         self.tally.rolled_back += len(voided)
         self._voided.update(voided)
@@ -188,8 +184,7 @@ class Replay(Seats):
         if version in self._snapshots:
             self._report(f"a second snapshot of version {version}")
         self._snapshots.add(version)
-        differences = self.lineage.differences(version, line.seqs)
-        self._report(*(f"the snapshot of version {version} has {text}" for text in differences))
+        self._compare(f"the snapshot of version {version} has", version, line.seqs)
         self._durable = max(version, self._durable or 0)
 
     def _on_control(self, line: Line) -> None:
@@ -212,10 +207,13 @@ class Replay(Seats):
         self._is_cut, self._has_ended = may_be_open and bool(self._open), True
         if line["version"] != self.version:
             self._report(f"the run ends at version {line['version']}, but version {self.version} was committed last")
-        differences = self.lineage.differences(self.version, line.seqs)
-        self._report(*(f"the run ends with {text}" for text in differences))
+        self._compare("the run ends with", self.version, line.seqs)
         if line.fields.get("over"):
             self._report(*(f"the run is over, and rank {rank} has not left" for rank in sorted(self._members)))
+
+    def _compare(self, text: str, version: int, numbers: dict[int, int]) -> None:
+        """Report how the numbers of a line differ from the commits up to a version."""
+        self._report(*(f"{text} {difference}" for difference in self.lineage.differences(version, numbers)))
 
     def _close_run(self) -> None:
         applied = self.lineage.contributions()

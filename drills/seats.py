@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ..ps.policies.base import Policy
 from ..ps.policies.rules import Rule
@@ -28,38 +27,18 @@ _REPLY = {
     "accepted": "APPLIED", "skipped": "APPLIED", "repeated": "REPEATED", "dropped": "DROPPED", "rejected": "REJECTED",
 }  # fmt: skip
 _SENT_AGAIN = ("DROPPED", "REJECTED")  # a worker that lost such a reply sends the contribution again
-_IN_GOOD_ORDER = ("goodbye", "finished")
 Seat = tuple[str, int, int, int]  # run, server incarnation, rank, incarnation
 
 
-class Accept(NamedTuple):
-    """A contribution as the server and its worker both note it. `line`: of the server."""
+def may_have(reply: Line, version: int, newest: int) -> bool:
+    """Whether the weights of a reply may be of this version, where `newest` is the newest.
 
-    seq: int
-    base: int
-    samples: int | None
-    part: int
-    outcome: str
-    num_steps: int
-    num_batches: int
-    line: Line
-
-
-class Sent(NamedTuple):
-    """A reply as the server notes it."""
-
-    seq: int
-    version: int
-    outcome: str
-    has_weights: bool
-    may_be_newer: bool  # its weights, of a large model
-    reference: int | None  # the version of its weights, where a reply codec sends those of an older version
-
-    def may_have(self, version: int, newest: int) -> bool:
-        """Whether its weights may be of this version, where `newest` is the newest."""
-        if self.reference is not None:
-            return version == self.reference
-        return version == self.version or (self.may_be_newer and self.version < version <= newest)
+    With a reply codec they may be of an older one, its `reference`, and those of a large model of a `newer` one.
+    """
+    if (reference := reply.fields.get("reference")) is not None:
+        return bool(version == reference)
+    is_newer = reply.fields.get("newer", False) and reply["version"] < version <= newest
+    return bool(version == reply["version"] or is_newer)
 
 
 @dataclass
@@ -72,7 +51,7 @@ class Member:
     pending: str | None = "START"  # outcome of the reply that is due; None: it computes
     is_back: bool = False  # has resumed since it contributed
     is_through: bool = False  # its newest reply grants no steps
-    bases: list[Sent] | None = field(default_factory=list)  # with weights, the newest last; None: unknown
+    bases: list[Line] | None = field(default_factory=list)  # replies with weights, the newest last; None: unknown
 
 
 class Seats(Follower):
@@ -87,15 +66,19 @@ class Seats(Follower):
         self.lineage = Lineage({})
         self.samples: dict[tuple[int, int], int] = {}  # in accepted contributions; repeated: the newest
         self.set_aside: dict[int, int] = {}  # by rank, samples in contributions that no version has or will have
-        self.accepts: dict[Seat, list[Accept]] = {}
-        self.replies: dict[Seat, list[Sent]] = {}
+        self.accepts: dict[Seat, list[Line]] = {}
+        self.replies: dict[Seat, list[Line]] = {}
         self._rules: list[Rule] = []
         self._policy: Policy | None = None  # a fresh one of the run's mode; None: it is not known here
-        self._members: dict[int, Member] = {}
-        self._steps: dict[int, int] = {}  # by rank: training steps that count; absent: not known yet
-        self._steps_of_round: dict[int, int] = {}  # by rank, of what counts with the open round
         self._finished: set[int] = set()  # ranks that rounds go on without
-        self._newest: dict[int, int] = {}  # incarnation per rank, since this start
+        self._starts({})
+
+    def _starts(self, steps: dict[int, int]) -> None:
+        """Begin with the empty state of a server that starts."""
+        self._members: dict[int, Member] = {}
+        self._steps = steps  # by rank: training steps that count; absent: not known yet
+        self._steps_of_round: dict[int, int] = {}  # by rank, of what counts with the open round
+        self._newest: dict[int, int] = {}  # incarnation per rank
         self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
         self._skipped: set[tuple[int, int]] = set()  # accepted (rank, number) without a fold
         self._empty: set[int] = set()  # ranks whose newest contribution was skipped
@@ -143,8 +126,7 @@ class Seats(Follower):
             self._report(f"rank {rank} enters, and is a member already")
         if number != (known := self._known_number(rank)):
             self._report(f"rank {rank} enters at number {number}: it is at {known}")
-        steps = [self._steps[other] for other, it in self._members.items() if it.is_member and other in self._steps]
-        if rank not in self._steps and steps:
+        if rank not in self._steps and (steps := self._steps_of_members()):
             self._steps[rank] = min(steps)
         self.lineage.begin(rank)
         member.number, member.is_member = number, True
@@ -182,9 +164,8 @@ class Seats(Follower):
             self._report(f"contribution {number} of rank {rank} has the outcome '{outcome}', which does not exist")
             return
         member = self._current(line, f"{outcome} contribution {number}")
-        samples, part = line.fields.get("samples"), line.fields.get("part", 0)
-        noted = Accept(number, base, samples, part, outcome, line["num_steps"], line["num_batches"], line)
-        self.accepts.setdefault(self._seat(line), []).append(noted)
+        samples = line.fields.get("samples")
+        self.accepts.setdefault(self._seat(line), []).append(line)
         self._check_number(rank, number, outcome, member)
         self._check_base(rank, number, base, outcome, member)
         if outcome in _COUNTING:
@@ -194,17 +175,14 @@ class Seats(Follower):
             self.samples[rank, number] = samples
         if outcome == "skipped":
             self._skipped.add((rank, number))
-        if self._policy is None:
-            is_given_up = outcome in ("skipped", "rejected")
-        else:  # a worker that steps by itself has the steps of a dropped contribution in its next one
-            is_dropped = outcome == "dropped" and not self._policy.kind.worker_steps
-            is_given_up = outcome in ("skipped", "rejected") or is_dropped
-        if is_given_up:
+        # A worker that steps by itself has the steps of a dropped contribution in its next one.
+        is_dropped = outcome == "dropped" and self._policy is not None and not self._policy.kind.worker_steps
+        if is_dropped or outcome in ("skipped", "rejected"):
             self.set_aside[rank] = self.set_aside.get(rank, 0) + (samples or 0)
 
     def _count(self, line: Line, member: Member, number: int, outcome: str) -> None:
         rank, base = line["rank"], line["base_version"]
-        if member.is_through and not self._may_go_on(line):
+        if member.is_through and not line.fields.get("part"):  # a later part of a step may follow
             self._report(f"contribution {number} of rank {rank} comes after a reply that grants it no steps")
         self._report(*(rule.counted(rank, number, base, self.version) for rule in self._rules))
         member.number, member.is_member = number, True
@@ -214,11 +192,6 @@ class Seats(Follower):
             self._steps[rank] += line["num_steps"]
         self._open.setdefault(rank, {})[number] = line["incarnation"]
         (self._empty.add if outcome == "skipped" else self._empty.discard)(rank)
-
-    @staticmethod
-    def _may_go_on(line: Line) -> bool:
-        """Whether it is a later part of a step that the rank has taken already."""
-        return bool(line.fields.get("part"))
 
     def _check_number(self, rank: int, number: int, outcome: str, member: Member) -> None:
         """Check the number of a contribution: the rank's next one, or one that counts already."""
@@ -242,8 +215,8 @@ class Seats(Follower):
             return
         if self._policy is not None and self._policy.outstanding:  # it goes on without the newest means
             return
-        if not any(sent.may_have(base, self.version) for sent in member.bases):
-            had = ", ".join(str(sent.version) for sent in member.bases)
+        if not any(may_have(reply, base, self.version) for reply in member.bases):
+            had = ", ".join(str(reply["version"]) for reply in member.bases)
             had = f"had version {had}" if had else "had no weights"
             self._report(f"contribution {number} of rank {rank} was computed on version {base}: rank {rank} {had}")
 
@@ -252,9 +225,7 @@ class Seats(Follower):
     def _on_reply(self, line: Line) -> None:
         rank, number, version, outcome = line["rank"], line["seq"], line["version"], line["outcome"]
         member = self._current(line, f"replied for contribution {number}")
-        has_weights, may_be_newer = line.fields.get("weights", True), line.fields.get("newer", False)
-        sent = Sent(number, version, outcome, has_weights, may_be_newer, line.fields.get("reference"))
-        self.replies.setdefault(self._seat(line), []).append(sent)
+        self.replies.setdefault(self._seat(line), []).append(line)
         if outcome == "START" and not member.is_member:
             self._report(f"rank {rank} gets its START, and has not entered")
             member.is_member = True
@@ -264,14 +235,18 @@ class Seats(Follower):
         self._check_reply(rank, number, outcome, member)
         if version != self.version:
             self._report(f"rank {rank} is given version {version}: the newest is {self.version}")
-        if sent.reference is not None and sent.reference >= version:
-            self._report(f"rank {rank} is given version {version} with older weights, of version {sent.reference}")
-        others = [self._steps[other] for other, it in self._members.items() if it.is_member and other in self._steps]
-        ahead = line["training_steps"] - min(others, default=line["training_steps"])
+        if (reference := line.fields.get("reference")) is not None and reference >= version:
+            self._report(f"rank {rank} is given version {version} with older weights, of version {reference}")
+        ahead = line["training_steps"] - min(self._steps_of_members(), default=line["training_steps"])
         if not line.fields.get("last"):  # a worker without further steps does not block the others
             self._report(*(rule.replied(rank, ahead) for rule in self._rules))
         member.pending, member.is_through = None, bool(line.fields.get("last"))
-        self._has_weights(member, sent)
+        if self._policy is None:
+            member.bases = None
+        elif outcome == "START" or member.bases is None:
+            member.bases = [line]
+        elif line.fields.get("weights", True):
+            member.bases = [*member.bases, line][-1 - self._num_late :]
 
     def _check_reply(self, rank: int, number: int, outcome: str, member: Member) -> None:
         due = member.pending
@@ -284,21 +259,15 @@ class Seats(Follower):
         if rank in self._open and not may_be_open:
             self._report(f"rank {rank} gets its reply for contribution {number}, which is not committed")
 
-    def _has_weights(self, member: Member, sent: Sent) -> None:
-        """Note the replies whose weights the worker's next contribution may be computed on."""
-        if self._policy is None:
-            member.bases = None
-        elif sent.outcome == "START" or member.bases is None:
-            member.bases = [sent]
-        elif sent.has_weights:
-            member.bases = [*member.bases, sent][-1 - self._num_late :]
-
     @property
     def _num_late(self) -> int:
         """How many replies may come while a worker computes."""
         if self._policy is None:
             return 0
         return 1 if self._policy.common.delayed_update else self._policy.outstanding
+
+    def _steps_of_members(self) -> list[int]:
+        return [self._steps[rank] for rank, it in self._members.items() if it.is_member and rank in self._steps]
 
     def _check_steps(self, rank: int, steps: int) -> None:
         """Check the training steps with which a rank goes on.

@@ -15,10 +15,16 @@ from collections import Counter
 
 from .history_lines import Follower, Line, Problem
 from .replay import Replay
-from .seats import Accept, Seat
+from .seats import Seat, may_have
 
 _COUNTED = ("applied", "repeated")
 _AGAIN = ("REPEATED", "REJECTED")  # possible replies to a worker that asks again, which sends no contribution
+
+
+def _work(line: Line) -> tuple[int | None, ...]:
+    """Returns what the lines of a contribution, its worker's and the server's, must both have."""
+    work = line["num_steps"], line["num_batches"]
+    return line["seq"], line["base_version"], line.fields.get("samples"), line.fields.get("part", 0), *work
 
 
 class _Worker(Follower):
@@ -77,9 +83,7 @@ class _Worker(Follower):
             self._report(f"{text}: it had version {had}")
         self._sent.add(number)
         self._waits = True
-        counts = line.fields.get("part", 0), line["num_steps"], line["num_batches"]
-        sent = number, line["base_version"], line.fields.get("samples"), *counts
-        self._sends.setdefault(self._seat, Counter())[sent] += 1
+        self._sends.setdefault(self._seat, Counter())[_work(line)] += 1
 
     def _on_replied(self, line: Line) -> None:
         rank, number, outcome = line["rank"], line["seq"], line["outcome"]
@@ -89,7 +93,10 @@ class _Worker(Follower):
         if outcome.lower() in _COUNTED:
             if number not in self._sent:
                 self._report(f"rank {rank} is told that contribution {number} was applied, and never sent it")
-            if (rank, number) not in self._committed and not self._may_be_cut(rank, number):
+            numbers = self._replay.cut.get(self._seat[:2])
+            # A server that was killed, or whose disk was full, may not have written the line of this commit.
+            may_be_cut = numbers is not None and number > numbers.get(rank, 0)
+            if (rank, number) not in self._committed and not may_be_cut:
                 message = f"rank {rank} is told that contribution {number} was applied: the server never committed it"
                 self._report(message)
         self._received(line, outcome)
@@ -101,11 +108,6 @@ class _Worker(Follower):
             self._report(f"rank {line['rank']} ends at contribution {line['seq']}: it is at {self._number}{due}")
         self._has_ended = True
 
-    def _may_be_cut(self, rank: int, number: int) -> bool:
-        """Whether the server was killed, or its disk was full, before it wrote the line of this commit."""
-        numbers = self._replay.cut.get(self._seat[:2])
-        return numbers is not None and number > numbers.get(rank, 0)
-
     def _received(self, line: Line, outcome: str) -> None:
         """Compare a reply with the one that the server sent."""
         rank, server, version = line["rank"], self._seat[:2], line["version"]
@@ -114,9 +116,13 @@ class _Worker(Follower):
         text = f"rank {rank} received the reply {outcome} for contribution {line['seq']}, version {version}"
         if self._num_received < len(sent):
             was = sent[self._num_received]
-            has_weights, is_version = was.has_weights, was.may_have(version, version if is_cut else newest)
-            if (line["seq"], outcome) != (was.seq, was.outcome) or not is_version:
-                self._report(f"{text}: the server sent {was.outcome} for contribution {was.seq}, version {was.version}")
+            has_weights, is_version = (
+                was.fields.get("weights", True),
+                may_have(was, version, version if is_cut else newest),
+            )
+            if (line["seq"], outcome) != (was["seq"], was["outcome"]) or not is_version:
+                theirs = f"{was['outcome']} for contribution {was['seq']}, version {was['version']}"
+                self._report(f"{text}: the server sent {theirs}")
         elif not is_cut:
             self._report(f"{text}: the server never sent it")
         self._num_received += 1
@@ -134,18 +140,17 @@ class _Worker(Follower):
         for seat, sends in self._sends.items():
             last = max(seq for seq, *_ in sends if seq is not None)
             for accept in self._replay.accepts.get(seat, []):
-                item = accept.seq, accept.base, accept.samples, accept.part, accept.num_steps, accept.num_batches
-                if sends[item] > 0:
-                    sends[item] -= 1
-                elif accept.outcome != "repeated" and accept.seq <= last:  # a worker that asks again sends nothing
-                    self._differs(accept)
+                number, base, samples, _, num_steps, num_batches = work = _work(accept)
+                if sends[work] > 0:
+                    sends[work] -= 1
+                elif accept["outcome"].lower() != "repeated" and accept["seq"] <= last:  # who asks again sends nothing
+                    self._line = accept
+                    text = f"of {samples} samples in {num_steps} steps and {num_batches} batches"
+                    self._report(
+                        f"contribution {number} of rank {accept['rank']} {text}, computed on version {base}: its "
+                        "worker sent no such one"
+                    )
         return self.problems
-
-    def _differs(self, accept: Accept) -> None:
-        self._line = accept.line
-        work = f"{accept.samples} samples in {accept.num_steps} steps and {accept.num_batches} batches"
-        text = f"of {work}, computed on version {accept.base}"
-        self._report(f"contribution {accept.seq} of rank {accept.line['rank']} {text}: its worker sent no such one")
 
 
 def check_workers(lines: list[Line], server: Replay) -> list[Problem]:

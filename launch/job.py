@@ -28,13 +28,13 @@ from .backends.base import Backend, Site
 from .hosts.connection import watched
 from .plan.process import SERVE, SERVER, Child, ProcessSpec
 from .plan.runs import Plan
-from .supervise.blame import Blame
+from .supervise.blame import Blame, Raised
 from .supervise.exits import describe_exit
 from .supervise.supervisor import Decision, Finish, JobSettings, Kill, Restart, Start, Supervisor, Terminate
 from .view.events import Event, parse_event
 from .view.logs import WorkerLogs
 from .view.screen import Screen, make_screen
-from .view.series import Series
+from .view.text import Series
 
 _TICK_S = 0.1
 _SIGNALLED = 128  # exit codes above it are signals'
@@ -249,9 +249,9 @@ class Job:
             self._screen.line(child, shown, None)
         if child == self._plan.reporter:
             self._screen.is_down(child)
-        raised = self._blame.last.get(child) if code == EXIT_BUG else None
-        if raised is not None and raised.is_of_imports and (script := self._plan.config.launch.script) is not None:
-            raised = raised.with_hint(_hidden_modules(script, raised.text))
+        raised, script = self._blame.last.get(child) if code == EXIT_BUG else None, self._plan.config.launch.script
+        if raised is not None and script is not None and (hint := _hidden_modules(script, raised)):
+            raised = raised._replace(text=f"{raised.text}; {hint}")
         if code > _SIGNALLED and code not in (EXIT_INTERRUPTED, EXIT_DRAINED):
             self._num_killed[child] += 1
         decisions = self._supervisor.exited(child, code, self._now, raised)
@@ -287,12 +287,11 @@ class Job:
 
     def _spec(self, child: Child) -> ProcessSpec:
         spec = self._plan.process(child, self._reached.get(self._plan.server_of(child)))
-        if child in self._addresses:
-            has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
-            spec = self._plan.server_again(spec, self._addresses[child], has_snapshot=has_snapshot)
         if child.role == "worker":
-            spec = self._plan.with_fewer(spec, self._num_killed[child])
-        return self._plan.with_dashboard(spec, self.dashboard) if child == SERVER and self.dashboard else spec
+            return self._plan.with_fewer(spec, self._num_killed[child])
+        has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
+        dashboard, address = self.dashboard if child == SERVER else "", self._addresses.get(child, "")
+        return self._plan.server_again(spec, address, has_snapshot=has_snapshot, dashboard=dashboard)
 
     def _say_why(self, decisions: list[Decision]) -> None:
         """Show a note for each restart, and one for all processes that end for the same reason."""
@@ -345,9 +344,11 @@ async def run_all(
     return outcomes
 
 
-def _hidden_modules(script: str, text: str) -> str:
-    """Returns a phrase that names files beside the script which Python has imported in place of a module in `text`."""
+def _hidden_modules(script: str, raised: Raised) -> str:
+    """Returns a phrase that names files beside the script which Python has imported in place of a module."""
+    if raised.kind[0] not in ("ImportError", "ModuleNotFoundError", "AttributeError"):
+        return ""
     known = sys.stdlib_module_names | {"grpc", "numpy", "paramserver", "torch"}
-    named = known.intersection(re.findall(r"'([\w.]+)'", text))
+    named = known.intersection(re.findall(r"'([\w.]+)'", raised.text))
     files = [str(path) for path in sorted(Path(script).absolute().parent.glob("*.py")) if path.stem in named]
     return f"{', '.join(files)} hides the module of that name: rename the file" if files else ""

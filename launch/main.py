@@ -63,8 +63,10 @@ def launch(
     from . import run
     from .plan.runs import Request
 
-    if config is not None:
-        _check_file(config)
+    if config is not None and not os.path.isfile(config):
+        before = next((flag for flag, word in pairwise(sys.argv) if word == config), "")
+        if fix := synonyms.of_word(LAUNCHER, config, before):  # it has a meaning elsewhere
+            raise UsageError(f"{config} is no file and no command", fix=fix)
     if estimate:
         from .estimate import estimate as show_estimate
 
@@ -129,13 +131,6 @@ def _script_at(arguments: list[str]) -> int | None:
         if word.endswith(".py") and not word.startswith("-") and before not in valued:
             return at
     return None
-
-
-def _check_file(config: str) -> None:
-    """Raise UsageError for a CONFIG that is no file, but a word with a meaning elsewhere."""
-    before = next((flag for flag, word in pairwise(sys.argv) if word == config), "")
-    if not os.path.isfile(config) and (fix := synonyms.of_word(LAUNCHER, config, before)):
-        raise UsageError(f"{config} is no file and no command", fix=fix)
 
 
 def with_port(arguments: list[str]) -> list[str]:

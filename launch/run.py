@@ -196,19 +196,19 @@ def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
 
 def differences_of(plans: list[Plan]) -> dict[str, list[object]]:
     """Returns the settings in which runs of one command differ, by key; `-` where a mode has no such option."""
-    settings = [_training_settings(plan) for plan in plans]
+    settings: list[dict[str, object]] = []
+    for plan in plans:
+        run, is_alone = plan.config.run, plan.mode == SINGLE
+        batch = run.batch_size * (run.workers or 1) if is_alone else run.batch_size  # `single`: the union batch
+        seed = {} if plan.seed is None else {"run.seed": plan.seed}
+        options = {} if is_alone else plan.config.policy.options(plan.mode).model_dump(mode="json", exclude_none=True)
+        settings.append({
+            "run.mode": plan.mode, "run.workers": plan.num_workers, "run.batch_size": batch, **seed,
+            **{f"policy.{name}": value for name, value in options.items()},
+        })  # fmt: skip
     keys = dict.fromkeys(key for item in settings for key in item)
     values = {key: [item.get(key, "-") for item in settings] for key in keys}
     return {key: found for key, found in values.items() if len(set(map(str, found))) > 1}
-
-
-def _training_settings(plan: Plan) -> dict[str, object]:
-    run, policy, is_alone = plan.config.run, plan.config.policy, plan.mode == SINGLE
-    batch = run.batch_size * (run.workers or 1) if is_alone else run.batch_size  # `single`: the union batch
-    settings: dict[str, object] = {"run.mode": plan.mode, "run.workers": plan.num_workers, "run.batch_size": batch}
-    settings |= {} if plan.seed is None else {"run.seed": plan.seed}
-    options = {} if is_alone else policy.options(plan.mode).model_dump(mode="json", exclude_none=True)
-    return settings | {f"policy.{name}": value for name, value in options.items()}
 
 
 def _name(plan: Plan) -> str:

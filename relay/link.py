@@ -16,7 +16,7 @@ from ..common.reporting.history import region_run
 from ..common.reporting.log import get_logger
 from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
-from ..common.wire.records import Contribution, Counts, FirstInfo, Outcome, Position, TrainingInfo
+from ..common.wire.records import Contribution, Outcome
 from ..worker.conversation.exchange import Exchange
 from ..worker.conversation.messages import Final, Goodbye, Outgoing
 from ..worker.conversation.security import worker_credentials
@@ -41,14 +41,9 @@ class RegionContribution(NamedTuple):
     """A contribution of the region. `payload`, uint8 [exchange_bytes], is a mean gradient, or the region's weights."""
 
     payload: torch.Tensor | None  # None: no gradient
+    record: Contribution
     state: bytes  # of the region's run at this version
-    step: int  # training steps of the region before this contribution
-    num_samples: int
-    num_workers: int
-    num_steps: int  # in this contribution
-    training: TrainingInfo = TrainingInfo()
     without: frozenset[str] = frozenset()  # parameters without a gradient
-    work: str = ""  # what the region's workers run
 
 
 class RegionTensors(ModelTensors):
@@ -165,7 +160,8 @@ class Link:
         assert self.model is not None
         while True:
             before = self.model.payload.clone() if self.settings.kind.worker_steps else None
-            outcome, work = self._contribute(contribution), (contribution.num_samples, contribution.num_steps)
+            outcome, counts = self._contribute(contribution), contribution.record.counts
+            work = counts.num_samples, counts.num_steps
             if outcome not in _NOT_COUNTED:
                 return outcome
             meaning = _NOT_COUNTED[outcome]
@@ -189,16 +185,11 @@ class Link:
             self.model.set_gradients(contribution.payload, contribution.without)
         elif contribution.payload is not None:
             self.model.load(contribution.payload)
-        num_steps = contribution.num_steps
-        record = Contribution(
-            kind=self.settings.kind,
-            counts=Counts(contribution.num_samples, num_steps, num_steps, num_workers=contribution.num_workers),
-            training=contribution.training,
-            first=FirstInfo(work=contribution.work) if self._sent_first_for != self.progress.num_starts else None,
-            position=Position(contribution.step, contribution.num_steps),
-        )
+        record = contribution.record
+        if self._sent_first_for == self.progress.num_starts:  # it is of a new process
+            record = replace(record, first=None)
         self._sent_first_for = self.progress.num_starts
-        self.num_workers = contribution.num_workers
+        self.num_workers = record.counts.num_workers
         self._strategy.contribute(Outgoing(record, contribution.state))
         return self.progress.outcome
 

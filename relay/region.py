@@ -26,7 +26,7 @@ from ..common.combinations import Choices, refusal
 from ..common.config.schema import Config
 from ..common.errors import ParamServerError, Reason, UsageError
 from ..common.reporting.log import get_logger
-from ..common.wire.records import COUNTED, Outcome, TrainingInfo
+from ..common.wire.records import COUNTED, Contribution, Counts, FirstInfo, Outcome, Position, TrainingInfo
 from ..ps.core import effects, events
 from ..ps.core.counting.sources import work_of
 from ..ps.core.run import ABOVE_IS_OVER
@@ -192,27 +192,31 @@ class Region(Keeper):
         self, steps: int, training: TrainingInfo | None = None, without: frozenset[str] = frozenset()
     ) -> RegionContribution:
         """Return a contribution of the version after so many steps, without its payload."""
-        self._record()
-        num_samples, self._num_samples = self._num_samples, 0
+        policy, traffic = self._run.policy, self._engine.traffic
+        num_counted = sum(row.seq for row in policy.rows.values())
+        self._link.readings.note({  # for the server above
+            "region_workers": len(policy.members), "region_ahead": self._num_ahead,
+            "region_bytes": sum(item.num_sent + item.num_received for item in traffic.values()),
+            "region_staleness": sum(item.staleness_sum for item in self._run.roster.stats.values())
+            / max(1, num_counted),
+        })  # fmt: skip
         num_steps, first = steps - self.pace.steps, self.pace.steps
         self.pace.contribute(steps)
-        num_workers = self._run.options.num_workers or len(self._run.policy.members)
-        training = training or TrainingInfo(loss=self._loss())
-        work = work_of(self._engine.traffic)
-        return RegionContribution(
-            None, self._state(), first, num_samples, num_workers, num_steps, training, without, work
+        num_workers = self._run.options.num_workers or len(policy.members)
+        record = Contribution(
+            kind=self._link.settings.kind,
+            counts=Counts(self._num_samples, num_steps, num_steps, num_workers=num_workers),
+            training=training or TrainingInfo(loss=self._loss()),
+            first=FirstInfo(work=work_of(traffic)),
+            position=Position(first, num_steps),
         )
+        self._num_samples = 0
+        return RegionContribution(None, record, self._state(), without)
 
-    def _record(self) -> None:
-        """Note readings for the server above: workers, steps ahead of the last reply, traffic and staleness."""
-        ahead = self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
-        num_bytes = sum(item.num_sent + item.num_received for item in self._engine.traffic.values())
-        stats = self._run.roster.stats.values()
-        staleness = sum(item.staleness_sum for item in stats) / max(
-            1, sum(row.seq for row in self._run.policy.rows.values())
-        )
-        values = {"region_workers": len(self._run.policy.members), "region_ahead": ahead, "region_bytes": num_bytes}
-        self._link.readings.note({**values, "region_staleness": staleness})
+    @property
+    def _num_ahead(self) -> int:
+        """Training steps since the newest contribution with a reply."""
+        return self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
 
     def _send(self, contribution: RegionContribution) -> None:
         if not self._passes_gradients:
@@ -305,8 +309,7 @@ class Region(Keeper):
             return ""
         waited_s = time.monotonic() - self._requested_at
         state = f"has not replied for {waited_s:.0f} s" if waited_s >= _SHOW_AFTER_S else "has not replied yet"
-        ahead = self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
-        rest = f"; this region is {ahead} steps ahead" if ahead else ""
+        rest = f"; this region is {self._num_ahead} steps ahead" if self._num_ahead else ""
         return f"the server above, at {self._link.address}, {state}{rest}"
 
     # ---- the beginning and the end (`Keeper`) -----------------------------------------------------
@@ -362,9 +365,10 @@ class Region(Keeper):
                 self._goes_back()
                 return
             assert self._link.model is not None
-            if lost := self._num_samples + sum(item.num_samples for item in self._queue):
-                first = self._queue[0].step if self._queue else self.pace.steps
-                log_not_counted(lost, steps - first, OVER)
+            queued = [item.record for item in self._queue]
+            if lost := self._num_samples + sum(record.counts.num_samples for record in queued):
+                first = queued[0].position if queued else None
+                log_not_counted(lost, steps - (self.pace.steps if first is None else first.step), OVER)
             self._model.replace(self._link.model.payload, self._run.policy.version)
             self._notify_run(is_final=True, evaluates=final.evaluate)
             done()

@@ -65,10 +65,11 @@ class Service:
     """Handles the requests to one process. `name` is the task's name."""
 
     def __init__(self, name: str, engine: Engine, follower: Follower, source: Source, settings: ServeConfig) -> None:
-        self._name, self._engine, self._follower, self._source = name, engine, follower, source
+        self._name, self._engine, self._source = name, engine, source
         self._meters = Meters(engine, follower)
         kind = engine.kind
         self._limit_s = settings.reply_s
+        self._names = {"live", name}
         self._requests = (
             openai.Requests(engine.task, self._names, kind, settings.max_tokens) if kind is not None else None
         )
@@ -87,9 +88,6 @@ class Service:
             Route("/metrics", self._catching(self.metrics)),
             *static_routes({"/": "chat.html", "/chat": "chat.html"}),
         ]
-
-    def _names(self) -> set[str]:
-        return {"live", self._name}
 
     def _catching(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def catches(request: Request) -> Response:
@@ -135,14 +133,14 @@ class Service:
         return openai.JsonResponse(replies.whole(found), headers=headers)
 
     async def list_models(self, _: Request) -> Response:
-        return openai.JsonResponse(openai.models(sorted(self._names()), self._engine.versions()))
+        return openai.JsonResponse(openai.models(sorted(self._names), self._engine.versions()))
 
     # ---- tensors ------------------------------------------------------------------------------
 
     def _check_model(self, request: Request) -> None:
         model = request.path_params["model"]
-        if model not in self._names():
-            known = ", ".join(sorted(self._names()))
+        if model not in self._names:
+            known = ", ".join(sorted(self._names))
             raise Refused(404, f"no model {model[:80]} is here; there are: {known}", "model_not_found")
 
     async def infer(self, request: Request) -> Response:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ from torch import nn
 from ..common.config.schema import ServeConfig
 from ..common.reporting.log import get_logger
 from .errors import MOST_PAUSES, Paused, Refused
-from .infer import Tensors
-from .infer_queue import InferQueue, Reply
+from .infer import InferQueue, Reply, Tensors
 from .models import LanguageModel, batch_of
 from .sampling import Chosen, Sampling, choose
 from .slots import Slots, State, Version
@@ -62,6 +61,7 @@ class End(NamedTuple):
     num_swaps: int  # how often another version took over
 
 
+Models = Mapping[int, nn.Module] | Sequence[nn.Module]  # by slot
 Emit = Callable[[Piece | End | Refused], None]  # called on the engine's thread
 
 
@@ -88,10 +88,6 @@ class Job:
         return len(self.tokens) - len(self.request.prompt)
 
 
-class Models(Protocol):
-    def __getitem__(self, slot: int, /) -> nn.Module: ...
-
-
 class Engine:
     """Computes the replies of several versions. `models`, one for each slot, share no memory.
 
@@ -108,7 +104,6 @@ class Engine:
         self.task, self.kind, self.options = task, kind, options
         self.models = models
         self.slots = Slots()
-        self.num_steps = 0
         self._cache = kind.new_cache(models[0], options.slots) if kind is not None else None
         self._active: list[Job] = []
         self._waiting: deque[Job] = deque()
@@ -236,8 +231,10 @@ class Engine:
             for at, version in enumerate(self.slots.versions)
             if version is not None and self.slots.states[at] is not State.ARRIVING
         }
-        found = [at for at, version in here.items() if version.is_called(request.version)]
-        if len(found) != 1:  # a number without its incarnation may name two
+        # By the fingerprint, or by the run and the number alone, which may name two versions.
+        wanted = request.version
+        found = [at for at, it in here.items() if wanted in (it.fingerprint, f"{it.run}:{it.number}")]
+        if len(found) != 1:
             problem = f"{len(found)} versions are called" if found else "no version is called"
             names = ", ".join(here[at].model for at in found or here)
             raise Refused(404, f"{problem} {request.version[:80]}; there are: {names}", "model_not_found", "model")
@@ -266,7 +263,9 @@ class Engine:
                 self._changed.wait()
             if not self._is_stopped:
                 self._swap()
-                self._retire_cancelled()
+                for sequence in [*self._active, *self._waiting]:
+                    if sequence.is_cancelled:
+                        self._end(sequence, "cancelled")
                 self._admit()
             return not self._is_stopped
 
@@ -312,11 +311,6 @@ class Engine:
                 sequence.num_swaps += 1
                 sequence.num_cached = 0 if computes_again else sequence.num_cached
 
-    def _retire_cancelled(self) -> None:
-        for sequence in [*self._active, *self._waiting]:
-            if sequence.is_cancelled:
-                self._end(sequence, "cancelled")
-
     def _admit(self) -> None:
         while self._waiting and len(self._active) < self.options.slots:
             sequence = self._waiting.popleft()
@@ -330,7 +324,6 @@ class Engine:
 
     def _step(self) -> None:
         """For each version, compute one chunk of one prompt and one token of every other sequence."""
-        self.num_steps += 1
         for slot in [*self.slots.live()]:
             sequences = [sequence for sequence in self._active if sequence.slot == slot]
             new = [sequence for sequence in sequences if len(sequence.tokens) - sequence.num_cached > 1]
@@ -351,7 +344,9 @@ class Engine:
     def _compute(self, slot: int, batch: list[Job]) -> None:
         """Compute the next tokens of these sequences, or the next chunk of a prompt."""
         try:
-            logits = self._checked(self._logits(slot, batch), len(batch))
+            logits = self._logits(slot, batch)
+            if logits.dim() != 2 or len(logits) != len(batch):
+                raise ValueError(f"the logits of {len(batch)} texts have shape {list(logits.shape)}")
         except Paused as paused:
             for sequence in batch:
                 sequence.num_pauses += 1
@@ -384,11 +379,6 @@ class Engine:
         logits = self.kind.next_logits(model, batch_of(parts), view)
         for sequence in batch:
             sequence.num_cached += len(parts[0])
-        return logits
-
-    def _checked(self, logits: torch.Tensor, num_rows: int) -> torch.Tensor:
-        if logits.dim() != 2 or len(logits) != num_rows:
-            raise ValueError(f"the logits of {num_rows} texts have shape {list(logits.shape)}")
         return logits
 
     def _take(self, sequence: Job, chosen: Chosen) -> None:

@@ -61,14 +61,6 @@ def serve(
         check_task(resolved.config.task.name, resolved.config.task.args)
     setup_logging(resolved.config.log, SERVE)
     signal.signal(signal.SIGTERM, _drain)
-    _serve(resolved, run, file)
-
-
-def _drain(*_: Any) -> None:
-    raise Drained
-
-
-def _serve(resolved: Resolved, run: str | None, file: Path | None) -> None:
     from ..common.user_code import UserCodeError, format_user_traceback
     from .process import run as serve_until_it_ends
 
@@ -77,6 +69,10 @@ def _serve(resolved: Resolved, run: str | None, file: Path | None) -> None:
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
         raise SystemExit(1) from None
+
+
+def _drain(*_: Any) -> None:
+    raise Drained
 
 
 def _served(resolved: Resolved, run: str | None, file: Path | None) -> Served:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,10 +65,10 @@ class ClientRequest:
 class Requests:
     """Reads the requests to one model.
 
-    `names` returns the valid values of the field `model`, besides names of versions. `max_tokens`: limit of a reply.
+    `names`: the valid values of the field `model`, besides names of versions. `max_tokens`: limit of a reply.
     """
 
-    def __init__(self, task: Any, names: Callable[[], set[str]], kind: LanguageModel, max_tokens: int) -> None:
+    def __init__(self, task: Any, names: Collection[str], kind: LanguageModel, max_tokens: int) -> None:
         self._task, self._names, self._max_tokens = task, names, max_tokens
         self._context, self._vocabulary = kind.context, kind.vocabulary
 
@@ -162,9 +162,9 @@ class Requests:
         run, at, version = model.rpartition("@")
         if at:
             return f"{run}:{version}"
-        if model in self._names():
+        if model in self._names:
             return ""
-        known = ", ".join(sorted(self._names()))
+        known = ", ".join(sorted(self._names))
         raise Refused(
             404,
             f"no model {model[:80]} is here; there are: {known}, RUN@INCARNATION.VERSION",

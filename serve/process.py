@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..worker.conversation.reader import Standing
-    from .live import LiveRun
-    from .source import Source
+    from .source import LiveRun, Source
     from .task import TaskSpec
 
 
@@ -121,7 +120,7 @@ class _Models(dict[int, Any]):
 def wait_for_run(config: Config) -> tuple[LiveRun, Standing]:
     """Return the run at worker.server and where it stands, once its server replies."""
     from ..worker.conversation.reader import Reader
-    from .live import LiveRun
+    from .source import LiveRun
 
     reader = Reader(config, secrets.token_hex(8))
     source, is_waiting = LiveRun(reader), False

@@ -49,10 +49,6 @@ class Version:
         """The version's name in requests, as the model."""
         return f"{self.run}@{self.name}"
 
-    def is_called(self, name: str) -> bool:
-        """Return whether `name` is this version's fingerprint, or the run and the number alone."""
-        return name in (self.fingerprint, f"{self.run}:{self.number}")
-
     def is_newer(self, than: Version | None) -> bool:
         """Return whether this version replaces `than`. A greater incarnation wins, also with a smaller number."""
         return than is None or (self.incarnation, self.number) > (than.incarnation, than.number)

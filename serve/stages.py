@@ -84,7 +84,9 @@ class Divided:
             have = f"{len(self._caching)} of its {len(self.layers)} layers take `cache` and `layer`"
             message = f"the task's cache_shape has {self.kind.cache_shape[0]} layers, but {have}"
             raise UsageError(message, fix="let forward() of each layer with attention take them; docs/serving.md")
-        self.specs = {spec.name: spec for spec in ModelTensors(self.module).layout.specs}
+        layout = ModelTensors(self.module).layout
+        self.names = [entry.spec.name for entry in layout.entries]  # of the tensors, by index
+        self.specs = {spec.name: spec for spec in layout.specs}
         owners = self._owners()
         self.layouts = [
             Layout(item for name, item in self.specs.items() if owners[name] == stage) for stage in range(spec.size)
@@ -216,9 +218,6 @@ class Link:
                 raise ConnectionResetError("the other end is closed")
             target = target[num:]
 
-    def close(self) -> None:
-        self._socket.close()
-
 
 class RemoteStage:
     """A stage in another process, which a thread starts, and starts again when it dies."""
@@ -240,7 +239,8 @@ class RemoteStage:
 
     def close(self) -> None:
         self._closed.set()
-        self._end()
+        if self._process is not None:
+            self._process.kill()
         self._thread.join()
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
@@ -259,10 +259,6 @@ class RemoteStage:
             raise RuntimeError(f"stage {self._index}: {message['error']}")
         return output
 
-    def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-
     def _run(self) -> None:
         try:
             self._keep()
@@ -280,12 +276,12 @@ class RemoteStage:
             there.close()
             os.close(beating)
             if self._closed.is_set():
-                self._end()
+                self._process.kill()
             is_ready, reason = self._watch(link, beats)
             self._link, self.problem = None, f"stage {self._index} {reason}; it is started again"
             self._process.kill()  # it may be frozen
             code = self._process.wait()
-            link.close()
+            here.close()
             os.close(beats)
             if self._closed.is_set():
                 return
@@ -325,10 +321,11 @@ class Stages:
         self.has_lost = False  # a process has died since `forget`
         self.has_changed: Callable[[], None] = lambda: None  # called when a stage is ready
         self._was_ready = False
-        self._memory = [_memory(divided.slot_bytes(index) * NUM_SLOTS) for index in range(spec.size)]
-        self._local = Stage(divided, 0, self._memory[0], spec.num_rows)
-        self._remote = [RemoteStage(self, index, self._memory[index]) for index in range(1, spec.size)]
-        self.models = [SlotModel(self, slot, layers) for slot, layers in enumerate(self._local.slots)]
+        self.memory = [_memory(divided.slot_bytes(index) * NUM_SLOTS) for index in range(spec.size)]
+        local = Stage(divided, 0, self.memory[0], spec.num_rows)
+        self._remote = [RemoteStage(self, index, self.memory[index]) for index in range(1, spec.size)]
+        self.all: list[Stage | RemoteStage] = [local, *self._remote]
+        self.models = [SlotModel(self, slot, layers) for slot, layers in enumerate(local.slots)]
         log.info(
             "stages", layers=" + ".join(str(end - first) for first, end in divided.ranges),
             bytes=[layout.total_bytes for layout in divided.layouts],
@@ -378,21 +375,6 @@ class Stages:
             "stage_lost", stage=index, exit=code, reason=reason, meaning="replies pause until it is started again"
         )
 
-    def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
-        """Return the output of all layers. Raises Paused."""
-        stages: list[Stage | RemoteStage] = [self._local, *self._remote]
-        for stage in stages:
-            inputs = stage.compute(slot, inputs, rows)
-        return inputs
-
-    def write(self, slot: int, name: str, at: int, data: memoryview) -> None:
-        """Write bytes of a tensor, from its byte `at` on, into the memory of a slot."""
-        stage, offset = self.divided.places[name]
-        begin = slot * self.divided.slot_bytes(stage) + offset + at
-        while data:
-            num = os.pwrite(self._memory[stage], data, begin)
-            data, begin = data[num:], begin + num
-
 
 class SlotModel(nn.Module):
     """The model of one slot. Sources write weights through `transfer_of` or `write`, because `whole` has no memory."""
@@ -407,28 +389,29 @@ class SlotModel(nn.Module):
         return self._stages.divided.module
 
     def forward(self, inputs: torch.Tensor, cache: CacheView | None = None) -> torch.Tensor:
-        return self._stages.compute(self._slot, inputs, None if cache is None else cache.rows)
+        """Return the output of all layers. Raises Paused."""
+        for stage in self._stages.all:
+            inputs = stage.compute(self._slot, inputs, None if cache is None else cache.rows)
+        return inputs
 
     def transfer_of(self, part: ModelTensors) -> RedistributedTransfer:
         """Return a transfer that writes windows of a payload to the memory of the stages."""
-        names = [entry.spec.name for entry in ModelTensors(self.whole).layout.entries]
-        return RedistributedTransfer(part, _Windows(self, names))  # type: ignore[arg-type]
+        return RedistributedTransfer(part, self)  # type: ignore[arg-type]
+
+    def spread(self, window: torch.Tensor, ranges: Sequence[Range]) -> Finish:
+        """Write a window, as a Redistribution does."""
+        for index, first, end, at in ranges:
+            self.write(self._stages.divided.names[index], window[at : at + end - first], first)
+        return lambda: None
 
     def write(self, name: str, tensor: torch.Tensor, at: int = 0) -> None:
         """Write a tensor, or its bytes from `at` on."""
-        self._stages.write(self._slot, name, at, as_bytes(tensor.contiguous()))
-
-
-class _Windows:
-    """Writes windows as a Redistribution does. `names`: of the tensors, by index."""
-
-    def __init__(self, model: SlotModel, names: Sequence[str]) -> None:
-        self._model, self._names = model, names
-
-    def spread(self, window: torch.Tensor, ranges: Sequence[Range]) -> Finish:
-        for index, first, end, at in ranges:
-            self._model.write(self._names[index], window[at : at + end - first], first)
-        return lambda: None
+        data, divided = as_bytes(tensor.contiguous()), self._stages.divided
+        stage, offset = divided.places[name]
+        begin = self._slot * divided.slot_bytes(stage) + offset + at
+        while data:
+            num = os.pwrite(self._stages.memory[stage], data, begin)
+            data, begin = data[num:], begin + num
 
 
 def _memory(num_bytes: int) -> int:

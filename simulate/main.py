@@ -84,7 +84,7 @@ def simulate(
     so far (exit code 130).
     """
     from .plan import Flags, alone, resolve, worlds
-    from .recorded.traces import read_trace
+    from .recorded.replay import read_trace
 
     flags = Flags(
         megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures,
@@ -141,7 +141,7 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
     """Print how well the first half of a recorded run predicts its second; returns the runs with fitted worlds."""
     from ..common.reporting.report import share
     from .recorded.fit import calibrate, fitted
-    from .recorded.traces import config_of, framing_of
+    from .recorded.replay import config_of, framing_of
 
     try:
         found = calibrate(lines, config_of(lines, runs[0][0]), framing_of(lines, *runs[0]))

@@ -23,18 +23,20 @@ from .run.simulation import Simulation
 from .traffic.sizes import payload_sizes
 
 Runs = list[tuple[Config, World]]
+Border = tuple[float, float, float]  # bytes a second down and up, seconds of a round trip
 
 
 def tiers(runs: Runs, flags: Flags) -> Runs:
     """Returns each run without regions, then with regions for each K of --upstream-every. Raises UsageError."""
     assert flags.regions is not None
     every = [int(number("--upstream-every", word, 0)) for word in flags.upstream_every.split(",")]
+    border = *bandwidth("--border-bandwidth", flags.border_bandwidth), seconds("--border-latency", flags.border_latency)
     found: Runs = []
     for config, world in runs:
         _check(config, world, flags.regions, every)
-        found.append(_flat(config, world, flags))
+        found.append(_flat(config, world, flags.regions, border))
         regions = [_region(config, world, rank, flags.regions) for rank in range(flags.regions)]
-        found += [_above(config, world, regions, num_steps, flags) for num_steps in every]
+        found += [_above(config, world, regions, num_steps, border, flags.megabytes) for num_steps in every]
     return found
 
 
@@ -52,17 +54,15 @@ def _check(config: Config, world: World, num: int, every: list[int]) -> None:
     )  # fmt: skip
 
 
-def _flat(config: Config, world: World, flags: Flags) -> tuple[Config, World]:
-    assert flags.regions is not None
-    down, up = bandwidth("--border-bandwidth", flags.border_bandwidth)
-    trip_s = world.latency_s + seconds("--border-latency", flags.border_latency)
+def _flat(config: Config, world: World, num: int, border: Border) -> tuple[Config, World]:
+    down, up, trip_s = border
     return config, replace(
         world,
         down=min(world.down, down),
         up=min(world.up, up),
-        server_down=min(world.server_down, down * flags.regions),
-        server_up=min(world.server_up, up * flags.regions),
-        latency_s=trip_s,
+        server_down=min(world.server_down, down * num),
+        server_up=min(world.server_up, up * num),
+        latency_s=world.latency_s + trip_s,
         label=f"{mode_label(config.run.mode)}, flat",
     )
 
@@ -89,9 +89,10 @@ def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tup
 
 
 def _above(
-    config: Config, world: World, regions: list[tuple[list[tuple[int, float]], Simulation]], every: int, flags: Flags
-) -> tuple[Config, World]:
-    upstream, num = config.upstream, len(regions)
+    config: Config, world: World, regions: list[tuple[list[tuple[int, float]], Simulation]], every: int,
+    border: Border, megabytes: float | None,
+) -> tuple[Config, World]:  # fmt: skip
+    upstream, num, (down, up, trip_s) = config.upstream, len(regions), border
     each = world.num_workers // num
     mode = upstream.mode if every else config.run.mode
     options: dict[str, Any] = {"delayed_update": False, "min_workers": min(config.policy.min_workers, num)}
@@ -102,15 +103,14 @@ def _above(
     above = config.model_copy(update={"run": run, "policy": policy, "worker": worker})
     kind = MODES.load(mode)
     length = getattr(policy.options(mode), "local_steps", 1) if kind.kind.worker_steps else 1
-    up_bytes, down_bytes, start_bytes = sizes = payload_sizes(above, flags.megabytes)
-    down, up = bandwidth("--border-bandwidth", flags.border_bandwidth)
+    up_bytes, down_bytes, start_bytes = sizes = payload_sizes(above, megabytes)
     label = f"{mode_label(config.run.mode)}, {num} regions, {mode_label(mode)}" + (f" {every}" if every else "")
     return above, replace(
         world,
         num_workers=num,
         down=down,
         up=up,
-        latency_s=seconds("--border-latency", flags.border_latency),
+        latency_s=trip_s,
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         start_bytes=start_bytes,

@@ -329,7 +329,7 @@ async def _until(runs: Runs, feed: Feed, closed: asyncio.Future[None] | None = N
     coming: asyncio.Future[Message | None] | None = None
     try:
         while True:
-            coming = coming or asyncio.ensure_future(_next(messages))
+            coming = coming or asyncio.ensure_future(anext(messages, None))  # a task cannot raise StopAsyncIteration
             await asyncio.wait({coming, *ends}, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
             if coming.done():
                 if (message := coming.result()) is None:
@@ -344,11 +344,6 @@ async def _until(runs: Runs, feed: Feed, closed: asyncio.Future[None] | None = N
         stopped.cancel()
         if coming is not None:
             coming.cancel()
-
-
-async def _next(messages: AsyncIterator[Message]) -> Message | None:
-    """Returns None at the end: a task cannot raise StopAsyncIteration."""
-    return await anext(messages, None)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

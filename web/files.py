@@ -22,9 +22,21 @@ def static_routes(pages: Mapping[str, str]) -> list[Route]:
     """Returns the routes of all static files and of the pages."""
     files = read_files()
 
-    def file(name: str) -> Callable[[Request], Any]:
+    def file(page: str) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
-            return _response(files, name or request.path_params["name"], request)
+            name = page or request.path_params["name"]
+            if name not in files:
+                raise HTTPException(404, f"no file {name[:80]}")
+            found, kind = files[name], guess_type(name)[0]
+            headers = {"Cache-Control": "no-cache", "ETag": found.tag, "Vary": "Accept-Encoding"}
+            if request.headers.get("if-none-match") == found.tag:
+                return Response(status_code=304, headers=headers)
+            accepted = [
+                text.partition(";")[0].strip() for text in request.headers.get("accept-encoding", "").split(",")
+            ]
+            if "gzip" not in accepted:
+                return Response(found.body, media_type=kind, headers=headers)
+            return Response(found.compressed, media_type=kind, headers={**headers, "Content-Encoding": "gzip"})
 
         return handle
 
@@ -49,16 +61,3 @@ def read_files() -> dict[str, _File]:
     return {
         name: _File(body, compress(body, mtime=0), f'"{sha256(body).hexdigest()[:16]}"') for name, body in whole.items()
     }
-
-
-def _response(files: dict[str, _File], name: str, request: Request) -> Response:
-    if name not in files:
-        raise HTTPException(404, f"no file {name[:80]}")
-    file = files[name]
-    headers = {"Cache-Control": "no-cache", "ETag": file.tag, "Vary": "Accept-Encoding"}
-    if request.headers.get("if-none-match") == file.tag:
-        return Response(status_code=304, headers=headers)
-    accepts = [text.partition(";")[0].strip() for text in request.headers.get("accept-encoding", "").split(",")]
-    if "gzip" not in accepts:
-        return Response(file.body, media_type=guess_type(name)[0], headers=headers)
-    return Response(file.compressed, media_type=guess_type(name)[0], headers={**headers, "Content-Encoding": "gzip"})

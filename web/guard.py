@@ -19,7 +19,7 @@ import contextlib
 import hmac
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, RedirectResponse, Response
@@ -102,32 +102,28 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         refusal = self._rules.refusal
-        if self._hosts and _hostname(headers.get("host", "")) not in self._hosts:
+        if self._hosts and (_parts(f"//{headers.get('host', '')}").hostname or "") not in self._hosts:
             return refusal(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
         origin = headers.get("origin")
-        if origin is not None and _netloc(origin) != headers.get("host"):
+        if origin is not None and _parts(origin).netloc != headers.get("host"):
             return refusal(403, f"a page of {origin[:100]} may not use this server", "open this server's own page")
         if int(headers.get("content-length") or 0) > self._rules.max_body_bytes:
             return self._payload_too_large()
-        if scope["type"] == "http" and scope["path"] in self._rules.pages and (token := _query_token(scope)):
+        query = parse_qs(scope.get("query_string", b"").decode("ascii", "replace"))
+        if scope["type"] == "http" and scope["path"] in self._rules.pages and (token := query.get("token", [""])[0]):
             if not self._is_token(token):
                 return refusal(
                     403, "the token in this address is not this server's", "open the address that it printed last"
                 )
-            return self._redirect_with_cookie(scope["path"], token, headers)
+            # To the page, without the token in the address bar and the history.
+            response, cookie = RedirectResponse(scope["path"], 303), cookie_of(headers.get("host", ""))
+            response.set_cookie(cookie, token, httponly=True, samesite="strict", secure=self._is_tls)
+            return response
         is_read = scope["type"] == "websocket" or scope.get("method") in _READS or not self._rules.writes_need_token
         if (self._is_public or not is_read) and not scope["state"]["may_control"]:
             fix = "open the address with ?token=... that the server printed, or send Authorization: Bearer TOKEN"
             return refusal(401, "this needs the token", fix)
         return None
-
-    def _redirect_with_cookie(self, path: str, token: str, headers: Headers) -> Response:
-        """Redirect to the page, without the token in the address bar and the history."""
-        response = RedirectResponse(path, 303)
-        response.set_cookie(
-            cookie_of(headers.get("host", "")), token, httponly=True, samesite="strict", secure=self._is_tls
-        )
-        return response
 
     def _has_token(self, headers: Headers) -> bool:
         scheme, _, rest = headers.get("authorization", "").partition(" ")
@@ -149,24 +145,12 @@ def cookie_of(host: str) -> str:
     return f"{_COOKIE}-{port}" if port.isascii() and port.isdigit() else _COOKIE
 
 
-def _hostname(host: str) -> str:
-    """Returns the host without its port, and `::1` for `[::1]`."""
+def _parts(address: str) -> SplitResult:
+    """Returns the parts of an address, empty ones if it has none. The host of `[::1]:80` is `::1`."""
     try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _netloc(origin: str) -> str:
-    """Returns host and port of an origin."""
-    try:
-        return urlsplit(origin).netloc
+        return urlsplit(address)
     except ValueError:  # an unbalanced bracket
-        return ""
-
-
-def _query_token(scope: Scope) -> str:
-    return parse_qs(scope.get("query_string", b"").decode("ascii", "replace")).get("token", [""])[0]
+        return urlsplit("")
 
 
 class _LimitedRequest:

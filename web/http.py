@@ -9,6 +9,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -37,7 +38,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        self._accepting = asyncio.create_task(self._door.accept(self._listening, self._protocol, self.config.ssl))
+        kind: Any = self.config.http_protocol_class
+        protocol = partial(kind, self.config, self.server_state, self.lifespan.state)
+        self._accepting = asyncio.create_task(self._door.accept(self._listening, protocol, self.config.ssl))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._accepting is not None:
@@ -45,11 +48,6 @@ class _Server(uvicorn.Server):
             await asyncio.wait({self._accepting})
         self._listening.close()
         await super().shutdown(sockets=[])
-
-    def _protocol(self) -> asyncio.Protocol:
-        kind: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = kind(self.config, self.server_state, self.lifespan.state)
-        return protocol
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()

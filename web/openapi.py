@@ -66,6 +66,7 @@ _REFUSALS = {
     "403": "the request comes from another page (Origin), or the token in the address is wrong",
     "421": "the server has another name (Host)",
 }
+_SETTINGS = {"type": "object", "additionalProperties": {"type": "object"}}  # for each run, values by dotted key
 _TAGS = {"tags": {"type": "string", "description": "all tags of the run, separated by spaces"}}
 _CONTROL = {
     "do": {"type": "string", "description": "one of `about.controls`"},
@@ -92,7 +93,7 @@ def description() -> dict[str, Any]:
             "/api/session": _get("the caller's rights", _ref("Session")),
             "/api/metrics": _get("names, labels, units and help of the metrics of a run and of a worker", _metrics()),
             "/api/runs": _get("all runs", _many("StoredRun")),
-            "/api/settings": _get("for each run, the settings whose values differ between runs", _settings()),
+            "/api/settings": _get("for each run, the settings whose values differ between runs", _SETTINGS),
             "/api/runs/{run}/curves": _get("its recorded metrics over time, for a comparison", _ref("Curves"), _RUN),
             "/api/runs/{run}/tags": _post(
                 "set the tags of a run", "the tags", "tags", _TAGS,
@@ -136,11 +137,6 @@ def _metrics() -> dict[str, Any]:
                   "description": "whether higher is better"}  # fmt: skip
     scopes = {"run": metrics, "worker": metrics, "curves": metrics, "recorded": metrics, "is_up": directions}
     return {"type": "object", "required": [*scopes], "properties": scopes}
-
-
-def _settings() -> dict[str, Any]:
-    """For each run, values by dotted key."""
-    return {"type": "object", "additionalProperties": {"type": "object"}}
 
 
 def _message() -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Serves the dashboard of a process."""
+"""Serves the dashboard of a process, or of a run store without a server (`ps-runs ui FILE`)."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
 
 from ..common.config.schema import Config
 from ..common.reporting.log import get_logger
 from ..common.reporting.view import About, Tick, View
+from ..common.runstore.reading import RunStore
 from ..common.runstore.schema import FILE
 from .app import MAX_VIEWERS, Runs, make_app
 from .feed import Control, Feed
@@ -69,3 +72,19 @@ class Dashboard:
         if self._feed is not None:
             self._feed.end()
         self._http.loop.call_later(_LAST_S, self._runs.stopped.set)
+
+
+def serve_dashboard(path: Path, address: str) -> None:
+    """Serve until it is interrupted. Raises StoreError for the file, BindError and AuthError for the address."""
+    RunStore(path).close()
+    dashboard = Dashboard(Config.model_validate({"server": {"web": address}}), path, "/runs")
+    dashboard.start()
+    print(f"runs of {path}: {dashboard.url}", flush=True)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        stop.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        dashboard.close()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..common.errors import ParamServerError
 from ..common.reporting.metrics import Value
@@ -16,6 +17,7 @@ from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
 
 _FRESH_S = 0.9  # a view is reused for this long
 _MAX_EVENTS = 300
+T = TypeVar("T")
 
 
 class Store:
@@ -32,10 +34,8 @@ class Store:
         stamps = [*_stamp(self._path), *_stamp(self._path.with_name(f"{self._path.name}-wal"))]
         if stamps and stamps == self._listed[0]:
             return self._listed[1]
-        try:
-            with RunStore(self._path) as store:
-                runs = store.runs()
-        except ParamServerError:
+        runs = self._of_file(lambda store: store.runs())
+        if runs is None:
             return []
         # A running process may crash, which changes nothing in the file.
         self._listed = [] if any(run.state == "running" for run in runs) else stamps, runs
@@ -54,12 +54,7 @@ class Store:
         known = self._read.get(name)
         if known is not None and time.monotonic() - known[0] < _FRESH_S:
             return known[1]
-        try:
-            with RunStore(self._path) as store:
-                run = store.named(name)
-                found = view_of(store, run) if run is not None else None
-        except ParamServerError:
-            return None
+        found = self._of_run(name, view_of)
         self._read.clear()
         if found is not None:
             self._read[name] = time.monotonic(), found
@@ -69,33 +64,35 @@ class Store:
         """Returns the settings of every run that may affect training, by run and dotted key."""
         runs = self.runs()
         unread = {run.key: run.id for run in runs if run.id not in self._settings}
-        try:
-            with RunStore(self._path) as store:
-                read = {unread[key]: relevant_settings(config) for key, config in store.configs(unread).items()}
-        except ParamServerError:
+        configs = self._of_file(lambda store: store.configs(unread))
+        if configs is None:
             return {}
+        read = {unread[key]: relevant_settings(config) for key, config in configs.items()}
         found = {run.id: self._settings.get(run.id) or read.get(run.id, {}) for run in runs}
         self._settings = {run.id: found[run.id] for run in runs if run.state != "running"}  # it may be changed
         return found
 
     def recorded(self, name: str) -> dict[str, list[Value]] | None:
         """Returns the recorded metrics of a run over time in columns, or None for an unknown run."""
-        try:
-            with RunStore(self._path) as store:
-                run = store.named(name)
-                points = store.series(run) if run is not None else []
-        except ParamServerError:
-            return None
+        points = self._of_run(name, RunStore.series)
         names = [metric.name for metric in Status.declared_metrics()]
         return series_of(points, names) if points else None
 
     def summary(self, run: StoredRun) -> Summary | None:
         """Returns the results of a run that has ended, or None."""
+        return self._of_file(lambda store: store.summary(run))
+
+    def _of_file(self, read: Callable[[RunStore], T]) -> T | None:
+        """Returns what `read` finds in the run store, or None if its file cannot be read."""
         try:
             with RunStore(self._path) as store:
-                return store.summary(run)
+                return read(store)
         except ParamServerError:
             return None
+
+    def _of_run(self, name: str, read: Callable[[RunStore, StoredRun], T]) -> T | None:
+        """Returns what `read` finds of one run, or None for an unknown run."""
+        return self._of_file(lambda store: read(store, run) if (run := store.named(name)) is not None else None)
 
     def set_tags(self, name: str, tags: list[str]) -> bool:
         """Set the tags of a run. Returns False for an unknown run. Raises StoreError and sqlite3.Error."""

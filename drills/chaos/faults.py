@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from .proxy import DOWN, UP, Network
 
 _DROP_SHARE = 0.02  # of the packets
 _FULL_BYTES = 4096  # limit of a file's size, to simulate a full disk
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 Say = Callable[[str], None]  # prints a line for the user
@@ -63,8 +67,8 @@ class Injector:
     # ---- processes -------------------------------------------------------------------------
 
     def _pid(self, fault: Fault) -> int | None:
-        process = job_processes(self._launcher).get(fault.child)
-        return None if process is None else process.pid
+        pid, _ = job_processes(self._launcher).get(fault.child, (None, ""))
+        return pid
 
     def _kill(self, fault: Fault) -> str:
         if (pid := self._pid(fault)) is None:
@@ -111,10 +115,12 @@ class Injector:
 
     # ---- the network -----------------------------------------------------------------------
 
-    def _partition(self, fault: Fault) -> str:
-        whose = _worker(fault)
+    def _block(self, whose: Child | None, seconds: float) -> None:
         self._network.block(whose, UP, DOWN)
-        self._for_a_while(fault.for_s, lambda: self._network.unblock(whose, UP, DOWN))
+        self._for_a_while(seconds, lambda: self._network.unblock(whose, UP, DOWN))
+
+    def _partition(self, fault: Fault) -> str:
+        self._block(_worker(fault), fault.for_s)
         return ""
 
     def _lose_replies(self, fault: Fault) -> str:
@@ -137,10 +143,8 @@ class Injector:
 
     def _part_link(self, fault: Fault) -> str:
         """Also reset: a blocked connection loses nothing, and a connection between shards has no lease."""
-        whose = fault.child
-        self._network.block(whose, UP, DOWN)
-        self._network.reset(whose)
-        self._for_a_while(fault.for_s, lambda: self._network.unblock(whose, UP, DOWN))
+        self._block(fault.child, fault.for_s)
+        self._network.reset(fault.child)
         return ""
 
     def _cut(self, fault: Fault) -> str:
@@ -163,10 +167,15 @@ class Injector:
         return ""
 
     def _drop(self, fault: Fault) -> str:
-        """Drop packets, only in the job's own network namespace (`network.py`)."""
-        rule = ["INPUT", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability", str(_DROP_SHARE)]
-        iptables("-A", *rule, "-j", "DROP")
-        self._for_a_while(fault.for_s, lambda: iptables("-D", *rule, "-j", "DROP"))
+        """Drop packets, only in the job's own network namespace (`enter_own_network`)."""
+        rule = ["INPUT", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability"]
+
+        def iptables(action: str) -> None:
+            command = ["iptables", "-w", action, *rule, str(_DROP_SHARE), "-j", "DROP"]
+            subprocess.run(command, check=True, capture_output=True)
+
+        iptables("-A")
+        self._for_a_while(fault.for_s, lambda: iptables("-D"))
         return f"{_DROP_SHARE:.0%} of the packets"
 
 
@@ -175,5 +184,19 @@ def _worker(fault: Fault) -> Child | None:
     return Child("worker", fault.rank) if fault.rank is not None else None
 
 
-def iptables(*arguments: str) -> None:
-    subprocess.run(["iptables", "-w", *arguments], check=True, capture_output=True)
+def enter_own_network() -> str | None:
+    """Move this process into a new network namespace with a loopback, in which packets can be dropped.
+
+    All processes that it starts later are in the namespace, which ends with them. Returns why that failed, None if it
+    did not.
+    """
+    if os.geteuid() != 0:
+        return "a network namespace needs root"
+    if missing := [program for program in ("ip", "iptables") if shutil.which(program) is None]:
+        return f"there is no {' and no '.join(missing)}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET) != 0:
+        return f"no network namespace: {os.strerror(ctypes.get_errno())}"
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, capture_output=True)
+    probe = subprocess.run(["iptables", "-w", "-L", "-n"], capture_output=True, text=True, check=False)
+    return f"iptables: {probe.stderr.strip()}" if probe.returncode else None

@@ -28,6 +28,7 @@ LAUNCHER = Child("launcher", 0)
 _PROGRAM = "paramserver.launch"
 _GRACE_S = 15.0
 _LOOK_S = 1.0
+_HANG_S = 90.0  # without any progress
 _POLL_S = 0.05
 _MAX_UNEXPECTED = 5
 # Events of the job that are shown beside the faults, with the field to show. _SERVERS: the server's count only.
@@ -42,15 +43,15 @@ _NO_PROXY = ("no_grpc_proxy", "no_proxy", "NO_PROXY", "https_proxy", "http_proxy
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What to run, and which faults to inject. Seconds."""
+    """A job to run, and which faults to inject. Seconds."""
 
     arguments: tuple[str, ...]  # of ps-launch
     folder: Path
+    config: Config  # that its processes see
     plan: list[Fault]
     seed: int
     last_step: int  # of the fastest worker: no faults after it, so that every process is back in time
     most_cut_bytes: int  # a cut comes within so many bytes from a worker
-    hang_s: float = 90.0  # without any progress
     deadline_s: float  # for the whole job, which may repeat itself
 
 
@@ -91,7 +92,7 @@ class Chaos:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        network = Network(self._child_of, self._setup.seed)
+        network = Network(lambda port: child_of_port(self._launcher, port), self._setup.seed)
         await network.start()
         with (self._setup.folder / "job.log").open("w", encoding="utf-8") as self._log:
             backend = LocalBackend(self._on_line, self._on_exit, Site(config=Config()))
@@ -131,7 +132,7 @@ class Chaos:
                 now, since = loop.time(), self._progress[1]
                 if len(self._ending.unexpected) > _MAX_UNEXPECTED:
                     self._ending.hang = self._who_waits("processes end by themselves again and again")
-                elif now - since >= self._setup.hang_s:
+                elif now - since >= _HANG_S:
                     self._ending.hang = self._who_waits(f"nothing has moved for {now - since:.0f} s")
                 elif now - began >= self._setup.deadline_s:
                     self._ending.hang = self._who_waits(f"still running after {now - began:.0f} s")
@@ -140,8 +141,10 @@ class Chaos:
             stop.cancel()
             if not faults.cancel():
                 faults.result()  # it may have failed
-        if not self._ended.done():
-            await self._end(backend)
+        if not self._ended.done():  # `close` kills what is left after the grace time
+            backend.terminate(LAUNCHER)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._ended), _GRACE_S)
         elif not self._ending.hang:
             self._ending.exit_code = self._ended.result()
 
@@ -155,8 +158,8 @@ class Chaos:
         before_s, was_server = 0.0, False
         for fault in self._setup.plan:
             is_server = fault.kind in _STOPS_ALL
-            if is_server or not was_server:
-                await self._until_it_goes_on()
+            while (is_server or not was_server) and self._moved_at < self._killed_at:  # until the first commit since
+                await asyncio.sleep(_POLL_S)
             await asyncio.sleep(fault.at_s - before_s)
             if self._fastest_step() >= self._setup.last_step:
                 self._say("the workers are near their end: no more faults")
@@ -167,22 +170,8 @@ class Chaos:
                 self._killed_at = asyncio.get_running_loop().time()
             before_s, was_server = fault.at_s, is_server
 
-    async def _until_it_goes_on(self) -> None:
-        """Wait for the first commit after the server was killed."""
-        while self._moved_at < self._killed_at:
-            await asyncio.sleep(_POLL_S)
-
-    async def _end(self, backend: LocalBackend) -> None:
-        """Ask the job to end in good order; `close` kills what is left after the grace time."""
-        backend.terminate(LAUNCHER)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._ended), _GRACE_S)
-
     def _fastest_step(self) -> int:
         return max((worker.step for worker in self._status.workers), default=0) if self._status else 0
-
-    def _child_of(self, port: int) -> Child | None:
-        return child_of_port(self._launcher, port)
 
     # ---- what happens ----------------------------------------------------------------------
 
@@ -230,14 +219,12 @@ class Chaos:
             whom = f" {role} {rank}" if rank is not None and event.name != "restarting" else ""
         self._say(f"    {event.name}{whom}: {text}")
         if event.name == "restarting":
-            self._count_restart(Child(str(event.fields.get("role")), int(rank or 0)), str(text))
-
-    def _count_restart(self, child: Child, reason: str) -> None:
-        assert self._injector is not None
-        if "SIGKILL" in reason and self._restarted[child] < self._injector.killed.count(child):
-            self._restarted[child] += 1
-        else:
-            self._ending.unexpected.append(reason)
+            assert self._injector is not None
+            child = Child(str(event.fields.get("role")), int(rank or 0))
+            if "SIGKILL" in str(text) and self._restarted[child] < self._injector.killed.count(child):
+                self._restarted[child] += 1
+            else:
+                self._ending.unexpected.append(str(text))
 
     def _who_waits(self, text: str) -> str:
         """Returns who waits for what, and the state of the processes."""
@@ -246,8 +233,5 @@ class Chaos:
         if status is not None:
             lines.append(f"step {status.step} of {status.steps}, version {status.version}: {status.waiting_reason()}")
             lines += [f"  worker {w.rank}: {w.state} at step {w.step}; {w.waiting_for}" for w in status.workers]
-        lines += [
-            f"  {process.child}: pid {process.pid}, {process.state}"
-            for process in job_processes(self._launcher).values()
-        ]
+        lines += [f"  {child}: pid {pid}, {state}" for child, (pid, state) in job_processes(self._launcher).items()]
         return "\n".join(lines)

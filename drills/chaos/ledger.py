@@ -22,16 +22,11 @@ _TOLERANCE = 1e-4
 class Epoch:
     """The work of a ledger run: one epoch. `has_rounds`, `may_scale`: traits of the mode (`Policy`)."""
 
-    num_workers: int
-    steps: int
+    steps: int  # of each worker
     batch_size: int
     local_steps: int  # in one contribution
     has_rounds: bool = False
     may_scale: bool = False
-
-    @property
-    def samples(self) -> int:
-        return self.num_workers * self.steps * self.batch_size
 
 
 @dataclass
@@ -91,7 +86,11 @@ def audit(path: Path, epoch: Epoch, lineage: Lineage, num_samples: int | None = 
         account.problems.append(f"{different:,} of {len(applied):,} weights differ from the committed contributions")
     if missing and not epoch.has_rounds:
         account.problems.append(f"{missing:,} samples are missing")
-    account.problems += _clock_problems(clock, epoch, lineage)
+    steps = sum(_local_steps(epoch, version) for version in lineage.sizes())
+    if (low := min(clock)) != (high := max(clock)):
+        account.problems.append(f"a worker read weights of two versions: the clock shows {low:g} and {high:g}")
+    elif not epoch.may_scale and abs(low - steps) >= _TOLERANCE:
+        account.problems.append(f"the clock shows {low:g} steps, committed were {steps}")
     return account
 
 
@@ -106,12 +105,3 @@ def _local_steps(epoch: Epoch, version: int) -> int:
     """Returns the steps of each contribution in a version; the last round may be shorter."""
     done = (version - 1) * epoch.local_steps if epoch.has_rounds else 0
     return min(epoch.local_steps, epoch.steps - done)
-
-
-def _clock_problems(clock: array[float], epoch: Epoch, lineage: Lineage) -> list[str]:
-    if max(clock) != min(clock):
-        return [f"a worker read weights of two versions: the clock shows {min(clock):g} and {max(clock):g}"]
-    if epoch.may_scale:
-        return []
-    steps = sum(_local_steps(epoch, version) for version in lineage.sizes())
-    return [] if abs(clock[0] - steps) < _TOLERANCE else [f"the clock shows {clock[0]:g} steps, committed were {steps}"]

@@ -19,7 +19,6 @@ from .plan import KINDS, OF_SHARDS, check_kinds
 
 if TYPE_CHECKING:
     from .job import Ending, Setup
-    from .trial import Trial
 
 PROGRAM = "ps-launch chaos"
 
@@ -57,7 +56,7 @@ def chaos(
     The same seed gives the same plan of faults. The exit code is 0 if the job ended without an error, every
     sample was applied exactly once, and its history keeps every guarantee. Otherwise it is 1.
     """
-    from .trial import TRANSPORTS, make_trial
+    from .trial import TRANSPORTS, make_setup
 
     os.environ.setdefault("PS_OUTPUT__STORE", "false")  # the run store does not record drills
     if not sys.platform.startswith("linux"):
@@ -69,14 +68,14 @@ def chaos(
     if shards > 1:
         chosen["server.shards"] = shards
     model_bytes = round(model_mb * 1e6)
-    make = partial(make_trial, config, chosen, sets or [], seconds=seconds, seed=seed, model_bytes=model_bytes)
+    make = partial(make_setup, config, chosen, sets or [], seconds=seconds, seed=seed, model_bytes=model_bytes)
     make(folder=Path(), kinds=kinds)  # raises UsageError before anything starts
-    trial = make(folder=_folder(keep), kinds=_possible(kinds))
+    setup = make(folder=_folder(keep), kinds=_possible(kinds))
     command = f"ps-launch chaos{' ' + config if config else ''} --seconds {seconds:g} --seed {seed} -n {workers}"
     command += f" --mode {mode} --transport {transport} --model-mb {model_mb:g}"
     command += f" --shards {shards}" if shards > 1 else ""
-    print(f"chaos: {len(trial.setup.plan)} faults planned; again: {command}", flush=True)
-    return _judge(_run(trial.setup), trial, is_kept=keep is not None)
+    print(f"chaos: {len(setup.plan)} faults planned; again: {command}", flush=True)
+    return _judge(_run(setup), setup, is_kept=keep is not None)
 
 
 def _folder(keep: str | None) -> Path:
@@ -94,7 +93,7 @@ def _folder(keep: str | None) -> Path:
 
 def _possible(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the kinds that can be injected here. `drop` needs a network namespace."""
-    from .network import enter_own_network
+    from .faults import enter_own_network
 
     why_not = enter_own_network() if "drop" in kinds else None
     if why_not is not None:
@@ -115,25 +114,24 @@ def _run(setup: Setup) -> Ending:
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:7.2f} s  {text}", flush=True)
 
-    async def run() -> Ending:
+    async def run() -> Ending:  # Chaos needs the running loop
         return await Chaos(setup, say).run()
 
     return asyncio.run(run())
 
 
-def _judge(ending: Ending, trial: Trial, *, is_kept: bool) -> int:
+def _judge(ending: Ending, setup: Setup, *, is_kept: bool) -> int:
     """Print the result, and return the exit code."""
     from .trial import judge
 
-    folder = trial.setup.folder
     failures: list[str] = []
     if not ending.signal_number:
         for title, counts in (("faults", ending.faults), ("the job", ending.events)):
             print(f"{title}: " + (", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"))
-        failures = judge(ending, trial)
+        failures = judge(ending, setup)
         for failure in failures:
             print(f"FAILED: {failure}")
-        print(f"log, history, snapshots and weights are in {folder}" if failures else "passed")
+        print(f"log, history, snapshots and weights are in {setup.folder}" if failures else "passed")
     if not failures and not is_kept:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(setup.folder, ignore_errors=True)
     return 128 + ending.signal_number if ending.signal_number else int(bool(failures))

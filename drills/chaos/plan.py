@@ -27,7 +27,7 @@ The plan shuffles all kinds again and again, so that each minute has all of them
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...common.errors import UsageError, did_you_mean
@@ -87,22 +87,22 @@ def make_plan(
 ) -> list[Fault]:
     """Returns faults over `seconds`, in order. Equal arguments give equal plans."""
     chance = random.Random(seed)
-    deck = _deal(chance, sorted(set(kinds)))
+    deck: list[str] = []
     plan: list[Fault] = []
     at_s = 0.0
     while True:
         at_s += chance.expovariate(1 / (_MEAN_GAP_LEASES * lease_s))
         if at_s >= seconds:
             return plan
-        fault = _fault(chance, at_s, next(deck), num_workers, lease_s)
-        plan.append(_at_a_shard(chance, fault, num_shards) if num_shards > 1 else fault)
-
-
-def _deal(chance: random.Random, kinds: list[str]) -> Iterator[str]:
-    while True:
-        deck = [kind for kind in kinds for _ in range(_PER_DECK.get(kind, 1))]
-        chance.shuffle(deck)
-        yield from deck
+        if not deck:
+            deck = [kind for kind in sorted(set(kinds)) for _ in range(_PER_DECK.get(kind, 1))]
+            chance.shuffle(deck)
+        fault = _fault(chance, at_s, deck.pop(0), num_workers, lease_s)
+        if fault.kind in OF_SHARDS:
+            fault = fault._replace(shard=chance.randrange(1, num_shards))
+        elif fault.kind == "reset" and num_shards > 1:
+            fault = fault._replace(shard=chance.choice([None, *range(num_shards)]))
+        plan.append(fault)
 
 
 def _fault(chance: random.Random, at_s: float, kind: str, num_workers: int, lease_s: float) -> Fault:
@@ -116,12 +116,3 @@ def _fault(chance: random.Random, at_s: float, kind: str, num_workers: int, leas
     else:
         leases = chance.uniform(0.3, 0.8)
     return Fault(at_s, kind, rank, leases * lease_s)
-
-
-def _at_a_shard(chance: random.Random, fault: Fault, num_shards: int) -> Fault:
-    """Returns the fault with a random shard, if its kind hits shards."""
-    if fault.kind in OF_SHARDS:
-        return fault._replace(shard=chance.randrange(1, num_shards))
-    if fault.kind == "reset":
-        return fault._replace(shard=chance.choice([None, *range(num_shards)]))
-    return fault

@@ -10,7 +10,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from ...launch.plan.process import SERVER, Child
 
@@ -18,22 +17,17 @@ _PROC = Path("/proc")
 _ZOMBIE = "Z"
 
 
-class Process(NamedTuple):
-    """A process of the job. `state`: the kernel's letter: R runs, S sleeps, T is stopped, D waits for a disk."""
+def job_processes(launcher: int) -> dict[Child, tuple[int, str]]:
+    """Returns the running servers and workers of a launcher: pid and state of each.
 
-    child: Child
-    pid: int
-    state: str
-
-
-def job_processes(launcher: int) -> dict[Child, Process]:
-    """Returns the running servers and workers of a launcher."""
-    found: dict[Child, Process] = {}
+    A state is the kernel's letter: R runs, S sleeps, T is stopped, D waits for a disk.
+    """
+    found: dict[Child, tuple[int, str]] = {}
     for agent, _, _ in children_of(launcher):
         for pid, state, argv in children_of(agent):
             child = _child_of(argv)
             if child is not None:
-                found[child] = Process(child, pid, state)
+                found[child] = pid, state
     return found
 
 
@@ -66,9 +60,12 @@ def child_of_port(launcher: int, port: int) -> Child | None:
     inode = _inode_of(port)
     if inode is None:
         return None
-    for child, process in job_processes(launcher).items():
-        if child != SERVER and f"socket:[{inode}]" in _open_files(process.pid):
-            return child
+    for child, (pid, _) in job_processes(launcher).items():
+        with suppress(OSError):
+            for entry in (_PROC / str(pid) / "fd").iterdir() if child != SERVER else ():
+                with suppress(OSError):
+                    if os.readlink(entry) == f"socket:[{inode}]":
+                        return child
     return None
 
 
@@ -80,15 +77,6 @@ def _inode_of(port: int) -> str | None:
                 if int(columns[1].rpartition(":")[2], 16) == port and columns[9] != "0":
                     return columns[9]
     return None
-
-
-def _open_files(pid: int) -> set[str]:
-    found: set[str] = set()
-    with suppress(OSError):
-        for entry in (_PROC / str(pid) / "fd").iterdir():
-            with suppress(OSError):
-                found.add(os.readlink(entry))
-    return found
 
 
 class Handle:

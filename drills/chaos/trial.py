@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from .ledger import Account, Epoch, audit
 from .plan import make_plan
 
 if TYPE_CHECKING:
-    from ...common.config.schema import Config
     from ..check import Verdict
 
 # `worker.transports` by the tested transport.
@@ -40,25 +38,22 @@ _LEASE_S = 2.0
 _SPARE_RESTARTS = 3  # restarts of each process beyond its kills
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A job to run. `setup`: for `job.Chaos`; `config`: the settings that its processes see."""
-
-    setup: Setup
-    config: Config
-
-
-def make_trial(
+def make_setup(
     config_path: str | None, chosen: dict[str, Any], sets: list[str], *, folder: Path, seconds: float, seed: int,
     kinds: Iterable[str], model_bytes: int = _MODEL_BYTES,
-) -> Trial:  # fmt: skip
+) -> Setup:  # fmt: skip
     """Returns a job that writes into `folder` and lasts about `seconds`, under a plan of faults of these kinds.
 
     Settings: the trial's, then `chosen` (by dotted key), then `sets` (`key=value`). Without a configuration the task
     is `ledger`, for one epoch, with a model of about `model_bytes`. Raises UsageError.
     """
     exchange_s = _EXCHANGE_S + model_bytes / _BYTES_PER_S
-    settings = _output(folder) | ({} if config_path else _ledger(seconds, seed, exchange_s)) | chosen
+    settings = {
+        "checkpoint.dir": folder / "snapshots", "checkpoint.every_s": 1.0, "launch.backoff_s": 0,
+        "output.history": folder / "history.jsonl", "output.save": folder / "weights.safetensors",
+        "server.status_interval_s": 0.25, "log.format": "json",
+        **({} if config_path else _ledger(seconds, seed, exchange_s)), **chosen,
+    }  # fmt: skip
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
     resolved = load_config(config_path, {}, [*_as_sets(settings), *sets], environ)
     config, run = resolved.config, resolved.config.run
@@ -78,20 +73,11 @@ def make_trial(
     for item in [*_as_sets(settings), *sets]:
         arguments += ["--set", item]
     num_last = round(_RETURN_S / (config.slowdown.base_s + exchange_s))
-    setup = Setup(
-        arguments=tuple(arguments), folder=folder, plan=plan, seed=seed,
+    return Setup(
+        arguments=tuple(arguments), folder=folder, config=config, plan=plan, seed=seed,
         last_step=max(steps // 4, steps - num_last), deadline_s=3 * seconds + 60,
         most_cut_bytes=max(_LEAST_CUT_BYTES, model_bytes),
     )  # fmt: skip
-    return Trial(setup, config)
-
-
-def _output(folder: Path) -> dict[str, Any]:
-    return {
-        "checkpoint.dir": folder / "snapshots", "checkpoint.every_s": 1.0, "launch.backoff_s": 0,
-        "output.history": folder / "history.jsonl", "output.save": folder / "weights.safetensors",
-        "server.status_interval_s": 0.25, "log.format": "json",
-    }  # fmt: skip
 
 
 def _ledger(seconds: float, seed: int, exchange_s: float) -> dict[str, Any]:
@@ -110,9 +96,9 @@ def _as_sets(settings: dict[str, Any]) -> list[str]:
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def judge(ending: Ending, trial: Trial) -> list[str]:
+def judge(ending: Ending, setup: Setup) -> list[str]:
     """Print the verdict on history and weights. Returns the failures as sentences."""
-    folder = trial.setup.folder
+    history, log, config = setup.folder / "history.jsonl", setup.folder / "job.log", setup.config
     failures = [f"ended without being killed: {reason}" for reason in ending.unexpected]
     if ending.exit_code is None:
         failures.append(ending.hang or "the job did not end")
@@ -120,36 +106,27 @@ def judge(ending: Ending, trial: Trial) -> list[str]:
         failures.append(f"the job ended with exit code {ending.exit_code}")
     if not ending.num_bytes:
         failures.append("no byte went through the controlled network, so its faults hit nothing")
-    failures += _tracebacks(folder / "job.log")
-    history = folder / "history.jsonl"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    if count := text.count("Traceback (most recent call last)"):  # a process must end with a sentence
+        failures.append(f"there are {count} tracebacks in {log.name}")
     if not history.exists():
         return [*failures, "there is no history"]
-    verdict = check_paths([str(history)], [trial.config.run.mode])
+    verdict = check_paths([str(history)], [config.run.mode])
     show(verdict)
     if not verdict.is_good or verdict.deleted:  # this drill deletes no snapshots
         failures.append(f"its history: {describe(verdict)}")
-    if trial.config.task.name == _LEDGER and ending.exit_code == 0:
-        account = _audit(trial, verdict)
+    if config.task.name == _LEDGER and ending.exit_code == 0:
+        account = _audit(setup, verdict)
         print(account)
         failures += account.problems
     return failures
 
 
-def _tracebacks(log: Path) -> list[str]:
-    """Returns the tracebacks as a failure, because a process must end with a sentence under every fault."""
-    if not log.exists():
-        return []
-    count = log.read_text(encoding="utf-8", errors="replace").count("Traceback (most recent call last)")
-    return [f"there are {count} tracebacks in {log.name}"] if count else []
-
-
-def _audit(trial: Trial, verdict: Verdict) -> Account:
-    run = trial.config.run
-    mode = MODES.load(run.mode)(Common(num_workers=run.workers), trial.config.policy.options(run.mode))
-    epoch = Epoch(
-        run.workers or 1, run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale
-    )
+def _audit(setup: Setup, verdict: Verdict) -> Account:
+    run = setup.config.run
+    mode = MODES.load(run.mode)(Common(num_workers=run.workers), setup.config.policy.options(run.mode))
+    epoch = Epoch(run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale)
     # If the workers' paces differ, some contributions have fewer steps.
     samples = [verdict.samples.get(contribution, 0) for contribution in verdict.lineage.contributions()]
-    weights = trial.setup.folder / "weights.safetensors"
+    weights = setup.folder / "weights.safetensors"
     return audit(weights, epoch, verdict.lineage, sum(samples) if mode.may_scale else None)

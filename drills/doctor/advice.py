@@ -130,11 +130,6 @@ def typical(links: Sequence[Link]) -> Link:
     return Link(-1, links[0].transport, up, down, median(link.exchange_s * link.together for link in links))
 
 
-def best_links(measured: Measured) -> list[Link]:
-    """Returns the link of each worker over its best transport."""
-    return [measured.of_rank(rank)[0] for rank in sorted(measured.machines) if measured.of_rank(rank)]
-
-
 def local_steps_for(exchange_s: float, compute_s: float) -> int:
     """Returns the fewest local steps with which exchanges take at most a fifth of the time."""
     if compute_s <= 0:

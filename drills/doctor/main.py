@@ -54,7 +54,7 @@ def doctor(
     if a run would fail here.
     """
     from ...simulate.machines.units import seconds as parsed
-    from .run import Request, examine, examine_stages
+    from .run import Request, examine
 
     if regions:
         raise_first((hosts is None, "flag --regions: there are no hosts to measure", "--hosts hosts.yaml"))
@@ -77,7 +77,9 @@ def doctor(
          "flag --verify needs a task to run, not a size and a time", "give only a CONFIG with the task"),
     )  # fmt: skip
     if pipeline:
-        return examine_stages(config, sets or [], as_json)
+        from .pipeline import examine_pipeline
+
+        return examine_pipeline(config, sets or [], as_json)
     return examine(
         Request(
             config, workers, hosts, megabytes, compute_s, seconds, tuple(chosen), budget, verify, as_json, sets or []

@@ -1,4 +1,4 @@
-"""Runs `ps-launch` once, with the probe as each worker, and reads its measurements until they agree."""
+"""Runs `ps-launch` once, with the probe as each worker, and reads its measurements until rounds of them agree."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ...common.config.schema import Config
 from ...common.errors import ParamServerError, UsageError
 from ...common.wire.json_text import read_json
-from .rounds import Rounds
 
 PROBE = Path(__file__).with_name("probe.py")
 TRANSPORTS = ("shared", "direct", "grpc")
@@ -28,6 +28,7 @@ _PULL_EVERY = 2  # contributions: one upload alone, then one exchange in both di
 _MAX_ROUNDS = 1_000
 _END_S = 10.0  # time for a launcher to end its processes
 _JOIN_S = 300.0  # limit for a probe to send its model: a busy machine loads torch for more than the default of 30 s
+_LAST, _TOLERANCE = 3, 0.05  # rounds that must agree, and how closely
 
 
 @dataclass
@@ -75,6 +76,14 @@ class Plan:
     transports: tuple[str, ...]
     task: dict[str, Any] | None = None  # name, args, batch_size, accumulate, precision; None: its step is not measured
     rounds: int = _MAX_ROUNDS
+
+
+def task_of(config: Config) -> dict[str, Any]:
+    """Returns the settings with which a probe takes steps of the task."""
+    return {
+        "name": config.task.name, "args": config.task.args, "batch_size": config.run.batch_size,
+        "accumulate": config.train.accumulate, "precision": config.train.precision,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,8 +158,8 @@ def _read(line: str, secured: Callable[[str], object]) -> dict[str, Any] | None:
 class Measurements:
     """Collects the probes' messages."""
 
-    def __init__(self, num_workers: int, transports: tuple[str, ...]) -> None:
-        self._num_workers, self._transports = num_workers, transports
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
         self.security = ""
         self._machines: dict[int, dict[str, Any]] = {}
         self._turns: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and transport
@@ -222,7 +231,7 @@ def measure(
     """
     if plan.megabytes is not None and plan.megabytes <= 0:
         raise UsageError(f"the model has {plan.megabytes:g} MB", fix="--mb 10")
-    found, rounds, why = Measurements(job.num_workers, plan.transports), Rounds(clock(), max_s), ""
+    found, rounds, why = Measurements(job.num_workers), Rounds(clock(), max_s), ""
 
     def secured(text: str) -> None:
         found.security = text
@@ -245,3 +254,65 @@ def measure(
     measured = found.measured
     measured.ended, measured.is_partial = why, is_partial
     return measured
+
+
+class Rounds:
+    """Rounds of the same measurements, in their order. `max_s`: time limit."""
+
+    def __init__(self, began_at: float, max_s: float) -> None:
+        self._until, self._max_s = began_at + max_s, max_s
+        self._rounds: list[Mapping[Hashable, float]] = []
+
+    @property
+    def num(self) -> int:
+        return len(self._rounds)
+
+    def add(self, metrics: Mapping[Hashable, float]) -> None:
+        """Add the measurements of a round, by worker and transport."""
+        self._rounds.append(metrics)
+
+    def differ_by(self, names: Collection[Hashable] | None = None) -> float:
+        """Returns the smaller spread: of the last three rounds, or of the running medians after each of them.
+
+        It is the largest relative spread of these measurements, or of all; inf for fewer rounds.
+        """
+        if self.num < _LAST:
+            return float("inf")
+        chosen = [name for name in self._rounds[-1] if names is None or name in names]
+        if names and not chosen:
+            return float("inf")
+        medians = [
+            {name: median(item[name] for item in self._rounds[:end] if name in item) for name in chosen}
+            for end in range(self.num - _LAST + 1, self.num + 1)
+        ]
+        last = [{name: item[name] for name in chosen if name in item} for item in self._rounds[-_LAST:]]
+        return min(_spread(last), _spread(medians))
+
+    def why_stop(self, now: float, names: Collection[Hashable] | None = None) -> str:
+        """Returns the reason to stop as a sentence, empty to continue. The first round is always complete.
+
+        `names`: the measurements that must agree; None: all.
+        """
+        if not self._rounds:
+            return ""
+        rounds = f"{self.num} round{'s' if self.num > 1 else ''}"
+        differ = self.differ_by(names)
+        if differ <= _TOLERANCE:
+            return f"{rounds}; the metrics of the last {_LAST} agree within {_TOLERANCE:.0%}"
+        if now >= self._until:
+            message = f", which differ by up to {differ:.0%}" if self.num >= _LAST else ""
+            return f"{rounds}{message}: the {self._max_s:g} s of --budget were used up"
+        return ""
+
+    def part_done(self, now: float) -> float:
+        """Returns the part of the time limit that is over, 0..1."""
+        return min(1.0, 1.0 - (self._until - now) / self._max_s)
+
+
+def _spread(rounds: Sequence[Mapping[Hashable, float]]) -> float:
+    """Returns the largest relative difference of a measurement in three rounds."""
+    spreads = []
+    for name in set(rounds[0]).intersection(*rounds):
+        low, middle, high = sorted(item[name] for item in rounds)
+        spreads.append((high - low) / middle if middle else 0.0)
+    return max(spreads, default=0.0)

@@ -80,12 +80,13 @@ async def measure_trips(
     found: dict[tuple[str, str], float] = {}
     try:
         connections = await backend.connections()
-        ports = await asyncio.gather(*(connection.listen(config.launch.port or 0) for connection in connections))
+        ports = await asyncio.gather(*(each.measure("listen", port=config.launch.port or 0) for each in connections))
         addresses = [f"{listen_host(host)}:{port}" for host, port in zip(hosts, ports, strict=True)]
 
         async def ping(number: int, other: int, turn: asyncio.Semaphore) -> None:
             async with turn:
-                trip = await connections[number].ping(addresses[other], _NUM_CONNECTS, _LIMIT_S)
+                connects = {"num": _NUM_CONNECTS, "limit_s": _LIMIT_S}
+                trip = await connections[number].measure("ping", address=addresses[other], **connects)
             found[hosts[number].host, hosts[other].host] = trip if isinstance(trip, float) else math.inf
             show(len(found) / (num * (num - 1)))
 

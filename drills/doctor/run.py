@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.config.schema import Config
 from ...common.config.sources import load_config, of_mode
 from ...common.errors import EXIT_INTERRUPTED, ParamServerError, UsageError
 from ...common.reporting.pictures.progress import Steps
@@ -20,8 +19,7 @@ from ...common.reporting.summary import Summary
 from ...launch.plan.hosts import load_hosts
 from ...launch.plan.placement import place_servers, place_workers
 from . import advice
-from .measure import TINY_MB, Job, Measured, Plan, measure
-from .pipeline import examine_pipeline
+from .measure import TINY_MB, Job, Plan, measure, task_of
 from .results import Report
 
 PROGRAM = "ps-launch doctor"
@@ -55,18 +53,23 @@ def examine(wanted: Request) -> int:
     sets = wanted.sets
     config = load_config(wanted.config, {}, sets, {}, is_worker=False).config
     needs_task = wanted.compute_s is None or wanted.megabytes is None
-    plan = Plan(wanted.seconds, wanted.megabytes, wanted.transports, _task(config) if needs_task else None)
+    plan = Plan(wanted.seconds, wanted.megabytes, wanted.transports, task_of(config) if needs_task else None)
     job = Job((*where, *_sets("async", sets)), wanted.workers)
     threading.Thread(target=advice.load_codecs, daemon=True).start()  # while the job starts
     with Steps() as steps:
         found = measure(job, plan, wanted.budget_s, lambda part, text: steps.at(_MEASURING * part, text))
+        if not found.links and found.is_partial:
+            print(f"{PROGRAM}: ended before anything was measured", file=sys.stderr)
+            return EXIT_INTERRUPTED
         if not found.links:
-            return _nothing(found, wanted)
+            why = f": {found.refused[0][2]}" if found.refused else ""
+            message = f"no worker has a transport of {','.join(wanted.transports)}{why}"
+            raise UsageError(message, fix="leave --transports out")
         if wanted.hosts and not found.is_partial:
             steps.at(_MEASURING, "measuring the server's machine")
             found.server = server_of(wanted.hosts, wanted.workers, wanted.seconds, sets)
         compute_s = wanted.compute_s or found.compute_s
-        link = advice.typical(advice.best_links(found))
+        link = advice.typical([of_worker[0] for rank in found.machines if (of_worker := found.of_rank(rank))])
         trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
         steps.at(_MEASURING, "simulating each mode with these metrics")
         foreseen = advice.foresee(wanted.config, wanted.workers, found.megabytes, compute_s, link, trip_s, sets)
@@ -89,29 +92,6 @@ def examine(wanted: Request) -> int:
     if found.is_partial:
         return EXIT_INTERRUPTED
     return 1 if any(check.level == "fail" for check in checks) else 0
-
-
-def examine_stages(path: str | None, sets: list[str], as_json: bool) -> int:
-    """Measure stages of a pipeline, print the results, and return the exit code. Raises ParamServerError."""
-    config = load_config(path, {}, sets, {}, is_worker=False).config
-    return examine_pipeline(config, _task(config), as_json)
-
-
-def _nothing(found: Measured, wanted: Request) -> int:
-    """Handle a run without measurements: return the exit code, or raise UsageError if no worker got a transport."""
-    if found.is_partial:
-        print(f"{PROGRAM}: ended before anything was measured", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    why = f": {found.refused[0][2]}" if found.refused else ""
-    raise UsageError(f"no worker has a transport of {','.join(wanted.transports)}{why}", fix="leave --transports out")
-
-
-def _task(config: Config) -> dict[str, Any]:
-    """Returns the settings with which a probe takes steps of the task."""
-    return {
-        "name": config.task.name, "args": config.task.args, "batch_size": config.run.batch_size,
-        "accumulate": config.train.accumulate, "precision": config.train.precision,
-    }  # fmt: skip
 
 
 def server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) -> dict[str, Any]:

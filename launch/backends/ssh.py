@@ -21,7 +21,7 @@ from ...common.errors import ParamServerError, UsageError
 from ...common.version import PROGRAM_VERSION
 from ..hosts.agent import Guardian
 from ..hosts.connection import BOOTSTRAP, Connection, Unreachable
-from ..hosts.host_check import INSTALLED, check_installed, check_reaches, joined, last_json, ssh_problem
+from ..hosts.host_check import INSTALLED, check_installed, check_reaches, last_json, ssh_problem
 from ..plan.hosts import THIS_MACHINE, Host
 from ..plan.process import Child, ProcessSpec
 from ..plan.settings import code_file
@@ -81,7 +81,8 @@ class SshBackend(Backend):
         async def check(host: Host) -> None:
             connection = await self._connected(host)
             with suppress(Unreachable):  # the host was lost, and its processes report it
-                pings = (connection.ping(address, 1, _REACH_S) for address in addresses.values())
+                connects = {"num": 1, "limit_s": _REACH_S}
+                pings = (connection.measure("ping", address=address, **connects) for address in addresses.values())
                 check_reaches(host, addresses, await asyncio.gather(*pings))
 
         await _all(check(self._hosts[name]) for name in dict.fromkeys(self._host(spec).host for spec in specs))
@@ -184,8 +185,11 @@ async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
             raise result
         else:
             results.append(result)
+    if len(problems) > 1:  # a line with a fix for each; the first decides the exit code
+        lines = [f"{each.message} ({each.fix})" if each.fix else each.message for each in problems]
+        raise type(problems[0])("\n".join(lines))
     if problems:
-        raise joined(problems)
+        raise problems[0]
     return results
 
 

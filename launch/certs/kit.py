@@ -32,7 +32,7 @@ def make(directory: Path, hosts: list[str], workers: int, shards: int, days: int
     OutputError.
     """
     if renew and force:
-        raise UsageError("--renew keeps the CA and --force reshard_names it", fix="give one of them")
+        raise UsageError("--renew keeps the CA and --force replaces it", fix="give one of them")
     for name in hosts:
         host_name(name)
     ranks = [f"{RANK_PREFIX}{rank}" for rank in range(workers)]
@@ -56,7 +56,7 @@ def make(directory: Path, hosts: list[str], workers: int, shards: int, days: int
         files |= _pair(name, issue(ca, name, days, dict.fromkeys([*known, *hosts])))
     if not renew:
         files |= _pair("ca", ca) | {"token": f"{secrets.token_urlsafe(32)}\n".encode()}
-    _write(directory, files, reshard_names_all=force)
+    _write(directory, files, replaces_all=force)
     _print_result(directory, ranks, shard_names, renew)
     if not renew:
         _print_commands(directory, ranks[0], shard_names, hosts[0] if hosts else socket.gethostname())
@@ -124,12 +124,12 @@ def _pair(name: str, identity: Identity) -> Files:
     return {f"{name}.key": identity.key_pem, f"{name}.crt": identity.certificate_pem}
 
 
-def _write(directory: Path, files: Files, reshard_names_all: bool) -> None:
+def _write(directory: Path, files: Files, replaces_all: bool) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, data in files.items():
             write_whole(directory / name, data, 0o644 if name.endswith(".crt") else 0o600, is_synced=False)
-        if reshard_names_all:
+        if replaces_all:
             for path in _ours(directory):
                 if path.name not in files:
                     path.unlink()

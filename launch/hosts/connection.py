@@ -173,20 +173,12 @@ class Connection:
         message = {"do": "write", "path": path, "folder": folder, "size": len(content)}
         return (await self._done(message, content))[1]
 
-    async def listen(self, port: int) -> int:
-        """Open a port there to measure round trips by (0: a free one), and return it. Raises Unreachable."""
-        return int(await self._measured({"do": "listen", "port": port}))
+    async def measure(self, action: str, **how: Any) -> Any:
+        """Measure round trips by "listen" or "ping", functions of the agent, and return their result.
 
-    async def ping(self, address: str, num: int, limit_s: float) -> float | str:
-        """Returns the least seconds of `num` connects from there, or why the host does not reach the address.
-
-        Raises Unreachable where the host itself is lost.
+        Raises Unreachable where the host is lost.
         """
-        found: float | str = await self._measured({"do": "ping", "address": address, "num": num, "limit_s": limit_s})
-        return found
-
-    async def _measured(self, message: dict[str, Any]) -> Any:
-        output, why = await self._done(message)
+        output, why = await self._done({"do": action, **how})
         if why:
             raise Unreachable(None, [why])
         return read_json(output)

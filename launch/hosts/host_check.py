@@ -63,7 +63,7 @@ def check_installed(host: Host, found: Mapping[str, Any], version: str, folder: 
 
 
 def check_reaches(host: Host, addresses: Mapping[Child, str], trips: Sequence[float | str]) -> None:
-    """Raise UnreachableError where the host could not connect to a server. `trips`: as `Connection.ping` returns."""
+    """Raise UnreachableError where the host could not connect to a server. `trips`: as the agent's `ping` returns."""
     for (server, address), trip in zip(addresses.items(), trips, strict=True):
         if isinstance(trip, str):
             raise UnreachableError(
@@ -90,11 +90,3 @@ def ssh_problem(host: Host, code: int | None, output: Sequence[str], python: str
         problem = "did not answer in time" if code is None else f"does not answer: {last}"
         fix = f"look at the output of `ssh {name} true`"
     return UnreachableError(f"{name}: {problem}", fix=fix)
-
-
-def joined(problems: Sequence[ParamServerError]) -> ParamServerError:
-    """Returns one error for all hosts: a line with a fix for each; the first decides the exit code."""
-    if len(problems) == 1:
-        return problems[0]
-    lines = [f"{problem.message} ({problem.fix})" if problem.fix else problem.message for problem in problems]
-    return type(problems[0])("\n".join(lines))

@@ -175,12 +175,16 @@ class Plan:
         where = (*arguments(None, settings_of_serve), "--server", address)
         return ProcessSpec(SERVE, (self.server_argv[0], *PROGRAMS["serve"], *settings, *where), self.server_env)
 
-    def server_again(self, spec: ProcessSpec, address: str, *, has_snapshot: bool) -> ProcessSpec:
-        """Returns how to start a server again: at its old address, from this run's newest snapshot if there is one.
+    def server_again(
+        self, spec: ProcessSpec, address: str = "", *, has_snapshot: bool = False, dashboard: str = ""
+    ) -> ProcessSpec:
+        """Returns how to start a server again, at its old address, and its dashboard where browsers have it open.
 
-        Without one it starts as it did at first.
+        It starts from this run's newest snapshot; without one (`has_snapshot`) as it did at first.
         """
-        again: dict[str, Any] = {"server.listen": address} | ({"checkpoint.resume": None} if has_snapshot else {})
+        again: dict[str, Any] = {"server.listen": address} if address else {}
+        again |= {"checkpoint.resume": None} if has_snapshot else {}
+        again |= {"server.web": dashboard} if dashboard else {}
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, again)))
 
     def with_fewer(self, spec: ProcessSpec, num_lost: int) -> ProcessSpec:
@@ -192,10 +196,6 @@ class Plan:
         return dataclasses.replace(
             spec, argv=(*spec.argv[:at], str(max(least, group - num_lost)), *spec.argv[at + 1 :])
         )
-
-    def with_dashboard(self, spec: ProcessSpec, address: str) -> ProcessSpec:
-        """Returns the coordinator with its dashboard at the address where browsers have it open."""
-        return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, {"server.web": address})))
 
     def _server(self, child: Child, address: str) -> ProcessSpec:
         placement, identity = self.places.get(child), self.identities.get(child, {})

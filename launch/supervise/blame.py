@@ -36,14 +36,6 @@ class Raised(NamedTuple):
         return isinstance(kind, type) and not issubclass(kind, (OSError, EOFError, MemoryError))
 
     @property
-    def is_of_imports(self) -> bool:
-        """Whether a file that hides a module could be the cause."""
-        return self.kind[0] in ("ImportError", "ModuleNotFoundError", "AttributeError")
-
-    def with_hint(self, hint: str) -> Raised:
-        return self._replace(text=f"{self.text}; {hint}") if hint else self
-
-    @property
     def variable(self) -> str:
         """The variable of a process group that the script did not find; "" for other exceptions."""
         found = _OF_A_PROCESS_GROUP.search(self.text)

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from ..plan.process import SERVER, Child
+from ..plan.process import SERVE, SERVER, Child
 from .blame import Raised
 from .exits import CANNOT_START
 
@@ -121,8 +121,8 @@ class Restarts:
 
     @property
     def first(self) -> Failure:
-        """The oldest failure that is not forgiven. There must be one."""
-        return next(iter(self._failures.values()))
+        """The oldest failure that is not forgiven, without those of ps-serve, which explain no other's."""
+        return next(failure for failure in self._failures.values() if failure.child != SERVE)
 
     def _forgive(self, child: Child) -> None:
         self._num_restarts.pop(child, None)

@@ -142,7 +142,6 @@ class Supervisor:
         self._serve = [SERVE] if job.has_serve else []
         self._states = dict.fromkeys([*self._servers, *self._workers, *self._serve], State.PLANNED)
         self._restarts = Restarts(job.max_restarts, job.backoff_s)
-        self._serve_restarts = Restarts(job.max_restarts, job.backoff_s)  # its failures explain no other's
         self._pending: dict[Child, _Pending] = {}
         self._evicted: set[Child] = set()
         self._has_joined = False  # any worker, ever
@@ -256,9 +255,9 @@ class Supervisor:
     def _serve_ended(self, code: int, now: float) -> list[Decision]:
         """Start ps-serve again if that may help. The job goes on in any case."""
         failure = Failure(SERVE, describe_exit(code))
-        self._serve_restarts.failed(failure, now)
+        self._restarts.failed(failure, now)
         may_restart = self.phase is Phase.RUNNING and can_mend(SERVE, code, has_listened=False)
-        attempt = self._serve_restarts.next(SERVE) if may_restart else None
+        attempt = self._restarts.next(SERVE) if may_restart else None
         if attempt is None:
             return self._finish_when_empty()
         self._states[SERVE] = State.WAITING
@@ -410,7 +409,7 @@ class Supervisor:
 
     def _start(self, child: Child, reason: str, now: float) -> Start:
         self._states[child] = State.RUNNING
-        (self._serve_restarts if child == SERVE else self._restarts).started(child, now)
+        self._restarts.started(child, now)
         return Start(child, reason)
 
     def _alive(self) -> list[Child]:

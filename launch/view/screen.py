@@ -25,8 +25,7 @@ from ...common.wire.json_text import read_json, to_json
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
 from .events import Event
-from .series import Series
-from .text import LastLines, child_line, sentence_of
+from .text import LastLines, Series, child_line, sentence_of
 
 _MAX_LINES_HELD = 200
 

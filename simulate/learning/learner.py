@@ -6,7 +6,7 @@ makes no decisions and reads no clock, so a run has the same events with and wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,17 +117,19 @@ class Learner:
         begin = private_segment(layout.total_bytes)
         begin.payload.copy_(copy_of(*first.transfer.gather_all()))
         self.model.begin(begin)
-        self._folding = Folding(self.model, self._thread, policy.replies_before_commit)
+        self._folding = folding = Folding(self.model, self._thread, policy.replies_before_commit)
+        self._folds: dict[type, Callable[[Any], object]] = {
+            effects.Keep: folding.keep, effects.Fold: folding.fold, effects.Discard: folding.discard,
+            effects.Commit: folding.commit,
+            effects.Fence: lambda fence: folding.fence(fence.rank, fence.incarnation),
+        }  # fmt: skip
         self._down = Down(config, self.model)
         self._first = first  # evaluated; all ranks of gradient modes compute on it
-        self._ranks = [self._rank(rank) for rank in range(num_workers)]
+        weights = self._down.weights(0, is_start=True)
+        self._ranks = [_Rank(first, weights, weights, iter(()), (num_workers, rank)) for rank in range(num_workers)]
         self.curve: list[Point] = []
         self._num_steps = 0
         self.measure(0.0, 0)
-
-    def _rank(self, rank: int) -> _Rank:
-        weights = self._down.weights(0, is_start=True)
-        return _Rank(self._first, weights, weights, iter(()), (self._num_workers, rank))
 
     def _check_size(self, num_bytes: int) -> None:
         each = num_bytes * (6 if self.kind.worker_steps else 2)  # weights, gradient, optimizer, anchor, payload
@@ -188,11 +190,6 @@ class Learner:
         assert sent is not None
         self._folding.stage(event.contribution.id, Staged(*sent))
 
-    def replied(self, reply: effects.SendReply) -> None:
-        """The server has decided on a reply, with the current weights."""
-        if reply.has_weights:
-            self._ranks[reply.rank].on_its_way = self._down.weights(reply.reply.result.version, reply.is_start)
-
     def received(self, reply: effects.SendReply) -> None:
         """The reply has arrived at its worker."""
         rank = self._ranks[reply.rank]
@@ -222,23 +219,16 @@ class Learner:
 
     def carry_out(self, effect: effects.Effect, now: float, num_steps: int) -> None:
         """Carry out an effect as `ps/engine` does. `num_steps`: of all workers, so far."""
-        folding = self._folding
-        if isinstance(effect, effects.Keep):
-            folding.keep(effect)
-        elif isinstance(effect, effects.Fold):
-            folding.fold(effect)
-        elif isinstance(effect, effects.Discard):
-            folding.discard(effect)
-        elif isinstance(effect, effects.Fence):
-            folding.fence(effect.rank, effect.incarnation)
-        elif isinstance(effect, effects.Commit):
-            folding.commit(effect)
+        if (fold := self._folds.get(type(effect))) is not None:
+            fold(effect)
+        if isinstance(effect, effects.Commit):
             total = self._num_workers * (self._config.run.steps or 1)
             if num_steps * _NUM_POINTS // total > self._num_steps * _NUM_POINTS // total:
                 self._num_steps = num_steps
                 self.measure(now, num_steps)
-        elif isinstance(effect, effects.SendReply):
-            self.replied(effect)
+        elif isinstance(effect, effects.SendReply) and effect.has_weights:
+            weights = self._down.weights(effect.reply.result.version, effect.is_start)
+            self._ranks[effect.rank].on_its_way = weights
 
     def measure(self, now: float, num_steps: int) -> None:
         """Add a point to the curve: the newest weights, evaluated; `step`: mean over the workers."""

@@ -1,4 +1,4 @@
-"""Replays a recorded run: the same events must lead the run and its policies to the same decisions. Pure.
+"""Reads the history of a recorded run (`--history`), and replays it: the same events must lead to the same decisions.
 
 Each line of the history is either a decision of the run or an event from outside. The replay compares decisions and
 repeats events. It inserts events that the history lacks at places where their exact time makes no difference:
@@ -15,20 +15,24 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from typing import Any
 
+from ...common.config.schema import Config, PolicyConfig
 from ...common.errors import UsageError
+from ...common.registry import MODES, mode_anywhere
 from ...common.tensors.judgement import SOUND, Judgement
 from ...common.wire.records import Base, Contribution, ContributionId, Counts, FirstInfo, Timing
-from ...drills.history_lines import Follower, Line, Problem
+from ...drills.history_lines import Follower, Line, Problem, read_lines
 from ...ps.core import effects, events
 from ...ps.core.run import Run
 from ...ps.core.state import Options
 from ...ps.engine.modes import policy_of
 from ...ps.observe.history import line_of
 from ...ps.policies.base import Policy
+from ..machines.world import World
+from ..traffic.framing import Framing
 
 # The compared fields of a line.
 _DECIDED = {
@@ -196,3 +200,43 @@ class _Replay(Follower):
         worker = self._run.roster.workers.get(rank)
         if worker is not None:
             self._apply(events.Offered(rank, worker.incarnation, model="model", optimizer="optimizer"))
+
+
+def read_trace(path: str) -> list[Line]:
+    """Returns the server's lines in order. Raises UsageError for a file that is not a history."""
+    try:
+        with open(path, "rb") as file:
+            lines, problems = read_lines(path, file)
+    except OSError as error:
+        raise UsageError(f"flag --trace: {path} cannot be read: {error.strerror}", fix="a file of --history") from None
+    if problems:
+        raise UsageError(f"flag --trace: {problems[0]}", fix="ps-launch check shows all its problems")
+    found = [line for line in lines if line.role == "server"]
+    if not found or found[0].op != "start":
+        message = "the server's lines do not begin with a start"
+        raise UsageError(f"flag --trace: {path}: {message}", fix="give the file that ps-server wrote with --history")
+    return found
+
+
+def config_of(lines: Sequence[Line], config: Config) -> Config:
+    """Returns `config` with the mode, the options and the length of the newest run in a history."""
+    at = max(at for at, line in enumerate(lines) if line.op == "start")
+    start = lines[at].fields
+    common = start["common"]
+    options = {name: common[name] for name in ("min_workers", "weighting", "delayed_update") if name in common}
+    policy = PolicyConfig.model_validate({**config.policy.model_dump(), **options, **start["options"]})
+    mode = next((name for name in config.run.modes if mode_anywhere(name) == start["mode"]), start["mode"])
+    counted = [line for line in lines[at:] if line.op == "accept"]
+    run_steps = next((line.fields["run_steps"] for line in counted if "run_steps" in line.fields), None)
+    taken = max((line["training_steps"] for line in lines[at:] if line.op == "reply"), default=1)
+    steps = common.get("training_steps") or run_steps or taken
+    run = config.run.model_copy(update={"mode": mode, "steps": steps, "workers": start.get("workers")})
+    return config.model_copy(update={"run": run, "policy": policy})
+
+
+def framing_of(lines: Sequence[Line], config: Config, world: World) -> Framing | None:
+    """That of a world, in the mode of the recorded run."""
+    if world.framing is None:
+        return None
+    mode = config_of(lines, config).run.mode
+    return replace(world.framing, has_base=not MODES.load(mode).kind.worker_steps)

@@ -21,8 +21,7 @@ from ...common.wire.records import Base, Contribution, ContributionId, Counts, O
 from ...ps.core import effects, events
 from ...ps.core.run import Run
 from ...ps.engine.modes import make_policy, options_of
-from ..machines.compute import Compute, Recorded
-from ..machines.world import World
+from ..machines.world import Compute, Recorded, World
 from .server import Server
 from .tally import FLUSHED, Tally
 from .worker import Worker
@@ -87,7 +86,7 @@ class Simulation:
             effects.Commit: self._commit,
             effects.SendReply: self._reply,
             effects.ContributionTaken: self._taken,
-            effects.TellDone: self._done,
+            effects.TellDone: self._end,
             effects.End: self._end,
             effects.Seated: self._seated,
             effects.NotSeated: self._end,
@@ -209,12 +208,10 @@ class Simulation:
         worker.is_ready, worker.is_in_flight, worker.sent_at = False, True, self._agenda.now
         worker.done_steps += worker.steps
         self._server.take(worker)
-        if self._is_delayed and (left := self._steps_left(worker)) > 0:
-            self._compute(worker, min(worker.next_steps, left))
-
-    def _steps_left(self, worker: Worker) -> int:
         total = self.policy.training_steps
-        return worker.next_steps if total is None else total - worker.done_steps
+        left = worker.next_steps if total is None else min(worker.next_steps, total - worker.done_steps)
+        if self._is_delayed and left > 0:
+            self._compute(worker, left)
 
     def _delivered(self, worker: Worker, reply: effects.SendReply) -> None:
         """The reply has arrived at the worker, with its weights."""
@@ -306,12 +303,9 @@ class Simulation:
                 self._progressed(min(1.0, self.tally.num_steps / total))
         tally.note((self._agenda.now, taken.outcome, rank, number, taken.contribution.base.version))
 
-    def _done(self, done: effects.TellDone) -> None:
+    def _end(self, end: effects.End | effects.NotSeated | effects.TellDone) -> None:
         self._agenda.is_stopped = True
-
-    def _end(self, end: effects.End | effects.NotSeated) -> None:
-        self._agenda.is_stopped = True
-        if end.error is not None:
+        if not isinstance(end, effects.TellDone) and end.error is not None:
             raise end.error
 
     def _refused(self, refused: effects.Refuse) -> None:

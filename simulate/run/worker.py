@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...ps.core import events
-from ..machines.compute import Compute
+from ..machines.world import Compute
 
 
 @dataclass(eq=False, slots=True)

@@ -80,20 +80,18 @@ class Framing:
         )  # fmt: skip
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._down_of(effect)
+            from ...common.wire.messages import reply_message
+
+            num, codec, extra = self.down_bytes, self.reply_codec, self.extra.down
+            if effect.is_start:
+                num, codec, extra = self.start_bytes, "", 0.0
+            reply, rest = effect.reply, 0.0
+            if effect.has_weights and num:
+                reply = records.changed(reply, weights=records.WeightsInfo(num, codec))
+                is_direct = self.is_direct and not self.reply_codec and not effect.is_start
+                rest = _payload(num, is_direct) + extra
+            found = self._found[key] = reply_message(reply).ByteSize() + rest
         return found
-
-    def _down_of(self, effect: effects.SendReply) -> float:
-        from ...common.wire.messages import reply_message
-
-        num, codec, extra = self.down_bytes, self.reply_codec, self.extra.down
-        if effect.is_start:
-            num, codec, extra = self.start_bytes, "", 0.0
-        if not effect.has_weights or not num:
-            return reply_message(effect.reply).ByteSize()
-        message = reply_message(records.changed(effect.reply, weights=records.WeightsInfo(num, codec)))
-        is_direct = self.is_direct and not self.reply_codec and not effect.is_start
-        return message.ByteSize() + _payload(num, is_direct) + extra
 
 
 def _payload(num: int, is_direct: bool) -> int:

@@ -25,14 +25,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from paramserver.common.registry import MODES
 from paramserver.drills.chaos.faults import Injector
-from paramserver.drills.chaos.job import Chaos, Setup
+from paramserver.drills.chaos.job import Chaos
 from paramserver.drills.chaos.plan import OF_SHARDS as PLAN_OF_SHARDS
 from paramserver.drills.chaos.plan import Fault
-from paramserver.drills.chaos.trial import TRANSPORTS, judge, make_trial
+from paramserver.drills.chaos.trial import TRANSPORTS, judge, make_setup
 
 NUM_WORKERS = 3
 STEPS, STEPS_WITH_SHARDS = 700, 400  # shards go back together, which takes longer
@@ -135,11 +136,8 @@ def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], l
         "slowdown.base_s": 0.01, "slowdown.jitter_s": 0.01, "checkpoint.every_s": 0.2, "launch.max_restarts": 10_000,
         "server.shards": num_shards, "server.lease_s": LEASE_S,
     }  # fmt: skip
-    trial = make_trial(None, chosen, [], folder=folder, seconds=JOB_S, seed=seed, kinds=["kill_server"])
-    setup = Setup(
-        arguments=trial.setup.arguments, folder=folder, plan=[], seed=seed, last_step=steps - LAST_STEPS,
-        most_cut_bytes=1, deadline_s=JOB_S,
-    )  # fmt: skip
+    setup = make_setup(None, chosen, [], folder=folder, seconds=JOB_S, seed=seed, kinds=["kill_server"])
+    setup = replace(setup, plan=[], last_step=steps - LAST_STEPS, most_cut_bytes=1, deadline_s=JOB_S)
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -155,7 +153,7 @@ def run_job(seed: int, num_shards: int, is_quiet: bool) -> tuple[Counter[str], l
     if ending.signal_number:
         shutil.rmtree(folder)
         sys.exit(128 + ending.signal_number)
-    failures = judge(ending, trial)
+    failures = judge(ending, setup)
     points = sum(ending.faults.values())
     took_s = time.monotonic() - began
     of = f", {num_shards} shards" if num_shards > 1 else ""

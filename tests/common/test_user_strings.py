@@ -21,8 +21,7 @@ from paramserver.common.reporting.pictures import png, svg
 from paramserver.common.reporting.report import comparison_table, report_console, summary_table
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.wire.json_text import to_json
-from paramserver.web.report import write_report
-from paramserver.web.report_page import page
+from paramserver.web.report import page, write_report
 
 NAMES = (
     "acc[/val]", "f1[macro]", "[red]x", "[/]", "</script><b>", "<!--", "a|b", "$x$", "$", "\x1b[31m", "a\nb", "a\r\nb",

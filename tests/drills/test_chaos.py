@@ -22,7 +22,7 @@ from paramserver.drills.chaos.job import Ending
 from paramserver.drills.chaos.ledger import Epoch, audit, read_floats
 from paramserver.drills.chaos.processes import Handle, child_of_port, children_of
 from paramserver.drills.chaos.proxy import DOWN, UP, Network
-from paramserver.drills.chaos.trial import judge, make_trial
+from paramserver.drills.chaos.trial import judge, make_setup
 from paramserver.drills.lineage import Lineage
 from paramserver.launch.plan.process import Child
 from paramserver.tests.drills.histories import options_of
@@ -32,8 +32,8 @@ WORKER, OTHER = Child("worker", 0), Child("worker", 1)
 
 # ---- the account in the weights ------------------------------------------------------------------
 
-ASYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1)
-SYNC = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=1, has_rounds=True)
+ASYNC = Epoch(steps=3, batch_size=2, local_steps=1)
+SYNC = Epoch(steps=3, batch_size=2, local_steps=1, has_rounds=True)
 
 
 def committed(*contributions: tuple[int, int, int]) -> Lineage:
@@ -75,14 +75,14 @@ def test_weights_that_are_what_was_committed(tmp_path: Path) -> None:
 
 def test_rounds_of_local_steps(tmp_path: Path) -> None:
     """Three steps in contributions of two: the second round has one."""
-    epoch = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=2, has_rounds=True)
+    epoch = Epoch(steps=3, batch_size=2, local_steps=2, has_rounds=True)
     rounds = committed((0, 1, 1), (1, 1, 1), (0, 2, 2), (1, 2, 2))
     assert audit(weights(tmp_path, [0.5] * 12, [3.0]), epoch, rounds).problems == []
 
 
 def test_contributions_of_unequal_steps(tmp_path: Path) -> None:
     """Where paces differ: two of two steps and two of one, of two samples each."""
-    epoch = Epoch(num_workers=2, steps=3, batch_size=2, local_steps=2, may_scale=True)
+    epoch = Epoch(steps=3, batch_size=2, local_steps=2, may_scale=True)
     lineage = committed((0, 1, 1), (1, 1, 2), (0, 2, 3), (1, 2, 4))
     path = weights(tmp_path, [0.3] * 12, [3.0])
     assert audit(path, epoch, lineage, 12).problems == []
@@ -299,7 +299,7 @@ def test_a_minute_of_everything_at_three_shards(marked, mode: str, faults: str |
 def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     """A job that ended well, of which nothing else is as it should be."""
     chosen = {"run.workers": 1, "run.steps": 3, "run.mode": "async"}
-    trial = make_trial(None, chosen, [], folder=tmp_path, seconds=5, seed=1, kinds=["cut"])
+    trial = make_setup(None, chosen, [], folder=tmp_path, seconds=5, seed=1, kinds=["cut"])
     ending = Ending(exit_code=0, unexpected=["worker 0 failed: exit code 13"])
     nothing_carried = "no byte went through the controlled network, so its faults hit nothing"
     failures = ["ended without being killed: worker 0 failed: exit code 13", nothing_carried, "there is no history"]

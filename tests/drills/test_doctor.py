@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.reporting.report import report_console
 from paramserver.drills.doctor import advice, results, run
-from paramserver.drills.doctor.measure import Link, Measured, Measurements, Plan, measure
-from paramserver.drills.doctor.rounds import Rounds
+from paramserver.drills.doctor.measure import Link, Measured, Measurements, Plan, Rounds, measure
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.hosts import why_not
 
@@ -212,7 +211,7 @@ def test_it_stops_when_three_rounds_agree() -> None:
 
 
 def test_only_the_best_transports_must_agree() -> None:
-    rounds, found = Rounds(0.0, 40.0), Measurements(1, ("shared", "grpc"))
+    rounds, found = Rounds(0.0, 40.0), Measurements(1)
     for number, (shared_s, grpc_s) in enumerate(((0.1, 1.0), (0.1, 2.0), (0.1, 4.0))):
         found.add(said_of(0, number, shared_s, "shared", "shared"))
         found.add(said_of(0, number, grpc_s, "grpc", "grpc"))
@@ -252,7 +251,7 @@ def said_of(rank: int, number: int, both_s: float, transport: str = "direct", gi
 
 def test_metrics_are_medians_of_what_was_said_so_far() -> None:
     """Also in the middle of a round, and of a transport that a worker was not given."""
-    found = Measurements(2, ("direct", "shared"))
+    found = Measurements(2)
     for rank in range(2):
         found.add(
             {"rank": rank, "kind": "machine", "bytes": 4000, "compute_s": 0.1, "arrived": 2.0, "time": 1.5, **HEALTHY}

@@ -25,8 +25,7 @@ from paramserver.common.reporting.summary import Summary
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.view.events import LineSplitter, parse_event
 from paramserver.launch.view.screen import LiveScreen, PlainScreen
-from paramserver.launch.view.series import Series
-from paramserver.launch.view.text import LastLines, child_line
+from paramserver.launch.view.text import LastLines, Series, child_line
 
 WORKER_2 = Child("worker", 2)
 STATUS = {

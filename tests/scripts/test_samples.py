@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.catalog.plotting import plot
+from paramserver.catalog.showing import plot
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.report import report_console, summary_table
 from paramserver.common.reporting.summary import Summary

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from paramserver.serve.live import LiveRun
+from paramserver.serve.source import LiveRun
 from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.serve.conftest import randomize
 from paramserver.worker.conversation.reader import Standing

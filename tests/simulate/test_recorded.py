@@ -12,8 +12,7 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.simulate.plan import Flags, resolve, worlds
 from paramserver.simulate.recorded.fit import calibrate
-from paramserver.simulate.recorded.replay import replay
-from paramserver.simulate.recorded.traces import config_of, framing_of, read_trace
+from paramserver.simulate.recorded.replay import config_of, framing_of, read_trace, replay
 
 CONFIG = Path(__file__).parents[2] / "configs" / "linear.yaml"
 SETTINGS = ("slowdown.base_s=0.04", "slowdown.jitter_s=0.02", "log.level=error", "worker.transports=grpc")

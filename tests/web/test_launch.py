@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from paramserver.drills.check import check
-from paramserver.simulate.recorded.replay import replay
-from paramserver.simulate.recorded.traces import read_trace
+from paramserver.simulate.recorded.replay import read_trace, replay
 from paramserver.tests.cluster import DEADLINE_S, Cluster, Process
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")

@@ -18,8 +18,7 @@ from paramserver.common.reporting.pictures import band
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Cost, Summary
 from paramserver.tests.web.conftest import Tab
-from paramserver.web.report import prepare_report, write_report
-from paramserver.web.report_page import bundled
+from paramserver.web.report import bundled, prepare_report, write_report
 
 CURVE = [Point(step=at, version=at, elapsed_s=at * 1.5, metrics={"loss": 2.0 / at}) for at in (1, 2, 4)]
 RUNS = [
