@@ -223,12 +223,10 @@ class Learner:
     def carry_out(self, effect: effects.Effect, now: float, num_steps: int) -> None:
         """Carry out an effect as `ps/engine` does. `num_steps`: of all workers, so far."""
         folding = self._folding
-        if isinstance(effect, effects.Keep):
-            folding.keep(effect)
+        if isinstance(effect, effects.ContributionTaken):
+            folding.taken(effect)
         elif isinstance(effect, effects.Fold):
             folding.fold(effect)
-        elif isinstance(effect, effects.Discard):
-            folding.discard(effect)
         elif isinstance(effect, effects.Fence):
             folding.fence(effect.rank, effect.incarnation)
         elif isinstance(effect, effects.Commit):

@@ -216,7 +216,7 @@ def gradient_of(layout: Layout, seed: int) -> torch.Tensor:
 
 
 def check_agreement(engine: Engine, process: Process) -> None:
-    memory: Any = engine.folding.codec_memories.of(0)
+    memory: Any = engine.folding.memory_of(0)
     mine: Any = process.encoder
     assert torch.equal(mine.values[0], memory._decoders["delta"].values[0])
     theirs: Any = process.decoder
