@@ -46,8 +46,15 @@ class Copies:
         self._best: tuple[int, torch.Tensor] | None = None  # written, or pulled by the coordinator
         self._writing: asyncio.Future[None] | None = None
 
-    def keep(self, version: int, holder: str = _EVALUATION) -> None:
-        """Copy the newest version for this holder. `version` must be its number."""
+    def keep(self, version: int, reader: str = "") -> None:
+        """Copy the newest version, whose number is `version`: for a reader process with a lease, or for an evaluation.
+
+        A reader has at most one version."""
+        holder = _EVALUATION
+        if reader:
+            self.release_reader(reader)
+            self._readers[reader], holder = version, f"reader {reader}"
+            asyncio.get_running_loop().call_later(_LEASE_S, self._lease_ended, reader, version)
         is_new = version not in self._holders
         self._holders.setdefault(version, set()).add(holder)  # before submit: an idle tensor thread calls back at once
         if is_new:
@@ -55,13 +62,6 @@ class Copies:
         evaluated = [item for item, holders in self._holders.items() if _EVALUATION in holders]
         for old in evaluated[:-_MAX_EVALUATED]:
             self.release(old, _EVALUATION)
-
-    def keep_for_reader(self, version: int, reader: str) -> None:
-        """Copy the newest version for a reader process, with a lease. A reader has at most one version."""
-        self.release_reader(reader)
-        self._readers[reader] = version
-        self.keep(version, f"reader {reader}")
-        asyncio.get_running_loop().call_later(_LEASE_S, self._lease_ended, reader, version)
 
     def _put(self, version: int, payload: torch.Tensor) -> None:
         if version in self._holders:

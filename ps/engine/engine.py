@@ -268,7 +268,7 @@ class Engine:
             effects.Commit: self.folding.commit,
             effects.Clip: self.folding.clip,
             effects.SendReply: self._reply,
-            effects.KeepWeights: self._keep_weights,
+            effects.KeepWeights: lambda effect: self.copies.keep(effect.version, effect.reader),
             effects.Evaluated: self._evaluated,
             effects.Refuse: self.streams.refuse,
             effects.Fence: self._fence,
@@ -310,12 +310,6 @@ class Engine:
             return
         self.model.begin(weights)
         self._make_room()
-
-    def _keep_weights(self, effect: effects.KeepWeights) -> None:
-        if effect.reader:
-            self.copies.keep_for_reader(effect.version, effect.reader)
-        else:
-            self.copies.keep(effect.version)
 
     def _taken(self, taken: effects.ContributionTaken) -> None:
         id, staged = taken.contribution.id, self.folding.taken(taken)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from paramserver.tests.cluster import Cluster
 
-MAX_ON_PATH, MAX_FILES = 40, 84
+MAX_ON_PATH, MAX_FILES = 39, 82
 STEPS = 12
 
 

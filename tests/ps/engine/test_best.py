@@ -152,11 +152,11 @@ async def test_holders_of_a_version_share_a_copy_until_the_last_one_releases_it(
     copies, model = best_of(tmp_path)
     for reader, version in (("a", 1), ("b", 1), ("a", 2)):
         model.store.version = version
-        copies.keep_for_reader(version, reader)
+        copies.keep(version, reader)
     assert copies.get(1) is not None and copies.get(2) is not None and copies.num_readers_beside("a") == 1
     copies.release_reader("b")
     assert copies.get(1) is None and copies.num_readers_beside("a") == 0
-    copies.keep(2, "evaluation")
+    copies.keep(2)
     copies.release_reader("a")
     assert copies.get(2) is not None
     copies.release(2, "evaluation")
