@@ -17,11 +17,10 @@ from ..common.tensors.optimizers import check_arguments
 from .core.controls import keep_out
 from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
-from .engine.clock import Clock
+from .engine.clock import Clock, until_one_ends
 from .engine.engine import Engine
 from .engine.modes import make_policy
 from .engine.resuming import go_on
-from .engine.tasks import until_one_ends
 from .observe import reports
 from .observe.sinks import make_bus
 from .shards.attend import Attendance
@@ -82,7 +81,7 @@ class Server:
             now=self._clock.now,
         )
         self._run, self._model, self._tensors = self.engine.run, self.engine.model, self.engine.tensors
-        self._best = self.engine.best
+        self._copies = self.engine.copies
         if old is not None:
             self._run.roster.restore(old.roster.num_joins)
             self.engine.parent = before.engine.parent if before is not None else None
@@ -92,7 +91,7 @@ class Server:
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
             self._attendance = Attendance(config, self.engine, self._assemble, self._lost)
-            self._best.gather = lambda version, tensors: self._collect(tensors, version=version)
+            self._copies.gather = lambda version, tensors: self._collect(tensors, version=version)
 
     def after(self, config: Config) -> Server:
         """Return the server that replaces this one after it went back to a snapshot."""
@@ -221,7 +220,7 @@ class Server:
         await self._wind_down()
         tensors = await self._final_tensors()
         lost = await self._write_tables() if tensors else None
-        await self._best.written(is_cut_short=self.goes_back)
+        await self._copies.best_written(is_cut_short=self.goes_back)
         await self._end_shards()
         await self._listening.stop(_STOP_S)  # heartbeats never end by themselves
         engine.close()

@@ -28,7 +28,7 @@ from ..common.errors import ParamServerError, Reason, UsageError
 from ..common.reporting.log import get_logger
 from ..common.wire.records import COUNTED, Contribution, Counts, FirstInfo, Outcome, Position, TrainingInfo
 from ..ps.core import effects, events
-from ..ps.core.counting.sources import work_of
+from ..ps.core.counting.stats import work_of
 from ..ps.core.run import ABOVE_IS_OVER
 from ..ps.engine.engine import Engine
 from ..ps.engine.resuming import restore_traffic

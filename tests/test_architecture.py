@@ -422,7 +422,7 @@ def test_every_tensor_of_ours_names_its_device() -> None:
 # What reads JSON with Python's own parser: programs whose source is sent alone, and what reads what it wrote itself.
 READS_ITS_OWN = {
     "common/wire/json_text.py", "launch/hosts/agent.py", "launch/hosts/host_check.py", "launch/hosts/ray_job.py",
-    "ps/core/saving.py", "simulate/recorded/replay.py", "web/app.py",
+    "ps/core/state.py", "simulate/recorded/replay.py", "web/app.py",
 }  # fmt: skip
 
 

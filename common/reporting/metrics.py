@@ -10,7 +10,7 @@ other file changes:
 `display` names the places where it is displayed (`Display`); by default it is everywhere. If only the worker's process
 has the value, add it to `Readings` too (worker/training/readings.py), and register it with `_measured`.
 
-A server calls `read`: for a metric of a worker with a `WorkerSource` (ps/core/counting/sources.py), which has the
+A server calls `read`: for a metric of a worker with a `WorkerSource` (ps/core/counting/stats.py), which has the
 rank's `stats`, its `traffic` and the policy; for a metric of the run with the engine. A simulation calls it with the
 same source. Everywhere else a metric is a value under its name. None means that the value is unknown.
 """

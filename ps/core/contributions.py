@@ -13,20 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...common.errors import Reason, refusal
-from ...common.tensors.judgement import SOUND, Judgement, halted, rejected_too_often
+from ...common.tensors.judgement import SOUND, halted, rejected_too_often
 from ...common.wire import records
 from ...common.wire.records import COUNTED, Contribution, Outcome
 from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refuse, Reply
-from ..policies.shared.decisions import Accept, Wait
+from ..policies.shared.decisions import Wait
 from ..policies.shared.late import momentum_left
 from . import effects
-from .counting.data import Data
-from .counting.rates import Rates
-from .counting.schedules import Schedules, first_difference
+from .counting.announced import Data, Rates, Schedules, first_difference
 from .counting.stats import WorkerStats, bin_of, restored_bins
 from .effects import Effect, Log
 from .events import AskedAgain, Contributed
 from .roster import Roster, Worker
+from .snapshot_rhythm import Rhythm
 
 # These outcomes end an exchange. The worker reports its duration with the next contribution.
 _ENDS_EXCHANGE = ("accepted", "dropped", "rejected", "skipped")
@@ -49,7 +48,8 @@ class Pending:
 
     contribution: Contribution
     hyperparameters: tuple[dict[str, Any], ...] | None  # the newest of its worker
-    judgement: Judgement
+    is_taken: bool  # False: the server has skipped it
+    scale: float  # multiplies its payload
     staleness: int
     weight: float = 0.0
 
@@ -61,18 +61,13 @@ class Pending:
     def clip_norm(self) -> float:
         return self.contribution.training.clip_norm
 
-    @property
-    def is_folded(self) -> bool:
-        """Whether its payload is folded: it has one, and the server did not skip it."""
-        return self.judgement.is_taken and self.contribution.kind.has_payload
-
 
 class Contributions:
     """The contributions of all workers of one run."""
 
-    def __init__(self, policy: Policy, roster: Roster, mode: str, max_rejected: int) -> None:
+    def __init__(self, policy: Policy, roster: Roster, rhythm: Rhythm, mode: str, max_rejected: int) -> None:
         self.policy = policy
-        self._roster = roster
+        self._roster, self._rhythm = roster, rhythm
         self._mode = mode
         self._max_rejected = max_rejected
         self._pending: dict[int, Pending] = {}  # by rank, until the policy folds it
@@ -131,11 +126,11 @@ class Contributions:
         if groups is not None and (differ := self._schedules.differ(rank, at_step, groups)) is not None:
             return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, differ)]
         worker.staleness = policy.staleness(rank, contribution)
-        num_counted, version = policy.seq(rank), policy.version
+        num_counted, version = policy.rows[rank].seq, policy.version
         decisions = policy.contributed(rank, contribution, at)
         if decisions and isinstance(decisions[0], Wait):
             self._undecided[rank] = worker, event, version
-        elif policy.seq(rank) > num_counted:
+        elif policy.rows[rank].seq > num_counted:
             outcome = "accepted" if event.judgement.is_taken else "skipped"
             found.append(self._note(event, outcome, version))
             self._counted(worker, stats, event, found)
@@ -146,18 +141,18 @@ class Contributions:
             if any(isinstance(decision, Refuse) for decision in decisions):
                 outcome = "refused"
             found.append(self._note(event, outcome, version))
-            found.append(effects.Discard(contribution.id))
         return found + self.perform(decisions, at)
 
     def refuse(self, event: Contributed) -> list[Effect]:
         """Discard a contribution whose sender may not contribute now."""
-        return [effects.Discard(event.contribution.id), self._note(event, "refused", self.policy.version)]
+        return [self._note(event, "refused", self.policy.version)]
 
     def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed, found: list[Effect]) -> None:
         """Keep a contribution that counts until it is folded, and log a problem that was found in it."""
         rank, judged, contribution = worker.rank, event.judgement, event.contribution
         counts, hyperparameters, staleness = contribution.counts, worker.hyperparameters, worker.staleness
-        self._pending[rank] = Pending(contribution, hyperparameters, judged, staleness)
+        is_taken = judged.is_taken
+        self._pending[rank] = Pending(contribution, hyperparameters, is_taken, judged.scale, staleness)
         samples, steps = self._done
         self._done = samples + (counts.new_samples or 0), steps + counts.num_steps
         self.rates.counted(rank, hyperparameters, contribution.first.rates if contribution.first is not None else ())
@@ -171,21 +166,15 @@ class Contributions:
         if judged.is_clipped:
             stats.clipped += 1
             found.append(Log("debug", "clipped", {"rank": rank, "seq": contribution.id.seq, "reason": judged.problem}))
-        if not contribution.kind.has_payload:
-            found.append(effects.Discard(contribution.id, is_counted=True))
-        elif judged.is_taken:
-            found.append(effects.Keep(contribution.id))
-        else:
+        if not is_taken:
             stats.skipped += 1
             self._empty[rank] = f"{judged.problem} ({judged.limit}): counted as a contribution, nothing folded"
             fields = {"rank": rank, "seq": contribution.id.seq, "reason": judged.problem}
             found.append(Log("warning", "skipped", fields))
-            found.append(effects.Discard(contribution.id, is_counted=True))
 
     def _rejected(self, stats: WorkerStats, event: Contributed) -> Iterator[Effect]:
         """Ask the mode for another attempt with fresh weights; too many rejections in a row end the run."""
         rank, version, found = event.rank, self.policy.version, event.judgement
-        yield effects.Discard(event.contribution.id)
         yield self._note(event, "rejected", version)
         stats.rejected += 1
         stats.rejected_in_a_row += 1
@@ -223,20 +212,20 @@ class Contributions:
             if isinstance(decision, Reply):
                 self._reply(decision, at, found)
             elif isinstance(decision, Fold):
+                if self._undecided and decision.rank in self._undecided:
+                    worker, event, version = self._undecided.pop(decision.rank)
+                    found.append(self._note(event, "accepted", version))
+                    self._counted(worker, self._roster.stats[worker.rank], event, found)
                 pending = self._pending.pop(decision.rank)
                 pending.weight = decision.weight
                 self._in_mean.append(pending)
-                if pending.is_folded:
-                    found.append(effects.Fold(pending.contribution.id, pending.weight, pending.judgement.scale))
+                if pending.is_taken and pending.contribution.kind.has_payload:
+                    found.append(effects.Fold(pending.contribution.id, pending.weight, pending.scale))
             elif isinstance(decision, Commit):
                 self._commit(decision, found)
-            elif isinstance(decision, Accept):
-                worker, event, version = self._undecided.pop(decision.rank)
-                found.append(self._note(event, "accepted", version))
-                self._counted(worker, self._roster.stats[worker.rank], event, found)
             elif isinstance(decision, Discard) and decision.rank in self._undecided:
                 _, event, version = self._undecided.pop(decision.rank)
-                found += [self._note(event, "dropped", version), effects.Discard(event.contribution.id)]
+                found.append(self._note(event, "dropped", version))
             elif isinstance(decision, Refuse):
                 refused = self._roster.workers.get(decision.rank)
                 if refused is not None:
@@ -246,14 +235,20 @@ class Contributions:
 
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
+        self._rhythm.committed()
         self._schedules.committed()
         hyperparameters, clip_norm, iteration = self._newest_schedule(in_mean)
-        if policy.has_rounds and policy.kind.holds_gradients:
+        if len(in_mean) > 1 and policy.has_rounds and policy.kind.holds_gradients:
             self._compare(in_mean, hyperparameters or (), clip_norm, found)
-        folded = [(pending.rank, pending.weight if pending.judgement.is_taken else 0.0) for pending in in_mean]
-        part, total = 1.0, sum([pending.weight for pending in in_mean]) if policy.skipped_is_zeros else 0.0
-        if total:
-            part = sum([weight for _, weight in folded]) / total
+        taken, num_samples, weight, total = list[records.ContributionId](), 0, 0.0, 0.0
+        for pending in in_mean:
+            total += pending.weight
+            if pending.is_taken:
+                new_samples = pending.contribution.counts.new_samples
+                num_samples += 1 if new_samples is None else new_samples
+                weight += pending.weight
+                taken.append(pending.contribution.id)
+        part = weight / total if policy.skipped_is_zeros and total else 1.0
         if (outer := policy.outer) is not None:
             hyperparameters = ({**outer.arguments, **(decision.numbers or {})},)
             if decision.numbers:
@@ -267,13 +262,11 @@ class Contributions:
             configured = max(group.get("momentum", 0.0) for group in hyperparameters)
             if configured:
                 found.append(self._less_momentum(configured))
-        lr_scale = self.lr_scale * decision.lr_scale(folded) * (1.0 if decision.numbers else part)
-        taken = [pending.contribution for pending in in_mean if pending.judgement.is_taken]
+        scale = decision.lr_scale((item.rank, item.weight if item.is_taken else 0.0) for item in in_mean)
+        lr_scale = self.lr_scale * scale * (1.0 if decision.numbers else part)
         found.append(effects.Commit(
-            policy.version, tuple([contribution.id for contribution in taken]), policy.committed_by or (),
-            hyperparameters, lr_scale, decision.reason, decision.momentum_among,
-            clip_norm if policy.kind.holds_gradients else 0.0,
-            sum([1 if (new := contribution.counts.new_samples) is None else new for contribution in taken]),
+            policy.version, tuple(taken), policy.committed_by or (), hyperparameters, lr_scale, decision.reason,
+            decision.momentum_among, clip_norm if policy.kind.holds_gradients else 0.0, num_samples,
             policy.num_active if not policy.has_rounds else len(policy.committed_by or ()), iteration,
         ))  # fmt: skip
 
@@ -349,18 +342,26 @@ class Contributions:
                 policy.next_local_steps(rank), row.steps, num_workers, index, policy.training_steps, has_evaluator,
                 self.data.twins.pop(rank, None) if self.data.twins else None,
             ),
-            group=self._group(rank) if has_peers else None,
+            group=self._group(rank, at) if has_peers else None,
             start=records.StartInfo(row.batches, row.part, self.rates.of(rank)) if is_start else None,
         )  # fmt: skip
         is_wanted = is_start or (not has_peers and (worker.wants_weights or outcome is not Outcome.APPLIED))
         found.append(effects.SendReply(rank, worker.incarnation, reply, is_wanted, worker.evaluates))
         worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
 
-    def _group(self, rank: int) -> records.GroupInfo | None:
-        group = self.policy.group_info(rank)
+    def _group(self, rank: int, at: float) -> records.GroupInfo | None:
+        """Returns the worker's group. Its lowest rank uploads the weights, and the optimizer's state, for snapshots."""
+        group, policy, keeps = self.policy.group_info(rank), self.policy, self._rhythm.keeps_optimizer
         if group is None or not group.members:
             return group
-        return replace(group, rendezvous=self._roster.workers[group.members[0]].rendezvous)
+        lowest = group.members[0]
+        group = replace(group, rendezvous=self._roster.workers[lowest].rendezvous)
+        if rank != lowest:
+            return group
+        uploads = group.uploads_weights or self._rhythm.is_due(lambda: policy.min_steps_done + 1, at)
+        # The last snapshot has the optimizer's state too, and any step may be the last.
+        uploads |= keeps and policy.training_steps is None
+        return replace(group, uploads_weights=uploads, uploads_optimizer=keeps)
 
     # ---- for the summary, and what survives -------------------------------------------------
 

@@ -18,15 +18,18 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from . import effects
-from .changes import LR_SCALE, MOST_LR_SCALE, CannotError, validated
 from .effects import Effect, Log
 from .ending import Ending
 from .events import Controlled
 from .roster import evicted
-from .state import RunState
+from .state import LR_SCALE, MOST_LR_SCALE, RunState
 
 _RESUME = "stop it and start the server again with --resume latest --mode M: it continues from its snapshot"
 _MOST_WHOLE = 2**53  # beyond it a reader of JSON may see another number
+
+
+class CannotError(Exception):
+    """A control cannot be carried out; the message is the reason, as a sentence."""
 
 
 def offered(run: Ending) -> list[str]:
@@ -116,7 +119,10 @@ def _options(run: Ending, name: str, value: Any) -> Any:
     policy = run.policy
     if isinstance(value, float) and not math.isfinite(value):
         raise CannotError(f"{name} must be a finite number, got {value!r}")
-    options = validated(policy, {name: value})
+    try:
+        options = policy.options_with({name: value})
+    except ValueError as why:
+        raise CannotError(str(why)) from None
     least = policy.least_delayed_staleness
     if policy.common.delayed_update and getattr(options, "staleness", least) < least:
         raise CannotError(f"with delayed_update {name} must be {least} or more, got {value}: all would wait")

@@ -109,7 +109,7 @@ class WorkerLeft(Fact, OfAWorker):
 
 @dataclass(slots=True)
 class ContributionTaken(Fact):
-    """A contribution arrived whole on all shards."""
+    """A contribution arrived whole on all shards. Unless it `is_kept`, its payload is dropped."""
 
     contribution: Contribution
     version: int  # the newest at its arrival
@@ -117,12 +117,14 @@ class ContributionTaken(Fact):
     exchange_s: float  # seconds of the worker's exchange before this one; negative: unknown
     traffic: tuple[int, int] = (0, 0)  # bytes that its worker has sent and received so far; zeros: not counted
 
+    @property
+    def counts(self) -> bool:
+        return self.outcome in ("accepted", "skipped")
 
-@dataclass(slots=True)
-class Keep(Effect):
-    """This contribution counts: its payload stays until it is folded, also when its worker leaves."""
-
-    id: ContributionId
+    @property
+    def is_kept(self) -> bool:
+        """Whether its payload stays until it is folded, also when its worker leaves."""
+        return self.outcome == "accepted" and self.contribution.kind.has_payload
 
 
 @dataclass(slots=True)
@@ -132,14 +134,6 @@ class Fold(Effect):
     id: ContributionId
     weight: float
     scale: float = 1.0
-
-
-@dataclass(slots=True)
-class Discard(Effect):
-    """Drops the payload of a contribution. `is_counted`: the contribution counts as an empty one."""
-
-    id: ContributionId
-    is_counted: bool = False
 
 
 @dataclass(slots=True)

@@ -10,19 +10,16 @@ Other files, such as the weights and the summary, are written by `ps/server.py` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...common.errors import DivergedError, ParamServerError, Reason, UsageError, refusal
 from ..policies.base import Decision
 from . import effects, events
 from .effects import Effect, Log
 from .roster import Worker
-from .saving import Saving, not_json
-
-_LOOKED_AT = frozenset((effects.Commit, effects.SendReply, effects.End))  # of what was decided: by `_after`
+from .state import RunState, not_json
 
 
-class Ending(Saving):
+class Ending(RunState):
     """A run that carries out decisions, releases workers, and ends."""
 
     def performed(self, decisions: list[Decision], at: float) -> list[Effect]:
@@ -30,21 +27,8 @@ class Ending(Saving):
 
     def _after(self, found: list[Effect], at: float) -> list[Effect]:
         """The effects of decisions, with a snapshot where a commit made one due, or with the end of the run."""
-        for effect in found:
-            if type(effect) not in _LOOKED_AT:
-                continue
-            if isinstance(effect, effects.Commit):
-                self.rhythm.committed()
-            elif isinstance(effect, effects.SendReply):
-                if (group := effect.reply.group) is not None and group.members[:1] == (effect.rank,):
-                    uploads = group.uploads_weights or self.rhythm.is_due(lambda: self.policy.min_steps_done + 1, at)
-                    # The last snapshot has the optimizer's state too, and any step may be the last.
-                    uploads |= self._keeps_optimizer and self.policy.training_steps is None
-                    group = replace(group, uploads_weights=uploads, uploads_optimizer=self._keeps_optimizer)
-                    effect.reply = replace(effect.reply, group=group)
-            elif isinstance(effect, effects.End):  # the last effect
-                found += self._close(effect.error or stopping(), at)
-                break
+        if found and isinstance(end := found[-1], effects.End):
+            found += self._close(end.error or stopping(), at)
         may = self.rhythm.is_kept and not self.is_closed and self.policy.has_newest_weights
         if may and not self.policy.is_within_step and self.rhythm.is_due(lambda: self.policy.min_steps_done, at):
             found += self._take_snapshot(at)
@@ -117,9 +101,7 @@ class Ending(Saving):
 
         Until training can start, the others wait for it. Without it, ask the lowest rank of those that are to start.
         """
-        offered = sorted(
-            (item for item in self.roster.workers.values() if item.has_offered), key=lambda item: item.rank
-        )
+        offered = [worker for _, worker in sorted(self.roster.workers.items()) if worker.has_offered]
         num_expected = self.policy.common.num_workers or 0
         if self.initializer is None and offered and (not offered[0].rank or len(offered) >= num_expected):
             yield self._ask_for_weights(offered[0])
@@ -190,27 +172,20 @@ class Ending(Saving):
         recipients = tuple((worker.rank, worker.incarnation) for worker in live)
         yield effects.TellDone(recipients, self.evaluator, self.policy.version)
 
-    @property
-    def _keeps_optimizer(self) -> bool:
-        """Whether snapshots need the optimizer's state. The server above keeps no state of a region's optimizer."""
-        return self.rhythm.is_kept and not self.options.is_region
-
     def _ask_for_newest(self, why_nobody: str) -> Iterator[Effect]:
         """Ask one of the finished workers for the newest weights. A snapshot would lack the optimizer's state."""
         if self.initializer is not None:
             return
         workers, holders = self.roster.workers, sorted(self.policy.newest_holders)
         having = [workers[rank] for rank in holders if rank in workers and not workers[rank].is_away]
-        if having and not self._keeps_optimizer:
+        if having and not self.rhythm.keeps_optimizer:
             yield self._ask_for_weights(having[0])
-        elif not any(rank in workers for rank in holders) or self._keeps_optimizer:
-            yield from self._fail(self._without_weights(why_nobody))
-
-    def _without_weights(self, reason: str) -> ParamServerError:
-        fix = "keep snapshots (--checkpoint-dir) to continue from; set --steps to the length of the loops"
-        if self.options.is_region:
-            fix = "start the relay again: its region goes on from its newest contribution to the run above"
-        return ParamServerError(f"the weights of version {self.policy.version} are not here, and {reason}", fix=fix)
+        elif not any(rank in workers for rank in holders) or self.rhythm.keeps_optimizer:
+            fix = "keep snapshots (--checkpoint-dir) to continue from; set --steps to the length of the loops"
+            if self.options.is_region:
+                fix = "start the relay again: its region goes on from its newest contribution to the run above"
+            problem = f"the weights of version {self.policy.version} are not here, and {why_nobody}"
+            yield from self._fail(ParamServerError(problem, fix=fix))
 
     def _close(self, error: ParamServerError, at: float) -> Iterator[Effect]:
         """Close the run, so that nothing more is decided: the last workers to leave must not close a round alone."""

@@ -271,11 +271,11 @@ AboutAWorker = OfAWorker | Contributed
 
 
 def key_of(event: Event) -> tuple[Any, ...]:
-    """Returns a key that is equal for the reports of several shards about one thing."""
+    """Returns a key that is equal for the reports of several shards about one thing: its kind, the rank, ..."""
     if isinstance(event, Contributed):
         return "Contributed", *event.contribution.id
     names = ("rank", "incarnation", "seq", "attempt", "version")
-    return (type(event).__name__, *(getattr(event, name, None) for name in names))
+    return type(event).__name__, *(getattr(event, name, None) for name in names)
 
 
 def differences(event: Event, other: Event) -> list[str]:

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ...common.errors import Reason, refusal
 from ...common.tensors.judgement import Judgement
@@ -99,7 +99,7 @@ class Gather:
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
         # By rank (None: no worker) and key of the event: the event of each shard.
-        self._found: dict[int | None, dict[tuple[object, ...], dict[int, Event]]] = {}
+        self._found: dict[int | None, dict[tuple[Any, ...], dict[int, Event]]] = {}
         self._fenced: dict[int, int] = {}
 
     def add(self, shard: int, event: Event) -> list[Event]:
@@ -121,7 +121,7 @@ class Gather:
         """Drop reports of a worker that is gone, or that begins again as another incarnation."""
         self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
         of_rank = self._found.pop(rank, {})
-        if newer := {key: found for key, found in of_rank.items() if _incarnation(found) > incarnation}:
+        if newer := {key: found for key, found in of_rank.items() if key[2] > incarnation}:
             self._found[rank] = newer
 
     def missing(self, rank: int) -> tuple[str, list[int]]:
@@ -130,13 +130,6 @@ class Gather:
             name = type(next(iter(found.values()))).__name__
             return name, [shard for shard in range(self._num_shards) if shard not in found]
         return "", []
-
-
-def _incarnation(found: dict[int, Event]) -> int:
-    """Returns the incarnation of a worker's reported event."""
-    event = next(iter(found.values()))
-    assert isinstance(event, events.AboutAWorker)
-    return event.incarnation
 
 
 @dataclass(frozen=True, slots=True)

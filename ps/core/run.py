@@ -13,10 +13,9 @@ from functools import partial
 
 from ...common.errors import ParamServerError, Reason, refusal
 from ..policies.base import Policy
-from . import controls, effects, events
+from . import controls, effects, evaluations, events
 from .effects import Effect, Log
 from .ending import Ending, stopping
-from .evaluations import Evaluations, ignored
 from .roster import Worker, replaced
 from .state import Options
 
@@ -28,7 +27,6 @@ class Run(Ending):
 
     def __init__(self, options: Options, policy: Policy, name: str, incarnation: int = 1) -> None:
         super().__init__(options, policy, name, incarnation)
-        self._evaluations = Evaluations(self)
         self._happens = self._handlers()
 
     # ---- one event ------------------------------------------------------------------------
@@ -36,8 +34,15 @@ class Run(Ending):
     def apply(self, event: events.Event) -> list[Effect]:
         """Changes the state by one event, and returns the effects in order."""
         handle = self._happens[type(event)]
-        found = self._of_a_worker(handle, event) if isinstance(event, events.OfAWorker) else handle(event)
-        return found if isinstance(found, list) else list(found)
+        if not isinstance(event, events.OfAWorker):
+            found = handle(event)
+            return found if isinstance(found, list) else list(found)
+        worker = self.roster.find(event.rank, event.incarnation)
+        if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
+            return []  # it was released or replaced, or the run has ended; it was notified
+        if not isinstance(event, events.Disconnected | events.Left):
+            self.roster.spoke(worker, event.at)
+        return list(handle(worker, event))
 
     def _handlers(self) -> dict[type[events.Event], Callable[..., Iterable[Effect]]]:
         """The method that handles each kind of event; those of an `OfAWorker` get its worker too."""
@@ -45,7 +50,9 @@ class Run(Ending):
             events.AskedAgain: self._asked_again,
             events.Disconnected: self._disconnected,
             events.Left: self._left,
-            events.Expelled: self._expelled,
+            events.Expelled: lambda worker, event: self.expel(
+                worker, refusal(Reason[event.reason], event.message), event.at
+            ),
             events.Offered: self._offered,
             events.Brought: self._brought,
             events.Finished: self._finished,
@@ -55,8 +62,10 @@ class Run(Ending):
             events.HeartbeatBegan: self._heartbeat_began,
             events.HeartbeatStopped: self._heartbeat_stopped,
             events.Heartbeat: self._heartbeat,
-            events.MetricsReceived: self._evaluations.received,
-            events.CopyAsked: self._copy_asked,
+            events.MetricsReceived: partial(evaluations.received, self),
+            events.CopyAsked: lambda event: (
+                [effects.KeepWeights(self.policy.version, event.reader)] if self.has_weights else ()
+            ),
             events.Measured: lambda event: [effects.Clip(event.version, event.norm)],
             events.Stored: self._stored,
             events.UpstreamReplied: self._upstream_replied,
@@ -66,26 +75,15 @@ class Run(Ending):
             events.Failed: self._failed,
         }
 
-    def _of_a_worker(self, follows: Callable[..., Iterable[Effect]], event: events.OfAWorker) -> Iterable[Effect]:
-        worker = self.roster.find(event.rank, event.incarnation)
-        if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
-            return ()  # it was released or replaced, or the run has ended; it was notified
-        if not isinstance(event, events.Disconnected | events.Left):
-            self.roster.spoke(worker, event.at)
-        return follows(worker, event)
-
     def _left(self, worker: Worker, event: events.Left) -> Iterator[Effect]:
         metrics = event.metrics
         if metrics and worker.rank != (self.evaluator if self.is_done else min(self.roster.workers)):
             metrics = {}
-            yield ignored(worker.rank, "another worker evaluates the final weights")
+            yield evaluations.ignored(worker.rank, "another worker evaluates the final weights")
         self.final |= metrics
         if self.is_done and metrics:
-            yield from self._evaluations.evaluated(self.policy.min_steps_done, metrics, event.at)
+            yield from evaluations.evaluated(self, self.policy.min_steps_done, metrics, event.at)
         yield from self._leave(worker, event.how, event.reason, event.at, event.exit_code)
-
-    def _expelled(self, worker: Worker, event: events.Expelled) -> Iterator[Effect]:
-        return self.expel(worker, refusal(Reason[event.reason], event.message), event.at)
 
     def _heartbeat_began(self, event: events.HeartbeatBegan) -> Iterator[Effect]:
         self.roster.heartbeats[event.process] += 1
@@ -100,9 +98,6 @@ class Run(Ending):
     def _heartbeat(self, event: events.Heartbeat) -> Iterable[Effect]:
         self.roster.heartbeat(event.rank, event.process, event.at)
         return ()
-
-    def _copy_asked(self, event: events.CopyAsked) -> Iterable[Effect]:
-        return [effects.KeepWeights(self.policy.version, event.reader)] if self.has_weights else ()
 
     # ---- a worker's way in ----------------------------------------------------------------
 
@@ -233,16 +228,17 @@ class Run(Ending):
     # ---- contributions --------------------------------------------------------------------
 
     def _contributed(self, event: events.Contributed) -> Iterable[Effect]:
-        worker = self.roster.find(event.rank, event.incarnation)
+        rank, incarnation, _ = event.contribution.id
+        worker = self.roster.find(rank, incarnation)
         if worker is None or self.is_closed:
             return self.contributions.refuse(event)
         self.roster.spoke(worker, event.at)
-        if worker.rank not in self.policy.members:
-            error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} has no weights to compute on yet")
+        if rank not in self.policy.members:
+            error = refusal(Reason.NOT_JOINED, f"rank {rank} has no weights to compute on yet")
             return [*self.contributions.refuse(event), *self.expel(worker, error, event.at)]
         first = event.contribution.first
         run_steps = first.run_steps if first is not None else 0
-        announced = list(self.length.announced(worker.rank, run_steps)) if run_steps else []
+        announced = list(self.length.announced(rank, run_steps)) if run_steps else []
         found = self._after(self.contributions.taken(worker, event), event.at)
         return announced + found if announced else found
 

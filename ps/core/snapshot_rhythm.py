@@ -9,14 +9,18 @@ DEFAULT_EVERY_S = 30.0
 
 
 class Rhythm:
-    """Allows one snapshot attempt at a time. `durable_version` is on all shards; 0 before the first."""
+    """Allows one snapshot attempt at a time. `durable_version` is on all shards; 0 before the first.
 
-    def __init__(self, is_kept: bool, every_steps: int | None = None, every_s: float | None = None) -> None:
-        self.is_kept = is_kept
+    The server above has the snapshots of a region (`is_region`), without the state of the region's optimizer."""
+
+    def __init__(
+        self, is_kept: bool, every_steps: int | None = None, every_s: float | None = None, is_region: bool = False
+    ) -> None:
+        self.is_kept, self._is_region = is_kept, is_region
         self.is_writing = False
         self.is_asked = False  # a user wants one with the next commit
         self.durable_version = 0
-        self.needs_final = False  # the run above has not sent the final weights to this region yet
+        self.needs_final = is_region  # the run above has not sent the final weights to this region yet
         self._every_steps = every_steps
         self._every_s = every_s or (None if every_steps else DEFAULT_EVERY_S)
         self._attempt = 0
@@ -24,6 +28,11 @@ class Rhythm:
         self._last_steps = 0  # training steps of the slowest rank then
         self._last_at: float | None = None
         self._has_committed = False  # since the newest attempt
+
+    @property
+    def keeps_optimizer(self) -> bool:
+        """Whether snapshots need the optimizer's state."""
+        return self.is_kept and not self._is_region
 
     def restore(self, version: int, min_training_steps: int) -> None:
         """Continue from a snapshot of this version."""

@@ -17,8 +17,8 @@ from typing import Any
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
-from ...common.wire.records import ContributionId
 from ..core import effects, events
+from ..core.counting.stats import Traffic
 from ..core.effects import Fact
 from ..core.replication import Sequencer
 from ..core.run import Run
@@ -27,7 +27,6 @@ from ..policies.base import Policy
 from ..snapshots.common import Keeper
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
-from .best import Best
 from .copies import Copies
 from .folding import Folding
 from .modes import options_of
@@ -67,8 +66,7 @@ class Engine:
             self.model, self.tensors, policy.replies_before_commit, lambda *found: self.offer(events.Measured(*found))
         )
         self.states = States()
-        self.copies = Copies(self.model, self.tensors, self.notify)
-        self.best = Best(config, self.run.options.keeps_best, self.model, self.tensors, self.copies)
+        self.copies = Copies(config, self.run.options.keeps_best, self.model, self.tensors, self.notify)
         self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
         self.peers, self.traffic = self.streams.peers, self.streams.traffic
         self.sequencer = Sequencer(self.happens, now)
@@ -235,9 +233,13 @@ class Engine:
         return self._attach(Peer(rank, incarnation, worker.is_resumed, self.run.policy.seq(rank)))
 
     def _attach(self, peer: Peer) -> Peer:
+        """Register a stream, so that effects find it."""
         if not peer.is_resumed:
             self.released(peer.rank)
-        return self.streams.attach(peer)
+        peer.traffic = self.traffic.setdefault(peer.rank, Traffic())
+        peer.traffic.transport, peer.traffic.transport_reason = "grpc", ""  # until it offers another
+        self.peers[peer.seat] = peer
+        return peer
 
     def may_return(self, peer: Peer) -> bool:
         """Whether the stream's process is a member, on this stream or already on a newer one."""
@@ -262,13 +264,12 @@ class Engine:
             effects.ForgetModel: lambda _: self.model.forget(),
             effects.AskForWeights: self.streams.ask_for_weights,
             effects.Begin: self._begin,
-            effects.Keep: self._keep,
-            effects.Discard: self._discard,
+            effects.ContributionTaken: self._taken,
             effects.Fold: self.folding.fold,
             effects.Commit: self.folding.commit,
             effects.Clip: self.folding.clip,
             effects.SendReply: self._reply,
-            effects.KeepWeights: self._keep_weights,
+            effects.KeepWeights: lambda effect: self.copies.keep(effect.version, effect.reader),
             effects.Evaluated: self._evaluated,
             effects.Refuse: self.streams.refuse,
             effects.Fence: self._fence,
@@ -294,7 +295,7 @@ class Engine:
 
     def _reply(self, reply: effects.SendReply) -> None:
         if reply.is_evaluated and self.run.options.keeps_best:
-            self.best.keep(reply.reply.result.version)
+            self.copies.keep(reply.reply.result.version)
         if self.folding.above is not None and reply.reply.group is not None:
             self.folding.above.prepare(reply)
         if self.folding.above is not None and self.tensors.is_paused:  # the worker waits for the server above
@@ -311,31 +312,16 @@ class Engine:
         self.model.begin(weights)
         self._make_room()
 
-    def _keep_weights(self, effect: effects.KeepWeights) -> None:
-        if effect.reader:
-            self.copies.keep_for_reader(effect.version, effect.reader)
-        else:
-            self.best.keep(effect.version)
-
-    def _keep(self, keep: effects.Keep) -> None:
-        self.folding.keep(keep)
-        self._counted(keep.id)
-
-    def _discard(self, discard: effects.Discard) -> None:
-        self.folding.discard(discard)
-        if discard.is_counted:
-            self._counted(discard.id)
-        else:
-            self.states.forget(discard.id)
-
-    def _counted(self, id: ContributionId) -> None:
-        self.states.counted(id, self.run.policy.committed[id.rank].seq)
+    def _taken(self, taken: effects.ContributionTaken) -> None:
+        id, staged = taken.contribution.id, self.folding.taken(taken)
+        if taken.counts:
+            self.states.counted(id, staged, self.run.policy.committed[id.rank].seq)
 
     def _evaluated(self, found: effects.Evaluated) -> None:
         own_bytes = sum(value.num_sent + value.num_received for value in self.traffic.values())
         elsewhere = (sum(passed) for state in self.shard_states.values() for passed in state.traffic.values())
         self.bytes_when[found.point.version] = own_bytes + sum(elsewhere)
-        self.best.evaluated(found.point.version, found.is_best)
+        self.copies.evaluated(found.point.version, found.is_best)
 
     def _log(self, line: effects.Log) -> None:
         if self.config.server.shard == 0:  # the other shards would log the same
@@ -356,7 +342,6 @@ class Engine:
         rank, incarnation = fenced.rank, fenced.incarnation
         self.sequencer.fenced(rank, incarnation)
         self.folding.fence(rank, incarnation)
-        self.states.fence(rank, incarnation)
         if rank not in self.run.roster.workers:
             self.released(rank)
         if fenced.ends_streams:

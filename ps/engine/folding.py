@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +22,7 @@ from ..tensors.sanity import Unsound
 from ..tensors.store import Step
 from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
+from .states import StagedState
 
 log = get_logger()
 
@@ -45,14 +47,17 @@ class Above(Protocol):
         """Why workers wait for the server above, as a phrase; empty: they do not."""
 
 
-class Staged(NamedTuple):
-    """The tensors of a complete contribution."""
+@dataclass(slots=True)
+class Staged:
+    """The tensors of a complete contribution, until they are folded or dropped."""
 
-    payload: torch.Tensor
+    payload: torch.Tensor | None  # None: it has none
     without: frozenset[str] = frozenset()  # names of parameters that got no gradient: zeros in the payload
     rows: Sequence[Rows] = ()
     optimizer: OptimizerState | None = None  # the state of its worker's optimizer, if the worker steps
     slot: torch.Tensor | None = None  # of the staging pool, for rows or state beside a payload in the worker's memory
+    script: StagedState | None = None  # the state of its worker's script
+    is_kept: bool = False  # its contribution counts, so it outlasts its worker
 
 
 # Idle buffers for encoded payloads: as many as are staged by default, whatever the number of workers.
@@ -74,8 +79,7 @@ class Folding:
         self._tensors = tensors
         self._replies_before_commit = replies_before_commit
         self.free_buffers = FreeBuffers(_MAX_FREE_BUFFERS)  # for encoded payloads
-        self._staged: dict[ContributionId, Staged] = {}  # that came here whole
-        self._kept: dict[ContributionId, Staged] = {}  # of contributions that count and are to be folded
+        self._staged: dict[ContributionId, Staged] = {}
         self._fenced: dict[int, int] = {}  # by rank, the newest fenced incarnation
         self.above: Above | None = None
         self._without: frozenset[str] | None = None  # parameters without a gradient in all folded contributions
@@ -88,19 +92,24 @@ class Folding:
 
     def stage(self, id: ContributionId, staged: Staged) -> None:
         """Take over the tensors of a contribution."""
-        if self.is_fenced(id.rank, id.incarnation) or id in self._staged:
+        if (self._fenced and self.is_fenced(id.rank, id.incarnation)) or id in self._staged:
             self._return(staged.payload, staged.slot)  # its process was released, or it is a repeat
         else:
             self._staged[id] = staged
 
-    def keep(self, keep: effects.Keep) -> None:
-        self._kept[keep.id] = self._staged.pop(keep.id)
+    def taken(self, taken: effects.ContributionTaken) -> StagedState | None:
+        """Keep the tensors of a contribution until they are folded, or drop them. Returns the state of its script."""
+        id, is_kept = taken.contribution.id, taken.is_kept
+        staged = self._staged.get(id)
+        if staged is not None and is_kept:
+            staged.is_kept = True
+        else:
+            self._drop(id)
+        return staged.script if staged is not None else None
 
-    def discard(self, discard: effects.Discard) -> None:
-        self._give_back(discard.id)
-
-    def _give_back(self, id: ContributionId) -> None:
-        if (staged := self._staged.pop(id, None)) is not None:
+    def _drop(self, id: ContributionId) -> None:
+        if id in self._staged and not self._staged[id].is_kept:
+            staged = self._staged.pop(id)
             self._return(staged.payload, staged.slot)
 
     def _return(self, *payloads: torch.Tensor | None) -> None:
@@ -111,12 +120,14 @@ class Folding:
     def fence(self, rank: int, incarnation: int) -> None:
         """Take nothing more of this incarnation of a rank and of older ones."""
         self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
-        for id in [tensor for tensor in self._staged if tensor.rank == rank and tensor.incarnation <= incarnation]:
-            self._give_back(id)
+        for id in [found for found in self._staged if found.rank == rank and found.incarnation <= incarnation]:
+            self._drop(id)
 
     def fold(self, fold: effects.Fold) -> None:
         store, staging = self._model.store, self._model.staging
-        payload, without, rows, optimizer, slot = self._kept.pop(fold.id)
+        staged = self._staged.pop(fold.id)
+        payload, without = staged.payload, staged.without
+        assert payload is not None
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(payload)
         # its worker writes there when it gets its reply, and may keep it as a gradient
@@ -125,15 +136,17 @@ class Folding:
         def work() -> list[torch.Tensor]:
             taken = payload.clone() if is_copied else payload
             if self._model.kind.has_peers:
-                store.bring(optimizer)
+                store.bring(staged.optimizer)
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
-            return store.fold(taken, fold.weight, fold.id.rank, may_keep, without, rows, may_keep and not is_copied)
+            return store.fold(
+                taken, fold.weight, fold.id.rank, may_keep, without, staged.rows, may_keep and not is_copied
+            )
 
         def folded(reusable: list[torch.Tensor]) -> None:
             if not any(tensor is payload for tensor in reusable):
                 staging.donate(payload)
-            self._return(*reusable, slot)
+            self._return(*reusable, staged.slot)
 
         self._tensors.submit(work, folded)
 

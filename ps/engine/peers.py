@@ -21,7 +21,7 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment
 from ..core import effects
-from ..core.counting.sources import Traffic
+from ..core.counting.stats import Traffic
 from ..core.replication import Sequencer
 from ..core.run import Run
 from ..policies.base import names
@@ -122,13 +122,6 @@ class Streams:
         self._model = model
         self._tensors = tensors
         self._are_parts = are_parts
-
-    def attach(self, peer: Peer) -> Peer:
-        """Register the stream, so that effects find it."""
-        peer.traffic = self.traffic.setdefault(peer.rank, Traffic())
-        peer.traffic.transport, peer.traffic.transport_reason = "grpc", ""  # until it offers another
-        self.peers[peer.seat] = peer
-        return peer
 
     def detach(self, peer: Peer) -> None:
         """Remove a stream that is over, and release the weights that were still to be sent on it."""

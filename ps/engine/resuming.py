@@ -8,7 +8,7 @@ from typing import Any
 from ...common.config.schema import Config
 from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
-from ..core.counting.sources import Traffic
+from ..core.counting.stats import Traffic
 from ..snapshots.available import Available
 from ..snapshots.common import SnapshotName
 from ..snapshots.resume import new_incarnation, resume_model, take_line
@@ -21,7 +21,8 @@ log = get_logger()
 def go_on(engine: Engine, config: Config, available: Available, name: SnapshotName | None) -> None:
     """Restore the run from this snapshot, if there is one. Shard 0 also gives the run a new server incarnation.
 
-    A run that leaves its line (`resume.Line`) keeps the name that it has now. Raises CheckpointError for a snapshot
+    The run gets the name of its line (`resume.Line`). A run that leaves its line keeps the name that it has now, and so
+    does one that goes back in its process. Raises CheckpointError for a snapshot
     that this run cannot continue from."""
     run, model, states = engine.run, engine.model, engine.states
     new_name, has_gone_back = run.name, run.incarnation > 1
@@ -40,25 +41,16 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
     engine.skipped_snapshots = [str(path) for path in available.skipped]
     if config.checkpoint.dir is not None and config.server.shard == 0:
         run.incarnation = new_incarnation(config, run.incarnation)
-    if config.server.shard == 0:
-        _name_run(engine, config, available, name, new_name, has_gone_back)
+    if config.server.shard == 0 and has_gone_back:
+        run.name = new_name
+    elif config.server.shard == 0:
+        line = take_line(config, available, name, new_name, run.incarnation)
+        run.name, engine.parent = line.run, line.parent
+        if name is not None and line.run == new_name:
+            meaning = "it continues in a copy of its folder, or from an older snapshot, so it is a run of its own"
+            log.info("branched", run=run.name, parent=engine.parent, meaning=meaning)
     if name is not None:
         log.info("resumed", path=model.source, version=name.version, run=run.name, incarnation=run.incarnation)
-
-
-def _name_run(
-    engine: Engine, config: Config, available: Available, name: SnapshotName | None, new_name: str, has_gone_back: bool
-) -> None:
-    """Give the run the name of its line. A server that went back in its process keeps its own."""
-    run = engine.run
-    if has_gone_back:
-        run.name = new_name
-        return
-    line = take_line(config, available, name, new_name, run.incarnation)
-    run.name, engine.parent = line.run, line.parent
-    if name is not None and line.run == new_name:
-        meaning = "it continues in a copy of its folder, or from an older snapshot, so it is a run of its own"
-        log.info("branched", run=run.name, parent=engine.parent, meaning=meaning)
 
 
 def restore_traffic(engine: Engine, training: dict[str, Any]) -> None:

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 from ...common.wire.records import ContributionId, Row
 
+# The beginning of a contribution that came: a position, and the script's state. Without a state it repeats that of the
+# rank's contribution before.
+StagedState = tuple[dict[str, int], bytes | None]
+
 
 class Kept(NamedTuple):
     """The beginning of a contribution: fields of Position in the proto, and the script's state."""
@@ -19,17 +23,12 @@ class States:
     """The states of all ranks. A state counts when its contribution does. States that a snapshot may need are kept."""
 
     def __init__(self) -> None:
-        self._staged: dict[ContributionId, tuple[dict[str, int], bytes | None]] = {}
         self._of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
 
-    def stage(self, id: ContributionId, position: dict[str, int], payload: bytes | None) -> None:
-        """Stage the state of a contribution. Without a payload it repeats that of the rank's contribution before."""
-        self._staged[id] = (position, payload)
-
-    def counted(self, id: ContributionId, num_committed: int) -> None:
+    def counted(self, id: ContributionId, staged: StagedState | None, num_committed: int) -> None:
         """Keep the state of a contribution that counts. `num_committed` of its rank's are in a version."""
         rank, kept = id.rank, self._of_rank.get(id.rank, {})
-        position, payload = self._staged.pop(id, (None, None))
+        position, payload = staged or (None, None)
         if payload is None and kept:
             payload = kept[max(kept)].payload
         if position is None or payload is None:
@@ -38,16 +37,6 @@ class States:
         kept[id.seq] = Kept(position, payload)
         oldest = max((number for number in kept if number <= num_committed), default=0)
         self._of_rank[rank] = {number: snapshot for number, snapshot in kept.items() if number >= oldest}
-
-    def forget(self, id: ContributionId) -> None:
-        """Drop the state of a contribution that does not count."""
-        self._staged.pop(id, None)
-
-    def fence(self, rank: int, incarnation: int) -> None:
-        """Drop staged states of this incarnation of a rank and of older ones."""
-        self._staged = {
-            item: state for item, state in self._staged.items() if item.rank != rank or item.incarnation > incarnation
-        }
 
     def at(self, rank: int, number: int) -> Kept | None:
         """Returns the state at the beginning of this contribution of the rank, or of the newest one before it."""

@@ -12,7 +12,7 @@ from ...common.reporting.metrics import OF_WORKER, Tense, Value, part_of_time, v
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary
 from ...common.runstore.ran import Ran, label_of, optimizer_settings, read_work, settings_of
-from ..core.counting.sources import Traffic, WorkerSource, work_of
+from ..core.counting.stats import Traffic, WorkerSource, work_of
 from ..core.run import Run
 from ..engine.engine import Engine
 from ..policies.shared.decisions import Outer
@@ -75,9 +75,12 @@ def _listed(run: Run) -> list[int]:
 
 
 def _at_this_moment(engine: Engine, source: WorkerSource, why: str) -> WorkerStatus:
-    """Return the status of a rank. `why`: the reason for which it waits."""
+    """Return the status of a rank, with the seconds for which it has computed or waited. `why`: the reason to wait."""
     state, metrics = state_of(engine, source.rank), values_of(OF_WORKER.values(), source)
-    return _worker(source, state=state, state_s=_state_s(source, state), waiting_for=why, **metrics)
+    state_s = source.stats.computes_s(source.now) if state == "computing" else 0.0
+    if source.is_live and source.waiting_since is not None:
+        state_s = source.now - source.waiting_since
+    return _worker(source, state=state, state_s=round(state_s, 3), waiting_for=why, **metrics)
 
 
 def _worker(source: WorkerSource, **values: Any) -> WorkerStatus:
@@ -86,13 +89,6 @@ def _worker(source: WorkerSource, **values: Any) -> WorkerStatus:
         rank=source.rank, transport=traffic.transport, transport_reason=traffic.transport_reason, codec=traffic.codec,
         region=traffic.region, recorded=dict(traffic.recorded), **values,
     )  # fmt: skip
-
-
-def _state_s(source: WorkerSource, state: str) -> float:
-    """Return the seconds for which a rank has computed or waited."""
-    if source.is_live and source.waiting_since is not None:
-        return round(source.now - source.waiting_since, 3)
-    return round(source.stats.computes_s(source.now), 3) if state == "computing" else 0.0
 
 
 def _in_all(engine: Engine, source: WorkerSource, wall_s: float) -> WorkerStatus:

@@ -93,7 +93,10 @@ class TickSink(Sink):
 
     def _publish(self, at: float, status: Status, is_over: bool = False) -> None:
         engine = self._engine
-        clock_s = engine.now() - self._began
+        clock_s, total_s = engine.now() - self._began, self._tensors.busy_s
+        spans, busy_s, self._busy_s = self._timeline.taken(), total_s - self._busy_s, total_s
+        if busy_s > 0:  # the server's tensor work since the last tick, as one span
+            spans.append(Span(rank=-1, begin_s=round(clock_s - busy_s, 4), apply_s=round(busy_s, 4)))
         tick = Tick(
             at=at + self._unix_s,
             clock_s=clock_s,
@@ -103,7 +106,7 @@ class TickSink(Sink):
             staleness=dict(self._run.contributions.staleness),
             durable_version=engine.durable_version if self._has_snapshot else None,
             waits=_waits(self._run.policy, status.workers),
-            spans=[*self._timeline.taken(), *self._server_spans(clock_s)],
+            spans=spans,
             events=self._events,
             evaluations=self._evaluations,
             snapshots=self._snapshots,
@@ -111,12 +114,6 @@ class TickSink(Sink):
         )
         self._events, self._evaluations, self._snapshots = [], [], []
         engine.publish(at, TickTaken(tick, reports.ran(engine)))
-
-    def _server_spans(self, clock_s: float) -> list[Span]:
-        """Return the time of the server's tensor work since the last tick, as one span."""
-        total_s = self._tensors.busy_s
-        busy_s, self._busy_s = total_s - self._busy_s, total_s
-        return [Span(rank=-1, begin_s=round(clock_s - busy_s, 4), apply_s=round(busy_s, 4))] if busy_s > 0 else []
 
 
 def _waits(policy: Policy, workers: list[WorkerStatus]) -> list[Wait]:

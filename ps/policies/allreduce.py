@@ -31,7 +31,7 @@ from ...common.kinds import ContributionKind
 from ...common.wire.records import Counts, GroupInfo, Row
 from .base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, Refuse, names
 from .rules import GroupRule
-from .shared.decisions import Accept, Wait
+from .shared.decisions import Wait
 
 
 class AllreduceOptions(Section):
@@ -169,15 +169,14 @@ class AllreducePolicy(Policy):
         """Close the round."""
         for rank in self.group:
             self._count(self.members[rank], self._reports[rank].counts)
-        decisions: list[Decision] = [Accept(rank) for rank in self.group]
-        decisions += [Fold(rank, self._reports[rank].weight) for rank in self.group]
+        folds = [Fold(rank, self._reports[rank].weight) for rank in self.group]
         self.committed_by = self.group
         commit = self._commit(self.group, f"all {len(self.group)} members of the group have the mean")
         if any(report.has_weights for report in self._reports.values()):
             self._brought = self.version
         self.newest_holders = frozenset(self.group)
         self._reports, self._turn = {}, self._turn + 1
-        return [*decisions, commit]
+        return [*folds, commit]
 
     def _gate(self, member: Member, now: float) -> Closed | None:
         if member.rank in self._reports:

@@ -1,7 +1,7 @@
 """The state machine of a mode: events come in, each with the time, and decisions come out (`shared/decisions.py`).
 
-Each class extends the one before: `Traits` (abilities of the mode), `Ledger` (counting), `Gates` (waiting workers and
-the reasons), `Policy` (events). A policy is pure: the same state and event give the same decisions, without a clock,
+Each class extends the one before: `Traits` (abilities of the mode), `Ledger` (counting), `Policy` (events, and waiting
+workers with the reasons). A policy is pure: the same state and event give the same decisions, without a clock,
 input, output or randomness. A worker waits until a decision replies to it.
 
     joined(rank)         a worker has the model and asks for weights to start from
@@ -29,15 +29,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from ...common.config.option import Section
-from ...common.wire.records import Contribution, Counts, Outcome, Row
+from ...common.wire.records import Contribution, Counts, Outcome
 from .shared.decisions import Commit, Decision, Discard, Fold, Outer, Refuse, Reply
-from .shared.gates import Gates
-from .shared.members import Common, Member, canonical, names
-from .shared.waiting import Closed
+from .shared.ledger import Ledger
+from .shared.members import Closed, Common, Member, Waiting, canonical, names
 
 __all__ = [
     "Closed",
@@ -57,22 +58,21 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Policy(Gates, ABC):
+class Policy(Ledger, ABC):
     """One mode. Subclasses implement `_take` and, if a worker may have to wait, `_gate`."""
 
     def __init__(self, common: Common, options: Section) -> None:
         super().__init__(common)
         self.options = options
+        self.has_started = False
+        self.paused: set[int] = set()  # live ranks whose replies wait for a resume
+        self._waiting = Waiting()
 
     def full_state(self) -> dict[str, Any]:
         """The whole state as JSON, to compare two policies after the same events. Takes time in proportion to the
         members."""
         settings = ("common", "options")
         return {name: canonical(value) for name, value in sorted(vars(self).items()) if name not in settings}
-
-    def restore(self, version: int, rows: Mapping[int, Row], state: Mapping[str, Any]) -> None:
-        super().restore(version, rows, state)
-        self._needed = self._num_needed()
 
     # ---- events ------------------------------------------------------------------------
 
@@ -85,7 +85,6 @@ class Policy(Gates, ABC):
         insort(self._ranks, rank)
         self.committed_by = None
         self.finished_ranks.discard(rank)
-        self._needed = self._num_needed()
         self._owe(member, Outcome.START)
         return decisions + self._joined(rank) + self._settle(now)
 
@@ -95,7 +94,6 @@ class Policy(Gates, ABC):
             return []
         del self._ranks[bisect_left(self._ranks, rank)]
         self.committed_by = None
-        self._needed = self._num_needed()
         self._standing.remove(rank, self.steps_done(rank))
         self._waiting.remove(rank)
         self.paused.discard(rank)
@@ -104,13 +102,12 @@ class Policy(Gates, ABC):
     def finished(self, rank: int, now: float) -> list[Decision]:
         """Note that the worker takes no more training steps: as if it had left, but no other worker waits for it."""
         self.finished_ranks.add(rank)
-        self._needed = self._num_needed()
         return self.left(rank, now)
 
     def stopped(self, now: float) -> list[Decision]:
         """Stop the run: replies from now on grant no steps. An open round still closes as usual, so that all workers
         end at one version; nothing else is waited for."""
-        self.is_stopping, self._needed = True, 0
+        self.is_stopping = True
         self.paused.clear()
         self._waiting.ask_all()
         return self._settle(now)
@@ -128,7 +125,7 @@ class Policy(Gates, ABC):
     def contributed(self, rank: int, contribution: Contribution, now: float) -> list[Decision]:
         """Decide on a staged contribution: fold it, or discard it with a reply or a refusal."""
         member, seq, counts = self.members.get(rank), contribution.id.seq, contribution.counts
-        if member is not None and seq == self.seq(rank):
+        if member is not None and seq == self.rows[rank].seq:
             # It was applied before, and its reply was lost. If it still waits for its round, so does the repeat.
             self._owe(member, Outcome.REPEATED)
             return [Discard(rank), *self._settle(now)]
@@ -157,6 +154,15 @@ class Policy(Gates, ABC):
         self._waiting.ask_all()
         return self._settle(now)
 
+    def options_with(self, values: Mapping[str, Any]) -> Any:
+        """Returns the options with other values. Raises ValueError, with the reason as a sentence."""
+        try:
+            return type(self.options).model_validate({**self.options.model_dump(), **values})
+        except ValidationError as error:
+            why = error.errors()[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            refused = ", ".join(f"{name} cannot be {value!r:.40}" for name, value in values.items())
+            raise ValueError(f"{refused}: it {why}") from None
+
     def resume(self, rank: int, now: float) -> list[Decision]:
         """Resume a `paused` rank."""
         self.paused.discard(rank)
@@ -173,6 +179,17 @@ class Policy(Gates, ABC):
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         """Decide on the next contribution of a live worker. Call `_count` when it is accepted."""
 
+    def _gate(self, member: Member, now: float) -> Closed | str | None:
+        """Returns the reason that this worker may not compute its next contribution yet; None when it may.
+
+        A gate with a sentence is checked after every event, which takes time in proportion to the waiting workers. A
+        gate that is `Closed` is checked when progress reaches its value."""
+        return None
+
+    def _progress(self) -> int:
+        """The number that `Closed` gates wait for."""
+        return 0
+
     def _advance(self, now: float) -> list[Decision]:
         """Returns commits that became possible; called after every event, before any reply."""
         return []
@@ -187,7 +204,14 @@ class Policy(Gates, ABC):
 
     def _count(self, member: Member, counts: Counts) -> None:
         """Count the member's next contribution."""
-        self._count_contribution(member.rank, counts)
+        rank, before = member.rank, self.rows[member.rank]
+        self.rows[rank] = row = before.plus(counts)
+        if counts.part:
+            self.is_parted = True
+            if not counts.continues_step:
+                self.num_parts = max(self.num_parts, before.part)
+        if not self.has_rounds:
+            self._standing.move(rank, before.steps, row.steps)
         self._owe(member, Outcome.APPLIED)
 
     def _owe(self, member: Member, outcome: Outcome) -> None:
@@ -228,9 +252,77 @@ class Policy(Gates, ABC):
         """Commit all that is possible, then reply to the workers that may continue."""
         if len(self.members) < self._needed:
             return []
-        if not self.has_started:
-            self.has_started = True
-            self._needed = self._num_needed()
+        self.has_started = True
         decisions = self._advance(now)
         decisions += self._let_go(now)
         return decisions
+
+    # ---- gates: which workers wait before they compute again, and why -----------------------------
+
+    @property
+    def _needed(self) -> int:
+        """The number of live workers that every mode needs before any worker may continue."""
+        if self.is_stopping:
+            return 0
+        to_start = 0 if self.has_started else self.common.num_workers or 0
+        return max(1, max(to_start, self.common.min_workers) - len(self.finished_ranks))
+
+    def _let_go(self, now: float) -> list[Reply]:
+        """Returns replies to all workers whose gate is open."""
+        replies, waiting = list[Reply](), self._waiting
+        are_open = self.is_stopping and not self.has_rounds
+        for rank in waiting.due(self._progress()):
+            member = self.members[rank]
+            if member.pending is None:
+                continue
+            if rank in self.paused:
+                waiting.shut(rank, None)
+                continue
+            gate = None if are_open else self._gate(member, now)
+            if gate is None:
+                replies.append(Reply(rank, member.pending))
+                waiting.ranks.discard(rank)
+                member.pending = None
+            else:
+                waiting.shut(rank, gate.until if isinstance(gate, Closed) else None)
+        return replies
+
+    def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
+        """Returns the reason of each waiting worker, or of those in `ranks`."""
+        all_wait = self._why_all_wait()
+        selected = self._waiting.ranks if ranks is None else [rank for rank in ranks if rank in self._waiting.ranks]
+        sentences: dict[object, str] = {}  # a sentence shared by many workers is made once
+        return {rank: all_wait or self._why_waits(rank, now, sentences) for rank in sorted(selected)}
+
+    def waiting_reason(self, now: float) -> str:
+        """Returns the reason that all workers wait, as a sentence; empty when one may compute."""
+        if (reason := self._why_all_wait()) is not None:
+            return reason
+        do_all_wait = self._ranks and len(self._waiting.ranks) == len(self._ranks)
+        return self._why_waits(self._ranks[0], now, {}) if do_all_wait else ""
+
+    def holders(self) -> tuple[int, ...]:
+        """The live ranks that the others wait for, ascending: in a round the missing ones, else the slowest."""
+        ranks = self._ranks if self.has_rounds else self._standing.slowest_ranks
+        return tuple(sorted(rank for rank in ranks if rank not in self._waiting.ranks or rank in self.paused))
+
+    def _why_waits(self, rank: int, now: float, sentences: dict[object, str]) -> str:
+        if rank in self.paused:
+            return "a resume: a user paused this worker"
+        gate = self._gate(self.members[rank], now)
+        if not isinstance(gate, Closed):
+            return gate or ""
+        if gate.why not in sentences:
+            sentences[gate.why] = gate.why()
+        return sentences[gate.why]
+
+    def _why_all_wait(self) -> str | None:
+        live, num_workers = len(self.members), self.common.num_workers
+        if live >= self._needed:
+            return None
+        if not self.has_started and num_workers is not None and live < num_workers:
+            missing = (
+                rank for rank in range(num_workers) if rank not in self.members and rank not in self.finished_ranks
+            )
+            return f"{live} of {num_workers} workers have joined; missing rank {names(missing)}"
+        return f"{live} of at least {self.common.min_workers} workers (policy.min_workers) are live"

@@ -22,14 +22,15 @@ class SinglePolicy(Policy):
         self._cut = late.late_cut
         self._has_less_momentum = late.late_momentum
         self._scale, self._few = late.scale
-        self._among = 1  # workers that contribute
         most = common.num_workers
         self.may_scale = self.may_scale or (self._scale != "none" and (most is None or most > self._few))
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank, scales = member.rank, tuple[float, ...]()
-        self._among = self.num_active  # with this one, whose last contribution it may be
-        scale = SCALES[self._scale] if self._scale != "none" and self._among > self._few else None
+        among = self.num_active  # with this one, whose last contribution it may be
+        if self._has_less_momentum:
+            self._momentum_among = among
+        scale = SCALES[self._scale] if self._scale != "none" and among > self._few else None
         if self._cut is not None or scale is not None:
             tau = self.staleness(rank, contribution)
             if self._cut is not None and tau >= self._cut:
@@ -39,6 +40,3 @@ class SinglePolicy(Policy):
         self._count(member, contribution.counts)
         commit = self._commit((rank,), f"contribution {contribution.id.seq} of rank {rank}", scales)
         return [Fold(rank, self._weight(contribution)), commit]
-
-    def _momentum_among(self) -> int:
-        return self._among if self._has_less_momentum else 1

@@ -30,7 +30,7 @@ from ..snapshots.common import Entry
 from ..wire.limits import FirstMessages
 from ..wire.security import check_shard
 from ..wire.service import refuse
-from .messages import LINES, BeginRun, End, GoOn, Order, Ready, Register, Report, ShardFailed
+from .messages import LINES, BeginRun, End, GoOn, Order, Ready, Register, ShardFailed
 
 log = get_logger()
 
@@ -238,23 +238,22 @@ class Attendance:
             report = LINES.read(message.message)
             if isinstance(report, Digest | Event):
                 self._coordinator.hear(shard, message.number, report)
-            elif line.outbox.hear(message.number):
-                self._take(line, report)
-
-    def _take(self, line: Line, report: Report) -> None:
-        shard = line.register.shard
-        match report:
-            case Ready():
-                line.is_ready = True
-                self._engine.notify()
-            case ShardState():
-                self._engine.shard_states[shard] = report
-            case ShardFailed(message, exit_code, fix):
-                log.error("shard_failed", shard=shard, reason=shown(message, _MOST_SHOWN))
-                if exit_code == DivergedError.exit_code:  # after going back to a snapshot, the run would diverge again
-                    self._engine.offer(events.Failed(shown(message, _MOST_SHOWN), exit_code, shown(fix, _MOST_SHOWN)))
-            case _:
-                raise refusal(Reason.BAD_REQUEST, f"a shard reported {type(report).__name__}")
+                continue
+            if not line.outbox.hear(message.number):
+                continue
+            match report:
+                case Ready():
+                    line.is_ready = True
+                    self._engine.notify()
+                case ShardState():
+                    self._engine.shard_states[shard] = report
+                case ShardFailed():
+                    reason, fix = shown(report.message, _MOST_SHOWN), shown(report.fix, _MOST_SHOWN)
+                    log.error("shard_failed", shard=shard, reason=reason)
+                    if report.exit_code == DivergedError.exit_code:  # after going back, the run would diverge again
+                        self._engine.offer(events.Failed(reason, report.exit_code, fix))
+                case _:
+                    raise refusal(Reason.BAD_REQUEST, f"a shard reported {type(report).__name__}")
 
     async def _tell(self, line: Line, num_received: int, context: grpc.aio.ServicerContext) -> None:
         """Send the orders that the shard has not received, and new ones, until the shard is dismissed."""

@@ -157,24 +157,20 @@ class Link:
             try:
                 number, order = await self._next()
             except LinkLost as lost:
-                await self._call_again(lost)
+                log.warning("coordinator_away", address=self._address, reason=str(lost))
+                try:
+                    order = await self._begin_within(self._lease_s, self._register)  # the coordinator waits for a lease
+                except LinkLost:
+                    raise lost from None
+                except ParamServerError as refused:  # the coordinator has gone back, or continues without this shard
+                    raise LinkLost(refused.message) from None
+                if not isinstance(order, GoOn):
+                    raise LinkLost(f"the coordinator began again with {type(order).__name__}") from None
+                log.info("coordinator_back", address=self._address)
                 continue
             if not isinstance(order, Event | End):
                 raise LinkLost(f"the coordinator ordered {type(order).__name__} in the middle of the run")
             yield number, order
-
-    async def _call_again(self, lost: LinkLost) -> None:
-        """Call again after a lost connection. The coordinator waits for a lease."""
-        log.warning("coordinator_away", address=self._address, reason=str(lost))
-        try:
-            order = await self._begin_within(self._lease_s, self._register)
-        except LinkLost:
-            raise lost from None
-        except ParamServerError as refused:  # the coordinator has gone back, or continues without this shard
-            raise LinkLost(refused.message) from None
-        if not isinstance(order, GoOn):
-            raise LinkLost(f"the coordinator began again with {type(order).__name__}")
-        log.info("coordinator_back", address=self._address)
 
     async def _next(self) -> tuple[int, Order]:
         assert self._call is not None

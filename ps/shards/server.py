@@ -17,11 +17,10 @@ from ...common.wire.json_text import read_json
 from ..core.controls import keep_out
 from ..core.replication import Follower
 from ..core.state import Options
-from ..engine.clock import Clock
+from ..engine.clock import Clock, until_one_ends
 from ..engine.engine import Engine
 from ..engine.modes import make_policy, options_of
 from ..engine.resuming import go_on
-from ..engine.tasks import until_one_ends
 from ..observe.sinks import make_bus
 from ..snapshots.available import Available
 from ..snapshots.common import Keeper

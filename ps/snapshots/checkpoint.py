@@ -130,9 +130,16 @@ def _hash_line(manifest: bytes) -> bytes:
 def load(path: Path, is_verified: bool = False) -> Loaded:
     """Load one snapshot, and verify every byte unless `is_verified`. Raises CheckpointError with the fault."""
     try:
-        manifest = _load_manifest(path)
-        for name, entry in manifest.files.items():
-            _check_file(path / name, entry, is_verified)
+        for name in (MANIFEST, _MANIFEST_HASH):
+            if not (path / name).is_file():
+                raise CheckpointError(f"it has no {name}")
+        text = (path / MANIFEST).read_bytes()
+        if (path / _MANIFEST_HASH).read_bytes() != _hash_line(text):
+            problem = f"{MANIFEST} has changed since it was written: its SHA-256 differs from {_MANIFEST_HASH}"
+            raise CheckpointError(problem)
+        manifest = read_manifest(text)
+        for file, entry in manifest.files.items():
+            _check_file(path / file, entry, is_verified)
         for rank, entry in manifest.states.items():
             _check_file(path / state_file(rank), entry, is_verified)
         states = {rank: (path / state_file(rank)).read_bytes() for rank in manifest.states}
@@ -148,16 +155,6 @@ def load(path: Path, is_verified: bool = False) -> Loaded:
     except SafetensorError as error:
         raise CheckpointError(f"snapshot {path}: not safetensors: {error}") from None
     return Loaded(path, manifest, layout, whole, run.optimizer, files, states)
-
-
-def _load_manifest(path: Path) -> Manifest:
-    for name in (MANIFEST, _MANIFEST_HASH):
-        if not (path / name).is_file():
-            raise CheckpointError(f"it has no {name}")
-    text = (path / MANIFEST).read_bytes()
-    if (path / _MANIFEST_HASH).read_bytes() != _hash_line(text):
-        raise CheckpointError(f"{MANIFEST} has changed since it was written: its SHA-256 differs from {_MANIFEST_HASH}")
-    return read_manifest(text)
 
 
 def _check_file(path: Path, entry: FileEntry, is_verified: bool) -> None:

@@ -25,7 +25,7 @@ from ...common.tensors.optimizers import (
     apply_hyperparameters,
     check_hyperparameters,
 )
-from ..core.changes import MOST_LR_SCALE
+from ..core.state import MOST_LR_SCALE
 from ..tensors.master import NARROW
 from ..tensors.model import check_table
 from .common import RUN_NAME
@@ -152,7 +152,14 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
             raise CheckpointError(f"hyperparameters of {len(hyperparameters)} groups for {len(optimizer.groups)}")
         saved = SavedState(optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {}))
         check_state(stepped, saved)
-        _check_numbers(saved)
+        try:
+            for name, group, now in zip(optimizer.classes, optimizer.groups, hyperparameters, strict=True):
+                check_hyperparameters(name, group.hyperparameters)
+                check_hyperparameters(name, now)
+            for table in optimizer.tables:
+                check_table(table)
+        except ParamServerError as error:
+            raise CheckpointError(error.message, fix=_FIX) from None
     elif OPTIMIZER in files:
         raise CheckpointError(f"it has an {OPTIMIZER} and no optimizer of the server")
     controls = manifest.training.get("controls")
@@ -190,19 +197,6 @@ def check_finite(layout: Layout, files: Files) -> None:
                     wrong = tensor[~torch.isfinite(tensor)]
                     problem = f"{wrong.numel()} of {tensor.numel()} numbers, the first is {wrong[0].item()}"
                     raise CheckpointError(f"{file}: tensor '{name}' is not finite: {problem}", fix=_FIX)
-
-
-def _check_numbers(saved: SavedState) -> None:
-    """Raise CheckpointError for hyperparameters that torch's class does not accept."""
-    optimizer = saved.optimizer
-    try:
-        for name, group, now in zip(optimizer.classes, optimizer.groups, saved.hyperparameters, strict=True):
-            check_hyperparameters(name, group.hyperparameters)
-            check_hyperparameters(name, now)
-        for table in optimizer.tables:
-            check_table(table)
-    except ParamServerError as error:
-        raise CheckpointError(error.message, fix=_FIX) from None
 
 
 def check_state(layout: Layout, saved: SavedState) -> None:

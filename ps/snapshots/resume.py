@@ -103,7 +103,9 @@ def take_line(config: Config, available: Available, name: SnapshotName | None, r
     if config.checkpoint.dir is None:
         return Line(run, "", [], incarnation, list(name or ()))
     directory = Path(config.checkpoint.dir)
-    known = _read_line(directory)
+    known: Line | None = None
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        known = Line(**read_json((directory / _LINE).read_text()))
     if name is not None and known is not None and _goes_on(config, available, name, known):
         run, incarnation, origin = known.run, known.since, known.origin
     else:
@@ -122,13 +124,6 @@ def _goes_on(config: Config, available: Available, name: SnapshotName, line: Lin
         return config.checkpoint.resume in (None, "latest") or available.is_newest(directory, name)
     has_own = any(age_of(path)[0] >= line.since for path in candidates(snapshot_dir(config)))
     return list(name) == line.origin and not has_own
-
-
-def _read_line(directory: Path) -> Line | None:
-    try:
-        return Line(**read_json((directory / _LINE).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def _inode(directory: Path) -> list[int]:

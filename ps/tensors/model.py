@@ -18,7 +18,7 @@ from ...common.registry import AGGREGATIONS
 from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import unsound_start
 from ...common.tensors.layout import Kind, Layout
-from ...common.tensors.optimizers import GroupSpec, Hyperparameters, OptimizerSpec, TableSpec
+from ...common.tensors.optimizers import GroupSpec, OptimizerSpec, TableSpec
 from ...common.tensors.sharding import Share, divide
 from ...common.tensors.tables import make_spec
 from ...common.wire.frames import INLINE_BYTES
@@ -168,16 +168,6 @@ class Model:
         """Whether 16-bit weights are stepped in float32: workers take local steps, and send what is averaged."""
         return self._config.store.master_weights and self.kind.worker_steps and not self.kind.has_peers
 
-    def _name_narrow(self, layout: Layout) -> None:
-        """Log what happens to 16-bit weights."""
-        if (narrow := first_narrow(layout)) is None:
-            return
-        if self._has_master():
-            num_bytes = 4 * sum(run.num_elements for run in layout.runs if run.kind is Kind.PARAMETER)
-            log.info("master_weights", tensor=narrow.name, dtype=narrow.dtype, bytes=num_bytes, meaning=_MASTER)
-        else:
-            log.warning("short_weights", tensor=narrow.name, dtype=narrow.dtype, meaning=_SHORT)
-
     def share_of(self, whole: Layout) -> Share:
         """Return this shard's share of a model. Raises a LIMIT_EXCEEDED refusal if it has too few rows to divide."""
         if self.share is not None and self.whole is not None and whole.fingerprint == self.whole.fingerprint:
@@ -207,7 +197,11 @@ class Model:
             if names and self._config.store.buffers == "average":  # otherwise no buffer is averaged
                 rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
                 log.info("buffers_not_averaged", buffers=", ".join(names[:_NUM_NAMED]) + rest, meaning=_NOT_AVERAGED)
-            self._name_narrow(whole)
+            if (narrow := first_narrow(whole)) is not None and self._has_master():
+                num_bytes = 4 * sum(run.num_elements for run in whole.runs if run.kind is Kind.PARAMETER)
+                log.info("master_weights", tensor=narrow.name, dtype=narrow.dtype, bytes=num_bytes, meaning=_MASTER)
+            elif narrow is not None:
+                log.warning("short_weights", tensor=narrow.name, dtype=narrow.dtype, meaning=_SHORT)
         if optimizer.tables and server.shard == 0:
             rows = ", ".join(f"{table.name} {table.num_rows:,} x {table.dim}" for table in optimizer.tables)
             log.info("tables", rows=rows)
@@ -226,19 +220,11 @@ class Model:
             self.store.tables.change(self.optimizer.tables)
         self.may_change = False
 
-    def check_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
-        """Refuse hyperparameters that the server's optimizer does not accept."""
-        if groups and not self.kind.worker_steps:  # else unchanged since the previous contribution
-            assert self.optimizer is not None
-            self.optimizer.check_changes(groups)
-
     def names_here(self, positions: Sequence[int]) -> frozenset[str]:
         """Return the names of this shard's parts of the tensors at `positions` in the workers' specs.
 
         Raises a BAD_REQUEST refusal for an unknown position.
         """
-        if not positions:
-            return frozenset()
         assert self.whole is not None and self.share is not None
         if max(positions) >= len(self.whole.specs):
             problem = f"tensor {max(positions)} in without_gradient; this model has {len(self.whole.specs)} tensors"

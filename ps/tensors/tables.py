@@ -7,7 +7,7 @@ of a round are kept until its commit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,15 +137,12 @@ class Tables:
     def state(self, into: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Return a copy of all tables by `<key>/<table>`, in the memory of the earlier copy `into`, if given."""
         copies = {}
-        for name, value in self._items():
-            old = (into or {}).get(name)
-            copies[name] = value.clone() if old is None else old.copy_(value)
-        return copies
-
-    def _items(self) -> Iterable[tuple[str, torch.Tensor]]:
         for table in self._tables:
             for key, value in table.state().items():
-                yield f"{key}/{table.spec.name}", value
+                name = f"{key}/{table.spec.name}"
+                old = (into or {}).get(name)
+                copies[name] = value.clone() if old is None else old.copy_(value)
+        return copies
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from a copy of the state. Raises ValueError for the state of other tables."""

@@ -80,32 +80,27 @@ class TensorThread:
         With `pauses`, later work waits for `go_on`.
         """
         self._num_pending += 1
-        item = _Work(work, done, failed, pauses)
-        if self._queue or self.is_paused or pauses:
-            self._queue.append(item)
-            self._begin_queued()
-        else:
-            self._begin(item)
+        self._queue.append(_Work(work, done, failed, pauses))
+        self._begin_queued()
 
     def go_on(self, work: Callable[[], Result], done: Callable[[Result], Any]) -> None:
         """Run `work` next, then the work that waited."""
         self._num_pending += 1
         self.is_paused = False
-        self._begin(_Work(work, done, None))
+        self._queue.appendleft(_Work(work, done, None))
         self._begin_queued()
 
     def _begin_queued(self) -> None:
         while self._queue and not self.is_paused:
             work = self._queue.popleft()
             self.is_paused = work.pauses
-            self._begin(work)
+            if self._executor is None:
+                self._finish(work, *self._execute(work))
+            else:
+                self._executor.submit(self._execute_there, work)
 
-    def _begin(self, work: _Work) -> None:
-        if self._executor is None:
-            self._finish(work, self._execute(work))
-            return
-        future = self._executor.submit(self._execute, work)
-        future.add_done_callback(lambda f: self._loop.call_soon_threadsafe(self._finish, work, f.result()))
+    def _execute_there(self, work: _Work) -> None:
+        self._loop.call_soon_threadsafe(self._finish, work, *self._execute(work))
 
     def _execute(self, work: _Work) -> tuple[Any, Exception | None]:
         """On the thread: run `work` unless earlier work failed. Returns (result, error)."""
@@ -122,9 +117,8 @@ class TensorThread:
         finally:
             self.busy_s += time.perf_counter() - began
 
-    def _finish(self, work: _Work, outcome: tuple[Any, Exception | None]) -> None:
+    def _finish(self, work: _Work, result: Any, error: Exception | None) -> None:
         self._num_pending -= 1
-        result, error = outcome
         if error is None:
             if work.done is not None:
                 work.done(result)

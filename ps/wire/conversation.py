@@ -6,6 +6,8 @@ It is one coroutine, which reads and writes the stream in turn. When it ends, fo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc.aio
 
@@ -17,14 +19,99 @@ from ...common.wire.records import ResidualInfo
 from ...proto import parameter_server_pb2 as pb
 from ..core import effects, events
 from ..engine.engine import Engine
-from ..engine.peers import Done, Go, Peer
+from ..engine.peers import Done, Go, Item, Peer
+from .connection import Connection
 from .delivery import Delivery
 from .joining import Joining
 from .partial_transfers import PartialTransfers
 from .receiver import Receiver
-from .small import SmallExchanges
-from .stream import Stream
+from .stream import Stream, StreamLost
 from .transports import Transport
+
+
+@dataclass(eq=False)
+class SmallExchanges:
+    """Small contributions on a direct connection: the event loop's callback receives each one and sends its reply.
+
+    Waking a task for a message and resolving a future for a reply would cost more than a small exchange itself. All
+    other messages are left for the worker's conversation, which reads them from the connection. `_message` returns the
+    message of an item, or None if it needs several.
+    """
+
+    _connection: Connection
+    _stream: Stream
+    _peer: Peer
+    _receiver: Receiver
+    _message: Callable[[Item], bytes | None]
+    _is_due: bool = False  # the worker waits for a reply
+    _is_paused: bool = False  # bytes arrived before the reply was sent
+
+    async def until_other(self) -> bool:
+        """Exchange until the conversation must take over. Returns True if it must send, and False if it must read."""
+        loop = asyncio.get_running_loop()
+        self._other: asyncio.Future[bool] = loop.create_future()
+        self._is_due = self._is_paused = False
+        self._peer.at_once = self._say
+        self._connection.watch(self._readable)
+        try:
+            if self._connection.has_more:
+                loop.call_soon(self._readable)
+            return await self._other
+        finally:
+            self._peer.at_once = None
+            self._connection.unwatch()
+
+    def _readable(self) -> None:
+        """Receive at most one contribution, so that other workers get their turn."""
+        if self._other.done():
+            return
+        if self._is_due:
+            self._is_paused = True
+            self._connection.unwatch()
+            return
+        try:
+            raw = self._connection.read_now()
+            if raw is None:
+                return
+            self._is_due = True
+            if not self._stream.take_now(raw, self._receiver.take_now):
+                self._connection.unread(raw)
+                self._end(False)
+            elif self._connection.has_more and not self._is_due:
+                asyncio.get_running_loop().call_soon(self._readable)
+        except EOFError:
+            self._end(False)
+        except Exception as error:  # the conversation handles it
+            self._fail(error)
+
+    def _say(self, item: Item) -> bool:
+        """Send an item of the run at once. Returns False if the conversation must send it."""
+        if self._other.done():
+            return False
+        raw, is_reply = self._message(item), isinstance(item, Go)
+        try:
+            if raw is None or not self._stream.write_now(raw, is_counted=is_reply):
+                self._end(True)
+                return False
+        except StreamLost as lost:
+            self._fail(lost)
+            return True
+        if is_reply:
+            self._is_due = False
+            self._peer.traffic.num_received += self._stream.pop_bytes_written()
+            if self._is_paused:
+                self._is_paused = False
+                self._connection.watch(self._readable)
+                asyncio.get_running_loop().call_soon(self._readable)
+        return True
+
+    def _end(self, has_to_say: bool) -> None:
+        if not self._other.done():
+            self._other.set_result(has_to_say)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._other.done():
+            self._other.set_exception(error)
 
 
 class Conversation:
@@ -44,7 +131,7 @@ class Conversation:
         if peer is None:
             return
         engine = self._engine
-        delivery = Delivery(self._stream, peer, self._model, engine.tensors, engine.folding, engine.states)
+        delivery = Delivery(engine, self._stream, peer)
         transport = await joining.meet(self._stream, peer, delivery.transport, context)
         if transport is None:
             return
@@ -54,14 +141,12 @@ class Conversation:
         receiver = Receiver(engine, self._stream, peer, transport, self._partials)
         goodbye = await self._exchange(peer, delivery, receiver)
         if goodbye is not None:
-            self._leave(peer, goodbye.of(pb.Leave))
-
-    def _leave(self, peer: Peer, leave: pb.Leave) -> None:
-        if leave.finished:
-            self._engine.offer(events.Finished(*peer.seat))
-        how, why = ("failed", leave.failure) if leave.failure else ("goodbye", "said goodbye")
-        exit_code = min(max(1, leave.exit_code), 255)
-        self._engine.offer(events.Left(*peer.seat, how, why, dict(leave.final_metrics), exit_code))
+            leave = goodbye.of(pb.Leave)
+            if leave.finished:
+                engine.offer(events.Finished(*peer.seat))
+            how, why = ("failed", leave.failure) if leave.failure else ("goodbye", "said goodbye")
+            exit_code = min(max(1, leave.exit_code), 255)
+            engine.offer(events.Left(*peer.seat, how, why, dict(leave.final_metrics), exit_code))
 
     def close(self, refused: str) -> None:
         """Detach the worker after its stream has ended. `refused` is the message of a refusal, or empty."""

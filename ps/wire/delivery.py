@@ -13,14 +13,11 @@ from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, frame, message_fram
 from ...common.wire.messages import reply_message, write_weights
 from ...common.wire.records import ReferenceInfo, Reply, WeightsInfo
 from ...proto import parameter_server_pb2 as pb
-from ..engine.folding import Folding
+from ..engine.engine import Engine
 from ..engine.peers import Done, Go, Item, Peer
-from ..engine.states import States
-from ..tensors.model import Model
 from ..tensors.replies.encoded import encoded_weights
 from ..tensors.replies.publication import Publication
 from ..tensors.replies.reference import ReferenceUpdate
-from ..tensors.thread import TensorThread
 from .stream import Stream
 from .transports import Header, Transport
 
@@ -36,12 +33,10 @@ def _secret_of(*group: object) -> bytes:
 class Delivery:
     """Sends replies to one worker. A START also has the frozen tensors, and always uses the stream's messages."""
 
-    def __init__(
-        self, stream: Stream, peer: Peer, model: Model, tensors: TensorThread, folding: Folding, states: States
-    ) -> None:
-        self._stream, self._peer, self._model = stream, peer, model
-        self._tensors, self._free_buffers, self._states = tensors, folding.free_buffers, states
-        self._frames = Transport(model, stream)
+    def __init__(self, engine: Engine, stream: Stream, peer: Peer) -> None:
+        self._stream, self._peer, self._model = stream, peer, engine.model
+        self._tensors, self._free_buffers, self._states = engine.tensors, engine.folding.free_buffers, engine.states
+        self._frames = Transport(engine.model, stream)
         self.transport = self._frames
         self._retained: Publication | None = None  # of the reply that is being sent, until its weights are
 
@@ -72,8 +67,8 @@ class Delivery:
         try:
             await self._reply(go)
         finally:
-            if (retained := self._take_retained()) is not None:  # the stream was lost before the weights' turn
-                self._model.publisher.release(retained, self._peer.as_frames(go.effect))
+            if self._retained is not None:  # the stream was lost before the weights' turn
+                self._model.publisher.release(self._retained, self._peer.as_frames(go.effect))
 
     async def _reply(self, go: Go) -> None:
         effect = go.effect
@@ -95,7 +90,13 @@ class Delivery:
             for offset in range(0, len(state), CHUNK_BYTES):
                 piece = pb.State(num_bytes=len(state), offset=offset, piece=state[offset : offset + CHUNK_BYTES])
                 await self._stream.say(pb.ServerMessage(state=piece))
-            await self._start(header, go)
+            frozen = as_bytes(self._model.store.weights)[self._model.store.layout.exchange_bytes :]
+            if go.update is not None:
+                await self._send_update(header, go.update, [frozen])
+            else:
+                await self._send(self._frames, header, version, go, len(frozen))
+                for raw in payload_frames([frozen], offset=self._model.store.layout.exchange_bytes):
+                    await self._stream.write(raw)
         elif go.update is not None:
             await self._send_update(header, go.update)
         elif self._peer.reply_codec is not None and self._peer.encodes(effect):
@@ -112,16 +113,6 @@ class Delivery:
             return pb.ServerMessage(final=pb.Final(version=version, evaluate=done.evaluate, weights=weights))
 
         await self._send(self.transport, header, done.min_version)
-
-    async def _start(self, header: Header, go: Go) -> None:
-        model = self._model
-        frozen = as_bytes(model.store.weights)[model.store.layout.exchange_bytes :]
-        if go.update is not None:
-            await self._send_update(header, go.update, [frozen])
-            return
-        await self._send(self._frames, header, go.effect.reply.result.version, go, len(frozen))
-        for raw in payload_frames([frozen], offset=model.store.layout.exchange_bytes):
-            await self._stream.write(raw)
 
     async def _send(
         self, transport: Transport, header: Header, version: int, go: Go | None = None, more_bytes: int = 0
@@ -140,11 +131,8 @@ class Delivery:
 
     async def _publication(self, as_frames: bool, version: int) -> Publication:
         """Return the publication to send. The caller releases it."""
-        return self._take_retained() or await self._model.publisher.acquire(version, as_frames)
-
-    def _take_retained(self) -> Publication | None:
         retained, self._retained = self._retained, None
-        return retained
+        return retained or await self._model.publisher.acquire(version, as_frames)
 
     async def _write(self, header: pb.ServerMessage, pieces: Sequence[memoryview]) -> None:
         """Send a payload that only this worker gets. Each frame is a copy."""

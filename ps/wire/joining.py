@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 
 import grpc.aio
 
 from ...common.codecs.base import Codec
+from ...common.combinations import Choices
+from ...common.combinations import refusal as excluded
 from ...common.config.schema import Config
-from ...common.errors import Reason, refusal, shown
+from ...common.errors import ParamServerError, Reason, UsageError, refusal, shown
+from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
@@ -22,7 +26,6 @@ from ..engine.engine import Engine
 from ..engine.peers import Peer
 from ..policies.base import Policy
 from ..tensors.model import names_of
-from .codecs import codec_named, unusable
 from .limits import JoinQueue
 from .partial_transfers import PartialTransfers
 from .port import Port
@@ -36,6 +39,33 @@ log = get_logger()
 _LARGE_MODEL_BYTES = 64 << 10
 _MAX_REASON = 300  # characters
 _MAX_CODECS = 32
+
+
+@cache
+def codec_named(name: str) -> Codec:
+    """Return the codec of this name, where "" is raw. Raises a BAD_REQUEST refusal for an unknown name."""
+    try:
+        codec: Codec = CODECS.load(name or "raw")()
+        return codec
+    except ParamServerError as error:
+        raise refusal(Reason.BAD_REQUEST, error.message, fix=error.fix) from None
+
+
+def unusable(run: Run, peer: Peer, codec: Codec) -> UsageError | None:
+    """Return the error if the mode or the optimizer excludes a codec for this worker's contributions, else None."""
+    assert peer.offer is not None
+    policy, optimizer = run.policy, peer.offer[1]
+    return excluded(
+        Choices(
+            mode=run.mode,
+            kind=policy.kind,
+            has_rounds=policy.has_rounds,
+            codec=codec.name,
+            reply_codec=peer.reply_codec.name if peer.reply_codec is not None else "raw",
+            fragments=policy.fragments,
+            optimizers=optimizer.each,
+        )
+    )
 
 
 class Joining:

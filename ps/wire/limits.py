@@ -24,14 +24,14 @@ class RateLimiter:
     """A token-bucket rate limit: `per_s` units per second, with bursts of the units of `burst_s` seconds."""
 
     def __init__(self, per_s: float, now: Callable[[], float] = time.monotonic, burst_s: float = 1.0) -> None:
-        self.s_per_unit = 1 / per_s
+        self._s_per_unit = 1 / per_s
         self._burst_s = burst_s
         self._now = now
         self._free_at = float("-inf")
 
     def consume(self, count: int) -> None:
         """Use `count` units, without waiting."""
-        self._free_at = max(self._free_at, self._now() - self._burst_s) + count * self.s_per_unit
+        self._free_at = max(self._free_at, self._now() - self._burst_s) + count * self._s_per_unit
 
     def wait_s(self) -> float:
         """Return the seconds until the caller may use more units."""
@@ -54,7 +54,7 @@ class LogThrottle:
         return num_suppressed
 
 
-class JoinQueue:
+class JoinQueue(RateLimiter):
     """Admits `per_s` joins per second, and as many at once. At most `limit` further joins wait in a queue.
 
     A worker that leaves the queue still uses its turn.
@@ -62,17 +62,17 @@ class JoinQueue:
 
     def __init__(self, per_s: float, limit: int, now: Callable[[], float] = time.monotonic) -> None:
         # A burst has `per_s` joins, because the delay is read before a join is counted.
-        self._limiter = RateLimiter(per_s, now, burst_s=max(0.0, 1.0 - 1 / per_s))
+        super().__init__(per_s, now, burst_s=max(0.0, 1.0 - 1 / per_s))
         self._limit = limit
 
     def reserve(self) -> float:
         """Enter the queue, and return the seconds until the turn. Raises a NOT_READY refusal if the queue is full."""
-        wait_s, s_per_unit = self._limiter.wait_s(), self._limiter.s_per_unit
-        if wait_s / s_per_unit > self._limit + 1e-3:  # the clock is rounded
-            rate = f"{1 / s_per_unit:g} joins in a second (limits.joins_per_s)"
+        wait_s = self.wait_s()
+        if wait_s / self._s_per_unit > self._limit + 1e-3:  # the clock is rounded
+            rate = f"{1 / self._s_per_unit:g} joins in a second (limits.joins_per_s)"
             problem = f"{self._limit} workers wait to join, at {rate}"
             raise refusal(Reason.NOT_READY, problem, fix="try again in a moment")
-        self._limiter.consume(1)
+        self.consume(1)
         return wait_s
 
 

@@ -28,7 +28,7 @@ from ..tensors.staging import Payload
 from ..tensors.store import Store
 from ..tensors.upload import Upload
 from .attachments import Attachments, StateAssembler
-from .codecs import codec_named, unusable
+from .joining import codec_named, unusable
 from .partial_transfers import PartialTransfers
 from .stream import Stream, StreamLost
 from .transports import Transport
@@ -103,7 +103,7 @@ class Receiver:
     ) -> None:
         self._stream, self._peer, self._transport, self._partials = stream, peer, transport, partials
         self._run, self._model, self._tensors = engine.run, engine.model, engine.tensors
-        self._folding, self._states = engine.folding, engine.states
+        self._folding = engine.folding
         self._max_state_bytes = engine.config.limits.state_bytes
         self._offer, self._now = engine.offer, engine.now
         position = partial(self._run.policy.upload_position, peer.rank)
@@ -255,11 +255,14 @@ class Receiver:
             raise refusal(Reason.BAD_REQUEST, f"{problem}: the newest is {policy.version}")
         if wrong := policy.wrong_counts(rank, contribution.counts, self._peer.is_relay):
             raise refusal(Reason.BAD_REQUEST, wrong)
-        model.check_hyperparameters(contribution.training.hyperparameters)
+        if (groups := contribution.training.hyperparameters) and not kind.worker_steps:  # else unchanged
+            assert model.optimizer is not None
+            model.optimizer.check_changes(groups)
         if contribution.first is not None:
             self._peer.traffic.work = contribution.first.work
         self._script_state.check_complete()
-        self._without = model.names_here(contribution.payload.without_gradient)
+        without = contribution.payload.without_gradient
+        self._without = model.names_here(without) if without else frozenset()
         self._peer.state = "uploading"
         return contribution
 
@@ -328,15 +331,14 @@ class Receiver:
             judgement = Judgement("reject", problem, "in every mode")
         elif rows:
             judgement = self._model.store.sanity.with_rows(judgement, [row.values for row in rows])
+        script, base = None, contribution.base
         if (position := contribution.position) is not None:
             fields = {name: value for name, value in asdict(position).items() if value is not None}
-            self._states.stage(contribution.id, fields, self._script_state.take())
-        base = contribution.base
-        if payload is not None:
+            script = fields, self._script_state.take()
+        if payload is not None or script is not None:
             # The reserved memory is still unused if the payload is in the worker's shared memory.
-            slot = self._memory.take_reserved()
-            staged = Staged(payload, self._without, rows, optimizer, slot)
-            self._folding.stage(contribution.id, staged)
+            slot = self._memory.take_reserved() if payload is not None else None
+            self._folding.stage(contribution.id, Staged(payload, self._without, rows, optimizer, slot, script))
         peer.base, peer.reference = base.version if base.has_all else None, base.reference
         peer.state = "waiting"  # before the offer, because the run may reply at once
         bytes_so_far = traffic.num_sent, traffic.num_received

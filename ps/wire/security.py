@@ -175,23 +175,21 @@ class Contexts:
 
     def current(self) -> ssl.SSLContext:
         """Return the newest context. Raises OSError if there is none yet and the files are not usable."""
+        security = self._security
+        assert security.cert is not None
         if self._context is None or self._rotation.has_changed():
             try:
-                read_pem(self._security)
-                self._context = self._made()
+                read_pem(security)
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(security.cert, security.key)
+                if security.mutual and security.ca is not None:
+                    context.load_verify_locations(security.ca)
+                    context.verify_mode = ssl.CERT_REQUIRED
+                self._context = context
             except (AuthError, OSError) as error:
                 if self._context is None:
                     raise OSError(str(error)) from None
         return self._context
-
-    def _made(self) -> ssl.SSLContext:
-        context, security = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._security
-        assert security.cert is not None
-        context.load_cert_chain(security.cert, security.key)
-        if security.mutual and security.ca is not None:
-            context.load_verify_locations(security.ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
 
 
 # ---- the token ----------------------------------------------------------------------------------
@@ -229,14 +227,12 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         status = refusal_to_status(refusal(Reason.UNAUTHENTICATED, message, fix=_GIVE_TOKEN))
 
         async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            self._report(context.peer(), message)
+            if (num_suppressed := self._throttle.num_suppressed()) is not None:
+                fields = {"reason": Reason.UNAUTHENTICATED, "message": message, "left_out": num_suppressed}
+                log.warning("refused", peer=context.peer(), **fields)
             await context.abort(*status)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
-
-    def _report(self, peer: str, message: str) -> None:
-        if (num_suppressed := self._throttle.num_suppressed()) is not None:
-            log.warning("refused", peer=peer, reason=Reason.UNAUTHENTICATED, message=message, left_out=num_suppressed)
 
 
 # ---- identity -------------------------------------------------------------------------------------

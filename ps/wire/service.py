@@ -23,7 +23,7 @@ from ...common.wire.json_text import to_json
 from ...common.wire.protocol import SERVICE, layout_to_proto, refusal_to_status
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
-from ..core.counting.sources import Traffic
+from ..core.counting.stats import Traffic
 from ..engine.engine import Engine
 from ..observe import reports
 from ..snapshots.store_state import optimizer_tensors
@@ -51,8 +51,7 @@ class ParameterServerService:
         self, engine: Engine, config: Config, attend: Attend | None = None, direct: Port | None = None
     ) -> None:
         self._engine, self._run, self._model = engine, engine.run, engine.model
-        self._tensors, self._best, self._traffic = engine.tensors, engine.best, engine.traffic
-        self._copies = engine.copies
+        self._tensors, self._copies, self._traffic = engine.tensors, engine.copies, engine.traffic
         self._config = config
         self._attend = attend or self._not_the_coordinator
         self._watch = Watchdog()
@@ -178,8 +177,8 @@ class ParameterServerService:
             engine.offer(events.CopyAsked(request.reader))
             version = self._run.policy.version
         with contextlib.suppress(TimeoutError):
-            await engine.until(lambda: self._best.get(version) is not None, _KEPT_S)
-        if (found := self._best.get(version)) is None:
+            await engine.until(lambda: self._copies.get(version) is not None, _KEPT_S)
+        if (found := self._copies.get(version)) is None:
             raise refusal(Reason.NOT_READY, f"version {version} is not kept", fix="request another version")
         return version, found
 
@@ -206,7 +205,9 @@ class ParameterServerService:
         return pb.RowsReply(rows=rows)
 
     async def _carry(self, stream: Stream, work: Awaitable[None]) -> None:
-        """Serve one call, and end it. `stream.refused` is the refusal, if the call ended with one."""
+        """Serve one call, and end it. `stream.refused` is the refusal, if the call ended with one.
+
+        An unexpected exception is logged in one line and ends this call only: the run continues."""
         try:
             await work
             await stream.flush()
@@ -230,7 +231,13 @@ class ParameterServerService:
             await refuse(stream, stream.refused or refusal(Reason.INTERNAL, "the server failed"), rank=stream.rank)
         except Exception as error:
             stream.refused = ParamServerError(f"the server failed on a message: {type(error).__name__}")
-            await _fail(stream, error)
+            frames = traceback.extract_tb(error.__traceback__)
+            traceback.clear_frames(error.__traceback__)
+            where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+            text = _loggable(f"{type(error).__name__}: {error}")
+            log.error("internal_error", rank=stream.rank, error=text, where=where)
+            message = f"the server failed on a message: {text[:_MAX_SHOWN]}"
+            await stream.abort(*refusal_to_status(refusal(Reason.INTERNAL, message)))
         finally:
             stream.close()
 
@@ -257,17 +264,6 @@ async def refuse(call: Stream | grpc.aio.ServicerContext, error: ParamServerErro
     reason = (error.reason or Reason.BAD_REQUEST).value
     log.warning("refused", **whom, reason=reason, message=_loggable(error.message))
     await call.abort(*refusal_to_status(error))
-
-
-async def _fail(stream: Stream, error: Exception) -> None:
-    """Log an unexpected exception in one line, and end this call. The run continues."""
-    frames = traceback.extract_tb(error.__traceback__)
-    traceback.clear_frames(error.__traceback__)
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    text = _loggable(f"{type(error).__name__}: {error}")
-    log.error("internal_error", rank=stream.rank, error=text, where=where)
-    message = f"the server failed on a message: {text[:_MAX_SHOWN]}"
-    await stream.abort(*refusal_to_status(refusal(Reason.INTERNAL, message)))
 
 
 def _loggable(text: str) -> str:

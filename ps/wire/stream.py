@@ -20,7 +20,7 @@ from ...common.config.schema import LimitsConfig
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.wire.checks import check_header
 from ...common.wire.direct import OutOfBand, to_buffers
-from ...common.wire.frames import CHUNK_BYTES, Frame, PayloadReader, out_of_band_frame, parse
+from ...common.wire.frames import CHUNK_BYTES, Frame, PayloadReader, parse
 from ...proto import parameter_server_pb2 as pb
 from .connection import Connection, is_large
 from .limits import RateLimiter, TimeBudget, Watchdog
@@ -292,10 +292,9 @@ class Stream:
         num_bytes, self._bytes_written = self._bytes_written, 0
         return num_bytes
 
-    async def write_out_of_band(self, start: int, end: int) -> None:
-        """Announce bytes of a payload that are in shared memory. They count as sent."""
-        self._bytes_written += end - start
-        await self.write(out_of_band_frame(start, end - start))
+    def count_out_of_band(self, num_bytes: int) -> None:
+        """Count bytes of a payload in shared memory as sent."""
+        self._bytes_written += num_bytes
 
     async def wait(self, result: Awaitable[Result], why: Callable[[], str]) -> Result:
         """Await `result`, and send the worker the reason for its wait every second."""

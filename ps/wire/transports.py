@@ -7,14 +7,14 @@ map. A contribution outside of messages has `in_shared_memory`, and each of its 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import ClassVar
 
 from ...common.codecs.base import Codec
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.wire.direct import OutOfBand, out_of_band_messages
-from ...common.wire.frames import frame, left_out_frame, payload_frames
+from ...common.wire.frames import frame, left_out_frame, out_of_band_frame, payload_frames
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.model import Model
@@ -27,10 +27,8 @@ log = get_logger()
 _PROBE_BYTES = 4096
 
 
-class Header(Protocol):
-    """Returns the message that announces a payload: its version, its size, and its segment, if it has one."""
-
-    def __call__(self, version: int, num_bytes: int, segment: pb.Segment | None) -> pb.ServerMessage: ...
+# Makes the message that announces a payload: of its version, its size, and its segment, if it has one.
+Header = Callable[[int, int, pb.Segment | None], pb.ServerMessage]
 
 
 class Transport:
@@ -100,22 +98,24 @@ class DirectTransport(Transport):
                 if is_left_out:
                     yield left_out_frame(start, end - start)
                 else:
-                    for message in out_of_band_messages([publication.segment.bytes[start:end]], start):
+                    for message in self._pieces(publication, start, end):
                         yield message
 
+    def _pieces(self, publication: Publication, start: int, end: int) -> Iterable[bytes | OutOfBand]:
+        """Return the messages of these bytes."""
+        return out_of_band_messages([publication.segment.bytes[start:end]], start)
 
-class SharedTransport(Transport):
+
+class SharedTransport(DirectTransport):
     """Uses shared memory: the worker's `segment` for contributions, and the weights' own memory for replies."""
 
     name = "shared memory"
-    as_frames = False
 
     def __init__(self, model: Model, stream: Stream, segment: Segment) -> None:
         super().__init__(model, stream)
         self.segment = segment
 
-    def carries(self, codec: Codec) -> bool:
-        return codec.is_identity
+    fetch = Transport.fetch
 
     def memory(self, num_bytes: int) -> Payload | None:
         return self.segment.payload[:num_bytes]
@@ -125,19 +125,18 @@ class SharedTransport(Transport):
         self.reading = publication
         stream, address = self.stream, publication.segment.address
         await stream.write(frame(header(publication.version, num_bytes, address)))
-        async for made in publication.progress():
-            for start, end, is_left_out in cut(*made, self.left_out):
-                if is_left_out:
-                    await stream.write(left_out_frame(start, end - start))
-                elif address is not None:
-                    await stream.write_out_of_band(start, end)
-                else:  # there was no shared memory for this version
-                    for raw in payload_frames([publication.segment.bytes[start:end]], offset=start):
-                        await stream.write(raw)
+        async for message in self._messages(publication):
+            await stream.write(message)
         if address is None:
             self.taken()  # without a segment, the worker sends no Taken
         else:
             stream.expect_taken()
+
+    def _pieces(self, publication: Publication, start: int, end: int) -> Iterable[bytes | OutOfBand]:
+        if publication.segment.address is None:  # there was no shared memory for this version
+            return payload_frames([publication.segment.bytes[start:end]], offset=start)
+        self.stream.count_out_of_band(end - start)
+        return [out_of_band_frame(start, end - start)]
 
 
 class Probe:

@@ -6,7 +6,7 @@ makes no decisions and reads no clock, so a run has the same events with and wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,12 +117,7 @@ class Learner:
         begin = private_segment(layout.total_bytes)
         begin.payload.copy_(copy_of(*first.transfer.gather_all()))
         self.model.begin(begin)
-        self._folding = folding = Folding(self.model, self._thread, policy.replies_before_commit)
-        self._folds: dict[type, Callable[[Any], object]] = {
-            effects.Keep: folding.keep, effects.Fold: folding.fold, effects.Discard: folding.discard,
-            effects.Commit: folding.commit,
-            effects.Fence: lambda fence: folding.fence(fence.rank, fence.incarnation),
-        }  # fmt: skip
+        self._folding = Folding(self.model, self._thread, policy.replies_before_commit)
         self._down = Down(config, self.model)
         self._first = first  # evaluated; all ranks of gradient modes compute on it
         weights = self._down.weights(0, is_start=True)
@@ -219,9 +214,15 @@ class Learner:
 
     def carry_out(self, effect: effects.Effect, now: float, num_steps: int) -> None:
         """Carry out an effect as `ps/engine` does. `num_steps`: of all workers, so far."""
-        if (fold := self._folds.get(type(effect))) is not None:
-            fold(effect)
-        if isinstance(effect, effects.Commit):
+        folding = self._folding
+        if isinstance(effect, effects.ContributionTaken):
+            folding.taken(effect)
+        elif isinstance(effect, effects.Fold):
+            folding.fold(effect)
+        elif isinstance(effect, effects.Fence):
+            folding.fence(effect.rank, effect.incarnation)
+        elif isinstance(effect, effects.Commit):
+            folding.commit(effect)
             total = self._num_workers * (self._config.run.steps or 1)
             if num_steps * _NUM_POINTS // total > self._num_steps * _NUM_POINTS // total:
                 self._num_steps = num_steps

@@ -14,7 +14,7 @@ from ...common.reporting.report import share, size
 from ...common.reporting.status import WorkerStatus
 from ...common.reporting.summary import Summary
 from ...common.wire.json_text import to_json
-from ...ps.core.counting.sources import Traffic, WorkerSource
+from ...ps.core.counting.stats import Traffic, WorkerSource
 from ..run.simulation import Simulation
 from ..run.tally import CAUSES
 

@@ -82,7 +82,6 @@ class Simulation:
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
             effects.Fold: lambda fold: self._server.fold(self.workers[fold.id.rank]),
-            effects.Discard: lambda discard: self._server.release(self.workers[discard.id.rank]),
             effects.Commit: self._commit,
             effects.SendReply: self._reply,
             effects.ContributionTaken: self._taken,
@@ -292,6 +291,8 @@ class Simulation:
     def _taken(self, taken: effects.ContributionTaken) -> None:
         rank, _, number = taken.contribution.id
         tally = self.tally
+        if not taken.is_kept:
+            self._server.release(self.workers[rank])
         if taken.outcome == "accepted":
             tally.num_steps += taken.contribution.counts.num_steps
             if tally.num_steps >= self._sampled_at:

@@ -16,7 +16,7 @@ from paramserver.common.registry import MODES
 from paramserver.common.wire.records import Contribution
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Common, Discard, Fold, Outcome, Policy, Refuse, Reply
-from paramserver.ps.policies.shared.decisions import Accept, Wait
+from paramserver.ps.policies.shared.decisions import Wait
 
 from ..records import contribution_of, generation_of
 
@@ -107,6 +107,13 @@ class ModelStore:
             match decision:
                 case Fold(rank, weight):
                     assert rank in self.staged, f"fold of rank {rank}, which has nothing staged"
+                    if rank in self.undecided:
+                        self.undecided.remove(rank)
+                        self.accepted[self.staged[rank]] += 1
+                        self.live[rank].seq += 1
+                        self.count(rank, self.live[rank].num_granted)
+                        self.live[rank].counts_for_nothing = False
+                        accepted_now.add(rank)
                     assert not (discarded and rank == event_rank), "fold after discard"
                     contribution = self.staged.pop(rank)
                     assert self.accepted[contribution] == 1, f"{contribution} folded without being accepted"
@@ -119,13 +126,6 @@ class ModelStore:
                 case Wait(rank):
                     assert rank == event_rank and rank in self.staged
                     self.undecided.add(rank)
-                case Accept(rank):
-                    self.undecided.remove(rank)
-                    self.accepted[self.staged[rank]] += 1
-                    self.live[rank].seq += 1
-                    self.count(rank, self.live[rank].num_granted)
-                    self.live[rank].counts_for_nothing = False
-                    accepted_now.add(rank)
                 case Discard(rank):
                     assert rank == event_rank, "only the contribution of the event may be discarded"
                     assert rank in self.staged, f"discard of rank {rank}, which has nothing staged"

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from paramserver.common.registry import MODES
 from paramserver.common.wire.records import Row
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Commit, Discard, Refuse, Reply
-from paramserver.ps.policies.shared.decisions import Accept, Wait
+from paramserver.ps.policies.base import Commit, Discard, Fold, Refuse, Reply
+from paramserver.ps.policies.shared.decisions import Wait
 from paramserver.tests.drills.histories import Line
 
 from ..records import contribution_of
@@ -129,7 +129,7 @@ class Simulation:
     def perform(self, decisions: list[Any]) -> None:
         for decision in decisions:
             match decision:
-                case Accept(rank):
+                case Fold(rank) if rank in self.undecided:
                     noted = self.undecided.pop(rank)
                     self.write("accept", **noted, outcome="accepted")
                     self.contributed.add(rank)

@@ -18,7 +18,7 @@ import pytest
 
 from paramserver.tests.cluster import Cluster
 
-MAX_ON_PATH, MAX_FILES, MAX_CALLS = 40, 80, 235  # calls: those from another file of the project
+MAX_ON_PATH, MAX_FILES, MAX_CALLS = 39, 80, 235  # calls: those from another file of the project
 STEPS = 12
 
 

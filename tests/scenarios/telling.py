@@ -217,12 +217,13 @@ def _words(effect: effects.Effect) -> str:
             return f"ask w{rank} for weights"
         case effects.Begin(rank):
             return f"begin with the weights of w{rank}"
-        case effects.Keep(identity):
-            return f"keep {_contribution(identity)}"
+        case effects.ContributionTaken(contribution):
+            how = "keep" if effect.is_kept else "discard"
+            return f"{how} {_contribution(contribution.id)}" + (
+                ", which counts" if effect.counts > effect.is_kept else ""
+            )
         case effects.Fold(identity, weight, scale):
             return f"fold {_contribution(identity)}{f'*{weight:g}' if weight != 1 else ''}" + _scaled(scale)
-        case effects.Discard(identity, is_counted):
-            return f"discard {_contribution(identity)}" + (", which counts" if is_counted else "")
         case effects.Fence(rank, incarnation):
             return f"fence w{rank}.{incarnation}"
         case effects.Commit():

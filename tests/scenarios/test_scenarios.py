@@ -32,7 +32,7 @@ import yaml
 from paramserver.common.registry import MODES
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Discard, Fold, Outcome, Policy, Refuse, Reply, names
-from paramserver.ps.policies.shared.decisions import Accept, Wait
+from paramserver.ps.policies.shared.decisions import Wait
 
 from ..records import contribution_of, generation_of
 
@@ -105,7 +105,7 @@ class Teller:
                     replies.setdefault(self._going_on(replied) + _NAMES[outcome], []).append(replied)
                 case Refuse(refused, kind, reason):
                     lines.append(f"refuse w{refused} {kind} ({reason})")
-                case Discard() | Wait() | Accept():
+                case Discard() | Wait():
                     pass  # the reply or refusal says so
         lines += [f"reply {', '.join(f'w{r}' for r in ranks)} {how}" for how, ranks in replies.items()]
         if rank is not None and (reason := self.policy.waiting(self.now).get(rank)) is not None:

@@ -1,1 +1,1 @@
-"""Parts of modes: decisions, gates, rounds, late gradients."""
+"""Parts of modes: decisions, counting, rounds, late gradients."""

@@ -21,7 +21,7 @@ class Outer:
 
 @dataclass(slots=True)
 class Fold:
-    """Add the counted contribution of `rank` to the open mean, with this weight."""
+    """Add the contribution of `rank` to the open mean, with this weight. If it waited, it counts now."""
 
     rank: int
     weight: float
@@ -36,14 +36,7 @@ class Discard:
 
 @dataclass(slots=True)
 class Wait:
-    """Decide later, by Accept or Discard, whether the staged contribution of `rank` counts."""
-
-    rank: int
-
-
-@dataclass(slots=True)
-class Accept:
-    """Count the contribution of `rank` that waited."""
+    """Decide later, by Fold or Discard, whether the staged contribution of `rank` counts."""
 
     rank: int
 
@@ -95,4 +88,4 @@ class Refuse:
     reason: str
 
 
-Decision = Fold | Discard | Wait | Accept | Commit | Reply | Refuse
+Decision = Fold | Discard | Wait | Commit | Reply | Refuse

@@ -1,6 +1,6 @@
 """Counts versions, and for each rank one row (`Row`): as counted, and as committed, for the policy and its snapshots.
 
-A row changes in two places. `_count_contribution` adds what a contribution says (of a region, `uncount` takes back
+A row changes in two places. `Policy._count` adds what a contribution says (of a region, `uncount` takes back
 the samples that the run above did not take), and `_commit` copies the rows of its ranks. A rank
 that is new begins at the training step of the slowest live rank, and one that missed a round goes on with the others.
 A training step is one `step()` of a rank; with local steps a contribution has several of them, and in a model that is
@@ -38,6 +38,7 @@ class Ledger(Traits):
         self.is_stopping = False  # no worker begins another contribution
         self.committed_by: tuple[int, ...] | None = None  # members at the newest commit; None: they have changed
         self._ranks: list[int] = []  # of the members, ascending
+        self._momentum_among = 1  # workers whose lateness replaces a part of the momentum (`shared/late.py`)
         self._standing = Standing[int]()  # the live ranks in the order of their training steps
 
     # ---- questions ------------------------------------------------------------------------
@@ -145,16 +146,6 @@ class Ledger(Traits):
             self.rows[rank] = self.committed[rank] = NO_ROW.at(self.row(other))
         self._standing.add(rank, self.steps_done(rank))
 
-    def _count_contribution(self, rank: int, counts: Counts) -> None:
-        before = self.rows[rank]
-        self.rows[rank] = row = before.plus(counts)
-        if counts.part:
-            self.is_parted = True
-            if not counts.continues_step:
-                self.num_parts = max(self.num_parts, before.part)
-        if not self.has_rounds:
-            self._standing.move(rank, before.steps, row.steps)
-
     def uncount(self, rank: int, num_samples: int) -> None:
         """The run above did not take the rank's newest contribution: its samples count for nothing."""
         for rows in (self.rows, self.committed):
@@ -172,7 +163,7 @@ class Ledger(Traits):
         else:
             for rank in ranks:
                 committed[rank] = rows[rank]
-        return Commit(ranks, reason, scales, self._momentum_among())
+        return Commit(ranks, reason, scales, self._momentum_among)
 
     def _close_round(self, ranks: tuple[int, ...]) -> None:
         """Ranks that missed the round go on where it has led, after as many of their own batches."""
@@ -186,7 +177,3 @@ class Ledger(Traits):
         for rank in self.members:
             self._standing.move(rank, committed[rank].steps, rows[rank].steps)
         committed.update(rows)
-
-    def _momentum_among(self) -> int:
-        """Workers whose lateness replaces a part of the optimizer's momentum (`shared/late.py`); 1: none."""
-        return 1

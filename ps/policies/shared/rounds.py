@@ -103,7 +103,7 @@ class RoundPolicy(Policy):
         self._count(member, counts)
         self._part = counts.part
         self._weights[member.rank] = self._weight(contribution)
-        self._is_missing_no_more(member.rank)
+        del self._missing[bisect_left(self._missing, member.rank)]
         if self._opened_at is None:
             self._opened_at = now
         if self.has_fixed_set and member.rank not in self._as_they_come:
@@ -132,7 +132,7 @@ class RoundPolicy(Policy):
         if rank in self._late:
             self._late.remove(rank)
             return []
-        self._is_missing_no_more(rank)
+        del self._missing[bisect_left(self._missing, rank)]
         if rank in self._as_they_come:
             self._as_they_come.remove(rank)
         elif self.has_fixed_set and rank not in self.finished_ranks:
@@ -150,9 +150,6 @@ class RoundPolicy(Policy):
             return False
         is_behind_them = position == len(self._order) or not self.has_started
         return is_behind_them or most is None or position - first >= most or len(self._order) - first < most
-
-    def _is_missing_no_more(self, rank: int) -> None:
-        del self._missing[bisect_left(self._missing, rank)]
 
     def _fold_next(self) -> list[Decision]:
         """Returns folds of the contributions that the order of a fixed set allows."""
@@ -230,7 +227,7 @@ class RoundPolicy(Policy):
         if self._deadline is not None:
             self._deadline.begins(self._weights, len(self.members), now)
         self._weights, self._opened_at = {}, None
-        self.has_fixed_set = self._has_fixed_set()
+        self.has_fixed_set = self.has_fixed_set or self._has_fixed_set()
         return [*rest, commit]
 
     def _gate(self, member: Member, now: float) -> Closed | None:

@@ -89,13 +89,9 @@ class Publication:
         self._encoder: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
-    def begin(self, version: int) -> None:
-        """Become the publication of the next version, in the same memory: nobody has any part of this one."""
-        self.version, self.ready = version, 0
-
     @property
     def is_unused(self) -> bool:
-        """It is made, and nobody reads it or has frames of it."""
+        """It is made, and nobody reads it or has frames of it. The next version may use its memory."""
         return self.ready == self.num_bytes and not (self.num_users or self.num_readers or self._encoder)
 
     def made(self, num_bytes: int) -> None:
@@ -186,7 +182,7 @@ class Publisher:
         """Return the publication of a new commit. It reuses its predecessor's memory unless that is being read."""
         old = self.latest
         if old.is_unused:  # as after every reply of a small model
-            old.begin(version)
+            old.version, old.ready = version, 0
             return old
         if old.num_readers == 0:
             segment, old.owns_segment = old.segment, False

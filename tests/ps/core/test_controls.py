@@ -227,8 +227,8 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
                 busy.add(effect.rank)
             elif isinstance(effect, effects.Commit):
                 committed += effect.contributions
-            elif isinstance(effect, effects.Keep):
-                kept.append(effect.id)
+            elif isinstance(effect, effects.ContributionTaken) and effect.is_kept:
+                kept.append(effect.contribution.id)
     assert len(set(committed)) == len(committed) and set(committed) <= set(kept)
     idle = set(run.policy.members) - busy - run.policy.paused
     if idle and not run.policy.paused:

@@ -7,8 +7,7 @@ import pytest
 from paramserver.common.tensors.judgement import Judgement
 from paramserver.common.wire.records import Row
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.counting.sources import Traffic, WorkerSource
-from paramserver.ps.core.counting.stats import WorkerStats
+from paramserver.ps.core.counting.stats import Traffic, WorkerSource, WorkerStats
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of

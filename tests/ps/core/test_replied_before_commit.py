@@ -58,7 +58,7 @@ disconnect w0           -> fence w0.2; (away)
 contribute w1 s1        -> keep w1#1; fold w1#1; reply w1 v0
 contribute w1 s2        -> keep w1#2; fold w1#2; commit v1 [w0#1 w1#1 w1#2]; reply w1 v1
 resume w0               -> refuse w0.2: REPLACED; fence w0.2; seat w0.3 again at s1
-repeat w0 s1            -> reply w0 REPEATED v1
+repeat w0 s1            -> discard w0#1; reply w0 REPEATED v1
 contribute w0 s2        -> keep w0#2; fold w0#2; reply w0 v1
 """)
 
@@ -77,7 +77,7 @@ contribute w0 s2        -> keep w0#2; fold w0#2; commit v1 [w0#1 w1#1 w0#2]; rep
 
 def test_one_that_is_skipped_counts_and_is_not_folded() -> None:
     check("""\
-contribute w0 s1 skip   -> (skipped); discard w0#1, which counts; reply w0 REJECTED v0
+contribute w0 s1 skip   -> discard w0#1, which counts; (skipped); reply w0 REJECTED v0
 contribute w0 s2        -> keep w0#2; fold w0#2; reply w0 v0
 contribute w1 s1        -> keep w1#1; fold w1#1; commit v1 [w0#2 w1#1]; reply w1 v1
 """)
@@ -91,7 +91,7 @@ def test_scales_are_those_of_each_contribution_also_of_several_of_one_rank() -> 
 contribute w0 s1        -> keep w0#1; fold w0#1; reply w0 v0
 contribute w1 s1        -> keep w1#1; fold w1#1; reply w1 v0
 contribute w0 s2 x2     -> keep w0#2; fold w0#2*2; commit v1 [w0#1 w1#1 w0#2] scaled 0.541667; reply w0 v1
-contribute w0 s3 skip   -> (skipped); discard w0#3, which counts; reply w0 REJECTED v1
+contribute w0 s3 skip   -> discard w0#3, which counts; (skipped); reply w0 REJECTED v1
 contribute w0 s4        -> keep w0#4; fold w0#4; reply w0 v1
 contribute w0 s5        -> keep w0#5; fold w0#5; commit v2 [w0#4 w0#5] scaled 0.416667; reply w0 v2
 """,

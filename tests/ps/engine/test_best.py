@@ -15,7 +15,6 @@ from structlog.testing import capture_logs
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import OutputError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.ps.engine.best import Best
 from paramserver.ps.engine.copies import Copies
 from paramserver.ps.tensors.thread import TensorThread
 
@@ -39,12 +38,12 @@ class Weights:
         return self.store.version, torch.full((2,), float(self.store.version)).view(torch.uint8)
 
 
-def best_of(folder: Path, shard: int = 0, is_kept: bool = True) -> tuple[Best, Any]:
+def best_of(folder: Path, shard: int = 0, is_kept: bool = True) -> tuple[Copies, Any]:
     server = {"shards": 2, "shard": shard, "coordinator": "127.0.0.1:1"}
     config = Config.model_validate({"server": server, "output": {"save": str(folder / "w.safetensors")}})
     model: Any = Weights()
     tensors = TensorThread(lambda error: None)
-    return Best(config, is_kept, model, tensors, Copies(model, tensors, lambda: None)), model
+    return Copies(config, is_kept, model, tensors, lambda: None), model
 
 
 @on_a_loop
@@ -62,7 +61,7 @@ async def test_the_coordinator_writes_what_it_gathers_of_the_best_version(tmp_pa
         best.keep(version)
         model.store.version = 9  # the run goes on
         best.evaluated(version, is_best)
-        await best.written()
+        await best.best_written()
     found = load_file(tmp_path / "best.safetensors")
     assert asked == [1, 3] and found.keys() == {"w", "other"} and found["w"].tolist() == [3, 3]
 
@@ -89,7 +88,7 @@ async def test_versions_under_way_are_few_and_nothing_stays_where_no_best_is_kep
     assert [best.get(version) is not None for version in (1, 2, 3)] == [False, True, True]
     best.evaluated(2, is_best=True)
     assert best.get(2) is None
-    await best.written()
+    await best.best_written()
     assert not (tmp_path / "best.safetensors").exists()
 
 
@@ -104,7 +103,7 @@ async def test_a_shard_that_does_not_give_its_part_costs_the_file_and_not_the_ru
     best.gather = gather
     best.keep(0)
     best.evaluated(0, is_best=True)
-    await best.written()
+    await best.best_written()
     assert not (tmp_path / "best.safetensors").exists()
 
 
@@ -123,7 +122,7 @@ async def test_who_goes_back_does_not_wait_for_the_part_of_a_shard_that_is_lost(
         model.store.version = version
         best.evaluated(version, is_best=True)
         await asyncio.sleep(0)
-    await asyncio.wait_for(best.written(is_cut_short=True), 5)
+    await asyncio.wait_for(best.best_written(is_cut_short=True), 5)
     assert begun == [1]
 
 
@@ -143,22 +142,21 @@ async def test_one_that_cannot_be_written_is_said_and_the_next_one_is_written(tm
             model.store.version = version
             best.keep(version)
             best.evaluated(version, is_best=True)
-            await best.written()
+            await best.best_written()
     assert [(line["event"], line.get("version")) for line in lines] == [("best_not_saved", 1), ("saved_best", 2)]
     assert load_file(tmp_path / "best.safetensors")["w"].tolist() == [2, 2]
 
 
 @on_a_loop
 async def test_holders_of_a_version_share_a_copy_until_the_last_one_releases_it(tmp_path: Path) -> None:
-    model: Any = Weights()
-    copies = Copies(model, TensorThread(lambda error: None), lambda: None)
+    copies, model = best_of(tmp_path)
     for reader, version in (("a", 1), ("b", 1), ("a", 2)):
         model.store.version = version
-        copies.keep_for_reader(version, reader)
+        copies.keep(version, reader)
     assert copies.get(1) is not None and copies.get(2) is not None and copies.num_readers_beside("a") == 1
     copies.release_reader("b")
     assert copies.get(1) is None and copies.num_readers_beside("a") == 0
-    copies.keep(2, "evaluation")
+    copies.keep(2)
     copies.release_reader("a")
     assert copies.get(2) is not None
     copies.release(2, "evaluation")

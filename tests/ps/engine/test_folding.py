@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.wire.records import ContributionId
+from paramserver.common.wire.records import Base, Contribution, ContributionId, Counts
 from paramserver.ps.core import effects
 from paramserver.ps.engine.folding import Folding, Staged
 from paramserver.ps.tensors.staging import StagingPool
@@ -56,7 +56,8 @@ def folded_from(
         payload.fill_(2)
     folding = Folding(model, TensorThread(failed), replies_before_commit)
     folding.stage(IDENTITY, Staged(payload))
-    folding.keep(effects.Keep(IDENTITY))
+    contribution = Contribution(IDENTITY, base=Base(0), counts=Counts(1, 1, 1))
+    folding.taken(effects.ContributionTaken(contribution, 0, "accepted", -1.0))
     folding.fold(effects.Fold(IDENTITY, 1.0, scale=scale))
     (folded,) = model.store.folded
     assert folded.tolist() == [2 * scale] * 4

@@ -56,7 +56,7 @@ async def test_a_lost_stream_gives_its_version_back(
     engine.states.at = lambda rank, seq: Kept(STATE, b"x" * 10)  # type: ignore[method-assign,assignment]
     peer = Peer(0, 1, reply_codec=CODECS.load(codec)() if codec else None)
     stream: Any = Breaking(at, error())
-    delivery = Delivery(stream, peer, model, engine.tensors, engine.folding, engine.states)
+    delivery = Delivery(engine, stream, peer)
     reply = Reply(Result(outcome, 0, 0), NextWork(1, 0))
     effect = effects.SendReply(rank=0, incarnation=1, reply=reply, has_weights=True)
     publication = model.publisher.hold(peer.as_frames(effect))

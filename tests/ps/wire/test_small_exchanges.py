@@ -16,7 +16,7 @@ from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core.effects import SendReply
 from paramserver.ps.engine.peers import Go, Item, Peer
 from paramserver.ps.wire.connection import Connection
-from paramserver.ps.wire.small import SmallExchanges
+from paramserver.ps.wire.conversation import SmallExchanges
 
 from ...records import contribution_proto, reply_of
 

@@ -119,15 +119,13 @@ def test_what_is_kept_is_what_a_snapshot_may_need() -> None:
     """In a round that is open one contribution more counts than a version holds."""
     states = States()
     for number in range(1, 6):
-        states.stage(ContributionId(0, 1, number), {"step": number - 1}, b"%d" % number if number % 2 else None)
-        states.counted(ContributionId(0, 1, number), num_committed=number - 1)
+        staged = {"step": number - 1}, b"%d" % number if number % 2 else None
+        states.counted(ContributionId(0, 1, number), staged, num_committed=number - 1)
         assert len(states._of_rank[0]) <= 2
     assert states.saved({0: 4, 1: 3}) == {0: ({"step": 3}, b"3")}
     assert states.at(0, 5) == ({"step": 4}, b"5")
     restored = States()
     restored.restore({0: Row(4)}, {"0": {"step": 3}}, {0: b"3", 2: b"of a place that is not known"})
     assert restored.saved({0: 4, 2: 9}) == {0: ({"step": 3}, b"3")}
-    restored.stage(ContributionId(0, 2, 5), {"step": 4}, None)
-    restored.fence(0, 2)
-    restored.counted(ContributionId(0, 3, 5), 5)
+    restored.counted(ContributionId(0, 3, 5), None, 5)
     assert restored.at(0, 5) is None

@@ -165,12 +165,13 @@ def check(shards: Shards) -> None:
     shards.check()
     assert len({shard.run.digest() for shard in shards.shards}) == 1
     done = [effect for _, found in shards.shards[0].applied for effect in found]
-    kept = Counter(effect.id for effect in done if isinstance(effect, effects.Keep))
+    taken = [effect for effect in done if isinstance(effect, effects.ContributionTaken) and effect.counts]
+    kept = Counter(effect.contribution.id for effect in taken if effect.is_kept)
     folded = Counter(effect.id for effect in done if isinstance(effect, effects.Fold))
     committed = Counter(
         contribution for effect in done if isinstance(effect, effects.Commit) for contribution in effect.contributions
     )
-    empty = [effect.id for effect in done if isinstance(effect, effects.Discard) and effect.is_counted]
+    empty = [effect.contribution.id for effect in taken if not effect.is_kept]
     assert kept == folded == committed and max(kept.values(), default=1) == 1
     for rank in range(NUM_WORKERS):
         numbers = sorted(snapshot.seq for snapshot in [*kept, *empty] if snapshot.rank == rank)
