@@ -237,10 +237,8 @@ def _train_settings(settings: dict[str, Any]) -> TrainConfig:
         problems = "; ".join(
             f"train.{shown('.'.join(map(str, item['loc'])))}: {item['msg']}" for item in error.errors()[:5]
         )
-        raise UsageError(
-            f"the server's train settings are unknown to this worker ({problems})",
-            fix="install the same version of paramserver on both",
-        ) from None
+        message = f"the server's train settings are unknown to this worker ({problems})"
+        raise UsageError(message, fix="install the same version of paramserver on both") from None
 
 
 def _whole_numbers(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +29,7 @@ class NoAttributeError(UsageError, AttributeError):
     """An attribute that the optimizer of a session does not have. So `hasattr` works."""
 
 
-class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
+class ServerState(MutableMapping[torch.Tensor, Mapping[str, Any]]):
     """The state of the server's optimizer, fetched when the script reads it. A script cannot change it."""
 
     def __init__(self, parameters: list[torch.Tensor], steps: Steps) -> None:
@@ -70,6 +70,9 @@ class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
         known = self[parameter]
         if known.keys() != state.keys() or not all(_is_equal(state[key], value) for key, value in known.items()):
             raise _state_is_the_servers()
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        raise _state_is_the_servers()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._fetch())
@@ -238,10 +241,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             table.is_used for table in self._steps.tables
         )
         if not (has_any or self._steps.has_stepped):
-            raise UsageError(
-                "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step",
-                fix="call it between backward() and step(), in every step",
-            )
+            message = "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step"
+            raise UsageError(message, fix="call it between backward() and step(), in every step")
         self._clip_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
         if self._is_stepping:  # inside the closure of a local step
             self._clip_here()
