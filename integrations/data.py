@@ -23,10 +23,8 @@ PLACE = "paramserver"
 def num_ranks(session: Session) -> int:
     """Returns the number of workers that share the data. Raises UsageError if it is not configured."""
     if not session.settings.num_workers:
-        raise UsageError(
-            "a trainer divides its data before it begins, and the server takes any number of workers",
-            fix="ps-server --workers N",
-        )
+        message = "a trainer divides its data before it begins, and the server takes any number of workers"
+        raise UsageError(message, fix="ps-server --workers N")
     return session.settings.num_workers
 
 

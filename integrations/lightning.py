@@ -73,10 +73,8 @@ class ParameterServerStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         made = super().optimizers
         if len(made) != 1:
-            raise UsageError(
-                f"configure_optimizers() returned {len(made)} optimizers: a run has one",
-                fix="put all parameters into groups of one optimizer",
-            )
+            message = f"configure_optimizers() returned {len(made)} optimizers: a run has one"
+            raise UsageError(message, fix="put all parameters into groups of one optimizer")
         assert self.session is not None and self.lightning_module is not None
         self.optimizers = [self.session.optimizer(self.lightning_module, made[0])]
         if trainer.gradient_clip_val:

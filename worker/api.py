@@ -35,6 +35,7 @@ _OF_SERVERS = (
     "checkpoint.", "limits.", "output.history", "output.save", "output.summary", "output.track", "policy.", "run.mode",
     "run.workers", "server.metrics", "server.web", "store.polyak", "upstream.", "worker.codec", "worker.reply_codec",
 )  # fmt: skip
+_newest: dict[str, RemoteSession] = {}  # of this process, by server
 
 
 def connect(address: str | None = None, rank: int | None = None) -> Session:
@@ -63,10 +64,15 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     if not worker.evaluate:
         if (parent := parent_of(worker.rank, worker.server)) is not None:
             return cast("Session", ParentsSession(parent))
+        if (earlier := _newest.get(worker.server)) is not None and earlier.is_open:
+            message = "a second connect() to one server, while this process has an open session: a run trains one model"
+            raise UsageError(message, fix="start a job for each model; or session.close() first, to join the run again")
         mark(worker.rank, worker.server)
     if sys.excepthook is _explain:
         get_logger().routine("connecting")  # ps-launch: from here on an uncaught exception is reported as one
     session = open_session(resolved.config)
+    if isinstance(session, RemoteSession):
+        _newest[worker.server] = session
     session.work.set_script(sys.argv)
     return session
 

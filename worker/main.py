@@ -63,10 +63,8 @@ def work(
     if resolved.config.worker.evaluate:
         alone = [name for name in alone if name != "--eval-every"]
     if alone and resolved.config.worker.server != "none":
-        raise UsageError(
-            f"{', '.join(alone)}: with a server, this is an option of ps-server",
-            fix=f"ps-server {alone[0]} ..., or train alone with --server none",
-        )
+        message = f"{', '.join(alone)}: with a server, this is an option of ps-server"
+        raise UsageError(message, fix=f"ps-server {alone[0]} ..., or train alone with --server none")
     # Before torch is loaded and the server is contacted.
     check_device(resolved.config.worker.device)
     task = resolved.config.task
@@ -177,10 +175,8 @@ def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> 
     if resolved.was_set("task.name"):
         return load_task(task.name, task.args, seed=settings.seed, device=device)
     if not settings.task:
-        raise UsageError(
-            "the run's task is a file, and a worker never takes a file from a server",
-            fix="give --task FILE.py:NAME to this worker",
-        )
+        message = "the run's task is a file, and a worker never takes a file from a server"
+        raise UsageError(message, fix="give --task FILE.py:NAME to this worker")
     return load_named_by_server(settings.task, settings.task_args or {}, task.args, seed=settings.seed, device=device)
 
 

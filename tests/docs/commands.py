@@ -68,9 +68,8 @@ def check(simple: Simple) -> str | None:
             raise UsageError(f"the Makefile has no {wrong[0]}")
         return None
     if argv[0] == "python" and len(argv) > 1:
-        is_there = (
-            importlib.util.find_spec(argv[2]) is not None if argv[1] == "-m" else os.path.exists(argv[1])
-        )  # here, in the folder that a page's commands are told for
+        # here, in the folder that a page's commands are told for
+        is_there = importlib.util.find_spec(argv[2]) is not None if argv[1] == "-m" else os.path.exists(argv[1])
         if not is_there:
             raise UsageError(f"there is no {argv[2] if argv[1] == '-m' else argv[1]}")
         return None

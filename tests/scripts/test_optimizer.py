@@ -46,10 +46,18 @@ TOLD = {
     "frozen": "none of its 2 tensors is a parameter with requires_grad",
     "shared": "parameter 'a.0.weight' is in two parameter groups",
     "parts": "takes NAME=(model, optimizer) for each part",
+    "list": "the model is a list, not a torch.nn.Module",
+    "class": "<class 'torch.optim.adam.Adam'> is not an optimizer",
+    "finish": "session.finish() before session.optimizer()",
+    "connect": "a second connect() to one server, while this process has an open session",
+    "batch size": "session.shard(batch_size=0): a whole number of at least 1 is expected",
+    "loss": "session.record(loss=...) is a str, and a metric is one number",
+    "after finish": "session.shard(), epochs() or state() after session.finish()",
+    "clear": "the state of the optimizer was changed",
     "namesake": "optimizer __main__.Adam is not torch.optim.Adam, which the server would step",
     "max_norm": "embedding '1' has a max_norm",
     "lazy": "'0.weight' of a lazy module has no shape yet",
-    "second": "session.optimizers(generator=",
+    "second": "change requires_grad and its groups' lr",
     "second of parts": "session.optimizers(generator=",
     "inner": "step the returned optimizer",
     "group": "parameter groups are fixed",
@@ -69,9 +77,8 @@ def test_each_mistake_gets_its_sentence_and_harms_nothing(cluster: Cluster):
     for name, words in TOLD.items():
         assert words in event.get(name, "nothing"), name
     assert len(script.events("optimizer_state_not_loaded")) == 1, "of another run's, once"
-    assert (
-        "lr_scheduler.step()" not in script.output
-    )  # torch's warning: nobody has stepped the optimizer it was made for
+    # torch's warning: nobody has stepped the optimizer it was made for
+    assert "lr_scheduler.step()" not in script.output
     assert server.event("summary")["workers"][0]["training_steps"] == 8
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,11 @@ def alone(**run: int) -> AloneSession:
     return AloneSession(Config(run=RunConfig(**run)))
 
 
+def trained(**run: int) -> tuple[AloneSession, torch.nn.Module, Any]:
+    session, model = alone(**run), torch.nn.Linear(2, 1)
+    return session, model, session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def epochs(session: AloneSession, stop_at: int | None = None, accumulate: int = 1, **shard: int) -> list[int]:
     """Batches of three loops over 8 samples in batches of 2; the session is stopped at one of them."""
     model = torch.nn.Linear(2, 1)
@@ -29,8 +35,7 @@ def epochs(session: AloneSession, stop_at: int | None = None, accumulate: int = 
     counts = []
     for _ in range(3):
         counts.append(0)
-        data = TensorDataset(torch.ones(8, 2))
-        for (x,) in session.shard(data, batch_size=2, accumulate=accumulate, **shard):
+        for (x,) in session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2, accumulate=accumulate, **shard):
             model(x).sum().backward()
             counts[-1] += 1
             if counts[-1] % accumulate == 0:
@@ -50,13 +55,11 @@ def test_where_nobody_has_set_a_length_the_script_s_loop_decides(accumulate: int
 
 
 def test_one_loop_may_be_several_epochs() -> None:
-    session = alone()
-    assert epochs(session, epochs=3) == [12, 12, 12]
+    assert epochs(alone(), epochs=3) == [12, 12, 12]
 
 
 def test_a_loader_made_once_is_an_epoch_each_time() -> None:
-    session, model = alone(), torch.nn.Linear(2, 1)
-    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    session, model, optimizer = trained()
     batches, counts = session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2), []
     for _ in range(3):
         assert len(batches) == 4
@@ -78,14 +81,12 @@ def test_epochs_of_the_run_count_batches_and_its_length_training_steps(accumulat
 
 
 def test_steps_of_the_run_are_training_steps() -> None:
-    session = alone(steps=3)
-    assert epochs(session, accumulate=2) == [4, 2, 0]
+    assert epochs(alone(steps=3), accumulate=2) == [4, 2, 0]
 
 
 def test_a_run_that_cuts_a_script_short_says_so_at_the_start() -> None:
-    session = alone(steps=5)
     with capture_logs() as logs:
-        assert epochs(session, epochs=3) == [5, 0, 0]
+        assert epochs(alone(steps=5), epochs=3) == [5, 0, 0]
     assert logs[0]["event"] == "cut_short"
     assert "ends after 5 training steps (run.steps); this script's loop has 12" in logs[0]["reason"]
 
@@ -101,20 +102,17 @@ def test_loops_that_end_before_the_run_say_what_to_write() -> None:
     assert "epochs=None" in line["fix"] and "--steps 12" in line["fix"]
 
 
-def test_a_number_of_samples_that_the_script_says_replaces_that_of_its_batches() -> None:
-    session, model = alone(), torch.nn.Linear(2, 1)
-    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def test_a_number_of_samples_that_the_script_says_replaces_that_of_its_batches(recwarn) -> None:
+    session, model, optimizer = trained()
     for number, (x,) in enumerate(session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2)):
-        model(x).sum().backward()
-        if number:
-            session.record(num_samples=100)
+        (loss := model(x).sum()).backward()
+        session.record(loss=loss, num_samples=100 * bool(number))
         optimizer.step()
-    assert session.alone.row.samples == 302
+    assert (session.alone.row.samples, type(session.alone.loss), len(recwarn)) == (302, float, 0)
 
 
 def test_epochs_of_a_script_s_own_loader_are_refused() -> None:
-    session, model = alone(epochs=2), torch.nn.Linear(2, 1)
-    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    _, model, optimizer = trained(epochs=2)
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(UsageError, match=r"run\.epochs is 2"):
         optimizer.step()
@@ -128,12 +126,13 @@ def test_one_that_is_stopped_says_no_more() -> None:
 
 
 def test_a_step_after_the_end_and_a_second_optimizer_are_refused_as_with_a_server() -> None:
-    session, model = alone(steps=2), torch.nn.Linear(2, 1)
-    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    session, model, optimizer = trained(steps=2)
     with pytest.raises(UsageError, match="a second session"):
         session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(2):
-        optimizer.step()
+    optimizer.step()  # as for a scheduler
+    with pytest.raises(UsageError, match="after a step\\(\\) without it: it would skip a batch for each such step"):
+        session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2)
+    optimizer.step()
     with pytest.raises(UsageError, match="step\\(\\) after the end of the run, which has 2 training steps"):
         optimizer.step()
 
@@ -197,8 +196,7 @@ def test_weights_that_have_overflowed_are_not_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_said", "known"), [(0, None), (5, 10)])
 def test_samples_that_nobody_said_are_unknown(num_said: int, known: int | None) -> None:
-    session, model = alone(steps=2), torch.nn.Linear(2, 1)
-    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    session, _, optimizer = trained(steps=2)
     assert session.alone.row.samples == 0
     for _ in range(2):
         session.record(loss=0.0, num_samples=num_said)
@@ -234,8 +232,7 @@ def test_clipping_counts_the_rows_of_tables_too() -> None:
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
 def test_a_norm_that_is_no_bound_is_a_mistake(max_norm: float) -> None:
-    model = torch.nn.Linear(2, 1)
-    optimizer = alone(steps=1).optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    *_, optimizer = trained(steps=1)
     with pytest.raises(UsageError, match="the norm must be above 0"):
         optimizer.clip_grad_norm(max_norm)
 

@@ -20,10 +20,8 @@ def worker_credentials(config: Config) -> Credentials:
     """
     security, addresses = config.security, config.worker.server
     if security.cert is not None and security.ca is None:
-        raise AuthError(
-            "security.cert is set without security.ca: the worker uses TLS only if it knows whom to trust",
-            fix="add --ca FILE: ca.crt of ps-certs init",
-        )
+        message = "security.cert is set without security.ca: the worker uses TLS only if it knows whom to trust"
+        raise AuthError(message, fix="add --ca FILE: ca.crt of ps-certs init")
     warn_of_readable_secrets(security)
     credentials = Credentials.read(security)
     is_here = all(is_loopback(split_address(address)[0]) for address in addresses.split(","))

@@ -170,15 +170,11 @@ def _folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise AuthError(
-            f"{folder}: {error.strerror}; the processes of a worker find each other there",
-            fix="set TMPDIR to a folder of your own",
-        ) from None
+        message = f"{folder}: {error.strerror}; the processes of a worker find each other there"
+        raise AuthError(message, fix="set TMPDIR to a folder of your own") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise AuthError(
-            f"{folder}, where the processes of a worker find each other, can be read or written by other users",
-            fix="remove it, or set TMPDIR to a folder of your own",
-        )
+        message = f"{folder}, where the processes of a worker find each other, can be read or written by other users"
+        raise AuthError(message, fix="remove it, or set TMPDIR to a folder of your own")
     return folder
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import OptimizerSpec
+from ...common.tensors.optimizers import IN_WORKERS, OptimizerSpec
 from ...common.wire.records import Position, Reply
 from ..conversation.messages import Begun, Final, Goodbye, Outgoing, Settings
 from ..session import Progress
@@ -176,7 +176,9 @@ class Strategy:
                 f"weights ({self._watch.names(changed)}) were changed between two steps, not by this optimizer: in "
                 f"mode {self.settings.mode} the server owns the weights, so the change would be lost",
                 fix="load or initialise weights before session.optimizer(), which uploads them; if a loop changes "
-                "weights temporarily (to evaluate an average, say), restore them before step()",
+                "weights temporarily (to evaluate an average, say), restore them before step(); an average that the "
+                "script keeps (a teacher) is a model of its own; to bound weights, bound them in forward(), or "
+                + IN_WORKERS,
             )
 
     def note(self) -> None:

@@ -253,18 +253,14 @@ def check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tensor
         )
     if tensor.dtype is not DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
         got = f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
-        raise UsageError(
-            f"the model has changed after session.optimizer(): the run trains {spec}, and it is {got} now",
-            fix="convert the model (.half(), .double(), .to(dtype)) before session.optimizer()",
-        )
+        message = f"the model has changed after session.optimizer(): the run trains {spec}, and it is {got} now"
+        raise UsageError(message, fix="convert the model (.half(), .double(), .to(dtype)) before session.optimizer()")
 
 
 def _describe(name: str, tensor: torch.Tensor, is_stepped: bool, is_statistic: bool) -> TensorSpec:
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-        raise UsageError(
-            f"'{name}' of a lazy module has no shape yet",
-            fix="run one batch through the model before session.optimizer()",
-        )
+        message = f"'{name}' of a lazy module has no shape yet"
+        raise UsageError(message, fix="run one batch through the model before session.optimizer()")
     dtype = _NAME_OF_DTYPE.get(tensor.dtype)
     if dtype is None:
         raise UsageError(f"tensor '{name}' is {tensor.dtype}; these can be exchanged: {', '.join(DTYPES)}")

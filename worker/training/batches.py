@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from hashlib import blake2b
+from operator import index
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -75,10 +76,8 @@ class Batches:
             counts_epochs = self._data.epoch is not None or self._data.length.epochs is not None
             check_stream(self._shares.dataset, counts_epochs, options)
         if self._stated.epochs is None and not (has_end or self._data.length.epochs or self._stated.ends_by_metrics):
-            raise UsageError(
-                "session.shard(epochs=None) goes on until the run ends, and the run has no length",
-                fix="--steps N or --epochs N; or session.shard(epochs=N)",
-            )
+            message = "session.shard(epochs=None) goes on until the run ends, and the run has no length"
+            raise UsageError(message, fix="--steps N or --epochs N; or session.shard(epochs=N)")
 
     # ---- lengths ------------------------------------------------------------------------------
 
@@ -189,10 +188,8 @@ class Batches:
         data, memory = self._data, self._memory
         _check_grad()
         if number != self._number:
-            raise UsageError(
-                "two loops over one session.shard() at once: the second began, and the first requests a batch",
-                fix="call session.shard() once for each of the loops",
-            )
+            message = "two loops over one session.shard() at once: the second began, and the first requests a batch"
+            raise UsageError(message, fix="call session.shard() once for each of the loops")
         while True:
             data.apply_start()
             if cursor.num_fill:
@@ -259,18 +256,16 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options for the DataLoader. Raises UsageError for options that `session.shard()` does not support."""
     if options.get("batch_sampler") is not None:
-        raise UsageError(
-            "session.shard() divides the data itself and cannot use a batch_sampler",
-            fix="give session.shard() batch_size=, drop_last= and sampler=",
-        )
+        message = "session.shard() divides the data itself and cannot use a batch_sampler"
+        raise UsageError(message, fix="give session.shard() batch_size=, drop_last= and sampler=")
     return {name: value for name, value in options.items() if name != "batch_sampler"}
 
 
 def check_count(name: str, num: int, least: int = 0) -> int:
     """Raises UsageError unless `num` is a whole number of at least `least`."""
-    if isinstance(num, bool) or not isinstance(num, int) or num < least:
+    if isinstance(num, bool) or not hasattr(num, "__index__") or (found := index(num)) < least:
         raise UsageError(f"session.shard({name}={num!r}): a whole number of at least {least} is expected")
-    return num
+    return found
 
 
 def _check_grad() -> None:

@@ -16,6 +16,7 @@ from ...common.reporting.log import get_logger
 from ..session import Progress
 from .position.data import DataPosition
 from .position.memory import Generators
+from .readings import number_of
 
 log = get_logger()
 
@@ -92,7 +93,7 @@ class Evaluation:
         if not isinstance(found, Mapping):
             message = f"the function of session.evaluate() returned {type(found).__name__}, not a dict of metrics"
             raise UsageError(message, fix="return {'loss': ..., 'accuracy': ...}")
-        return {str(name): float(value) for name, value in found.items()}
+        return {str(name): number_of(value, f"{name} of session.evaluate()") for name, value in found.items()}
 
 
 @contextmanager

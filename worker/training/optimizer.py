@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +28,7 @@ class NoAttributeError(UsageError, AttributeError):
     """An attribute that the optimizer of a session does not have. So `hasattr` works."""
 
 
-class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
+class ServerState(MutableMapping[torch.Tensor, Mapping[str, Any]]):
     """The state of the server's optimizer, fetched when the script reads it. A script cannot change it."""
 
     def __init__(self, parameters: list[torch.Tensor], steps: Steps) -> None:
@@ -69,6 +69,9 @@ class ServerState(Mapping[torch.Tensor, Mapping[str, Any]]):
         known = self[parameter]
         if known.keys() != state.keys() or not all(_is_equal(state[key], value) for key, value in known.items()):
             raise _state_is_the_servers()
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        raise _state_is_the_servers()
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._fetch())

@@ -141,10 +141,8 @@ class Once:
 
     def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
         if self._is_called or named or len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
-            raise UsageError(
-                "the loss function of a pipeline calls its model twice, or with other arguments than one tensor",
-                fix="call the model once with one tensor: loss_fn(model(inputs), target)",
-            )
+            message = "the loss function of a pipeline calls its model twice, or with other arguments than one tensor"
+            raise UsageError(message, fix="call the model once with one tensor: loss_fn(model(inputs), target)")
         self._is_called = True
         return self._run(inputs[0])
 

@@ -24,6 +24,16 @@ _LEAST_S = 1.0  # between two norms
 _SHARE = 200  # norms take at most this part of the time
 
 
+def number_of(value: Any, name: str) -> float:
+    """A number of the script, without its graph. Raises UsageError for a value that is no number."""
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"{name} is a {type(value).__name__}, and a metric is one number", fix="give it one number: float(...)"
+        ) from None
+
+
 class Readings:
     """The newest values. The training thread writes them, and the heartbeat's thread reads them."""
 
@@ -35,20 +45,13 @@ class Readings:
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Take the newest values of metrics that a script records. Raises UsageError for a value that is no number."""
         for name, value in metrics.items():
-            try:
-                number = float(value)
-            except (TypeError, ValueError, RuntimeError):
-                raise UsageError(
-                    f"session.record({name}=...) is a {type(value).__name__}, and a metric is one number",
-                    fix=f"session.record({name}=float(...))",
-                ) from None
             key = f"{RECORDED}{name}"
             if key not in self._recorded and (len(name) > _MOST_CHARACTERS or len(self._recorded) >= _MOST_RECORDED):
                 raise UsageError(
                     f"session.record({name[:_MOST_CHARACTERS]}=...) is one metric too many, or its name is too long",
                     fix=f"record at most {_MOST_RECORDED} metrics, with names of at most {_MOST_CHARACTERS} characters",
                 )
-            self._recorded[key] = number
+            self._recorded[key] = number_of(value, f"session.record({name}=...)")
 
     def note(self, values: Mapping[str, float]) -> None:
         """Take the newest values of metrics of the table (`common/reporting/metrics.py`)."""

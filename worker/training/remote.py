@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from .position.data import DataPosition
 from .position.memory import Memory
 from .position.restarted import Restarted
 from .position.steps import Steps
+from .readings import number_of
 from .rows import Pull
 from .session import Offer, Session
 from .slowdown import Slowdown
@@ -283,6 +285,7 @@ class RemoteSession(Session):
             raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
         if not hasattr(num_samples, "__index__") or (num_samples := operator.index(num_samples)) < 0:
             raise UsageError(f"session.record(num_samples={num_samples!r}): a whole number of at least 0 is expected")
+        loss = None if loss is None else number_of(loss, "session.record(loss=...)")
         self._steps.record(num_samples, loss)
         super().record(loss=loss, num_samples=num_samples, **metrics)
 
@@ -299,15 +302,18 @@ class RemoteSession(Session):
         self._owner.check()
         if self._progress.is_replaying and self._memory is not None:
             self._memory.replayed()
+        if self._steps is None:
+            if sys.exc_info()[0] is not None:  # in a `finally`: the error on its way says more
+                return False
+            raise UsageError("session.finish() before session.optimizer()", fix="call session.optimizer() first")
         if not self.is_done:
             self._say_early()
         final = self._wait_for_final()
         if final is None:
-            raise UnreachableError(
-                f"the server was lost and went back to step {self._progress.row.steps} after this loop had ended",
-                fix="start the script again: it resumes at that step (ps-launch does)",
-            )
+            message = f"the server was lost and went back to step {self._progress.row.steps} after this loop had ended"
+            raise UnreachableError(message, fix="start the script again: it resumes at that step (ps-launch does)")
         self._evaluate_last(final)
+        self._has_finished = True
         return final.evaluate
 
     def _evaluate_last(self, final: Final) -> None:
@@ -322,11 +328,15 @@ class RemoteSession(Session):
         self._exchange.pull_averaged(ModelTensors(whole))
         return True
 
+    @property
+    def is_open(self) -> bool:
+        return not self._is_closed and self._owner.is_here
+
     def close(self) -> None:
         self._close(Ending())
 
     def _close(self, ending: Ending) -> None:
-        if self._is_closed or not self._owner.is_here:
+        if not self.is_open:
             return
         self._is_closed = True
         unmark()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...common.combinations import Choices, check
 from ...common.config.schema import Config
-from ...common.errors import UsageError
+from ...common.errors import UsageError, shown
 from ...common.reporting.log import get_logger
 from ...common.reporting.pictures.notebook import Card, Losses, Shown
 from ...common.tensors.optimizers import Reduction, TableSpec
@@ -29,7 +29,7 @@ from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_
 from .position.data import DataPosition
 from .position.loaders import Source, source_of
 from .position.memory import Memory, stateful
-from .readings import Readings
+from .readings import Readings, number_of
 from .rows import Pull, Rows
 from .scaler import Scaling
 from .tasks.init import load_weights
@@ -49,6 +49,16 @@ class Offer(NamedTuple):
     reduction: Reduction
 
 
+def _check_part(model: object, optimizer: object) -> None:
+    """Raises UsageError unless these are a model and an optimizer."""
+    if not isinstance(model, nn.Module):
+        message = f"session.optimizer(model, optimizer): the model is a {type(model).__name__}, not a torch.nn.Module"
+        raise UsageError(message, fix="torch.nn.ModuleList([...]) of several; a module that has a tensor as Parameter")
+    if not hasattr(optimizer, "param_groups"):
+        message = f"session.optimizer(model, optimizer): {shown(str(optimizer))} is not an optimizer"
+        raise UsageError(message, fix="give it one optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1)")
+
+
 class Session:
     """What sessions of workers and of evaluators have in common."""
 
@@ -64,6 +74,7 @@ class Session:
         self.length = Length()
         self._choices = Choices(mode="", kind=None)  # what the run and this script chose so far
         self._tables: list[Rows] = []
+        self._has_finished = False  # the script has called `finish()`
         self._is_told = False  # whether the warning about no batches was logged
         self.evaluation = Evaluation()
         self._scaling = Scaling()
@@ -218,6 +229,7 @@ class Session:
         The returned optimizer has `clip_grad_norm(max_norm)`, which clips the combined gradient. Call it instead of
         `torch.nn.utils.clip_grad_norm_`, which would clip only this worker's gradient.
         """
+        _check_part(model, optimizer)
         return self._begin(Offer(model, [optimizer], averaged_buffers, reduction))[0]
 
     def optimizers(
@@ -238,6 +250,8 @@ class Session:
         """
         if not all(isinstance(part, tuple) and len(part) == 2 for part in parts.values()) or not parts:
             raise UsageError("session.optimizers() takes NAME=(model, optimizer) for each part")
+        for part in parts.values():
+            _check_part(*part)
         optimizers = [optimizer for _, optimizer in parts.values()]
         self._chooses(num_optimizers=len(optimizers))
         self._names = tuple(parts)
@@ -254,14 +268,13 @@ class Session:
         if self._data is not None:
             raise UsageError(
                 "a second session.optimizer(): a run gets its model and optimizers once",
-                fix="with several optimizers: session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer))",
+                fix="with several optimizers: session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer)); "
+                "to train in phases, give one optimizer all parameters, then change requires_grad and its groups' lr",
             )
         if reduction not in get_args(Reduction):
             words = " or ".join(map(repr, get_args(Reduction)))
-            raise UsageError(
-                f"session.optimizer(..., reduction={reduction!r}): use {words}",
-                fix="'sum' if the loss is a sum over its batch, else 'mean'",
-            )
+            message = f"session.optimizer(..., reduction={reduction!r}): use {words}"
+            raise UsageError(message, fix="'sum' if the loss is a sum over its batch, else 'mean'")
 
     def rows(
         self,
@@ -353,7 +366,8 @@ class Session:
         if epochs is not None and epochs > 1:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         source = source_of(Source(dataset, batch_size, shuffle, drop_last, sampler, loader_options))
-        size, seed = source.batch_size or self.settings.batch_size, self.settings.seed
+        settings, num = self.settings, source.batch_size
+        size = check_count("batch_size", settings.batch_size if num is None else num, 1)
         self.work.add_batch_size(size)
         if size % self._data_share[1]:
             raise UsageError(
@@ -361,7 +375,7 @@ class Session:
                 fix=f"a batch size that is a multiple of {self._data_share[1]}",
             )
         size //= self._data_share[1]
-        shares = Shares(source.dataset, size, seed, source.shuffle, pad, source.drop_last, source.sampler)
+        shares = Shares(source.dataset, size, settings.seed, source.shuffle, pad, source.drop_last, source.sampler)
         stated = Stated(accumulate, prefetch, epochs, self.settings.ends_by_metrics)
         end = (lambda: self.is_done), self.is_over
         position = data, self._memory
@@ -444,10 +458,11 @@ class Session:
         """This rank's position in the data. Raises UsageError before `optimizer()`."""
         self._owner.check()
         if self._data is None:
-            raise UsageError(
-                "session.shard(), epochs() or state() was called before session.optimizer()",
-                fix="call session.optimizer(model, ...) first: it gives this rank its position",
-            )
+            message = "session.shard(), epochs() or state() was called before session.optimizer()"
+            raise UsageError(message, fix="call session.optimizer(model, ...) first: it gives this rank its position")
+        if self._has_finished:
+            message = "session.shard(), epochs() or state() after session.finish(), which ends this worker's training"
+            raise UsageError(message, fix="call session.finish() once, after all loops")
         return self._data
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
@@ -458,7 +473,7 @@ class Session:
         """
         self.readings.record(metrics)
         if loss is not None:
-            self.losses.note(self._position, float(loss))
+            self.losses.note(self._position, loss)
         self._shown.look_again()
 
     def config(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
@@ -541,7 +556,7 @@ class Session:
 
     def report(self, **metrics: float) -> None:
         """Add metrics of the final evaluation to the run's summary."""
-        self.metrics.update({name: float(value) for name, value in metrics.items()})
+        self.metrics.update({name: number_of(value, f"session.report({name}=...)") for name, value in metrics.items()})
         self._shown.look_again(is_last=True)
 
     def close(self) -> None:

@@ -111,8 +111,7 @@ def test_a_small_payload_travels_with_its_header(num_bytes: int) -> None:
     assert len(frames) == (1 if num_bytes <= INLINE_BYTES else 1 + -(-num_bytes // CHUNK_BYTES))
     assert torch.equal(through_the_wire(iter(frames), num_bytes), payload)
     # The same message put together by protobuf alone, as a client in another language would.
-    joined = b"".join(pb.WorkerMessage.FromString(raw).data for raw in frames)
-    assert joined == bytes(as_bytes(payload))
+    assert b"".join(pb.WorkerMessage.FromString(raw).data for raw in frames) == bytes(as_bytes(payload))
 
 
 @given(

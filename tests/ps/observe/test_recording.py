@@ -289,9 +289,8 @@ def test_a_file_that_another_run_writes_into_is_whole(tmp_path: Path) -> None:
 def test_a_folder_that_may_not_be_written_is_a_warning_where_it_was_asked_for(
     cluster: Cluster, is_asked_for: bool
 ) -> None:
-    asked = (
-        {"PS_OUTPUT__TRACK_DIR": "/proc/self/runs"} if is_asked_for else {}
-    )  # where nobody makes folders, root neither
+    # where nobody makes folders, root neither
+    asked = {"PS_OUTPUT__TRACK_DIR": "/proc/self/runs"} if is_asked_for else {}
     code = (
         "import pathlib, runpy, sys\n"
         "def mkdir(*_, **__): raise PermissionError(13, 'Permission denied')\n"

@@ -8,8 +8,7 @@ from torch.utils.data import TensorDataset
 import paramserver
 from paramserver.common.errors import UsageError
 
-model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
-messages = {}
+model, messages = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1)), {}
 
 
 def wrong(name, action):
@@ -17,11 +16,6 @@ def wrong(name, action):
         action()
     except UsageError as error:
         messages[name] = f"{error.message}; {error.fix}"
-
-
-def change(by):
-    with torch.no_grad():
-        model[1].weight.add_(by)
 
 
 with paramserver.connect() as session:
@@ -38,11 +32,17 @@ with paramserver.connect() as session:
     wrong("lazy", lambda: session.optimizer(lazy, torch.optim.Adam(lazy.parameters())))
     namesake = type("Adam", (torch.optim.Adam,), {})(model.parameters())
     wrong("namesake", lambda: session.optimizer(model, namesake))
+    wrong("list", lambda: session.optimizer([model], inner))
+    wrong("class", lambda: session.optimizers(a=(model, torch.optim.Adam)))
+    wrong("finish", session.finish)
     wrong("parts", lambda: session.optimizers(a=model))
     optimizer = session.optimizer(model, inner)
     wrong("second", lambda: session.optimizer(model, inner))
     wrong("second of parts", lambda: session.optimizers(head=(model[1], inner)))
     wrong("inner", inner.step)
+    wrong("connect", paramserver.connect)
+    wrong("batch size", lambda: session.shard(TensorDataset(torch.ones(64, 4)), batch_size=0))
+    wrong("loss", lambda: session.record(loss="low"))
     wrong("group", lambda: optimizer.add_param_group({"params": [torch.zeros(1)]}))
     for step, (inputs,) in enumerate(session.shard(TensorDataset(torch.ones(64, 4)), batch_size=8, epochs=None)):
         optimizer.zero_grad()
@@ -56,9 +56,10 @@ with paramserver.connect() as session:
             model[0].bias.data.clamp_(-0.001, 0.001)
             wrong("clamp", optimizer.step)
             model.load_state_dict(before)
+            wrong("clear", optimizer.state.clear)
         if step == 3:  # there and back, but for a rounding
-            change(0.3)
-            change(-0.3)
+            with torch.no_grad():
+                model[1].weight.add_(0.3).add_(-0.3)
         if step == 4:
             saved = optimizer.state_dict()
             optimizer.load_state_dict(saved | {"param_groups": [saved["param_groups"][0] | {"lr": 0.025}]})
@@ -70,4 +71,5 @@ with paramserver.connect() as session:
         scheduler.step()
     wrong("after the end", optimizer.step)
     session.finish()
+    wrong("after finish", lambda: session.shard(TensorDataset(torch.ones(64, 4))))
 print(json.dumps({"event": "told", **messages}))

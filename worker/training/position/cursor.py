@@ -80,7 +80,8 @@ class Cursor:
         else:
             fix = (
                 f"accumulate={num - self.prefetch} if a step uses several batches; prefetch={num - self.accumulate} if "
-                "the loop fetches ahead; session.skip() for each batch that no step uses"
+                "the loop fetches ahead; session.skip() for each batch that no step uses (of two loops in zip(), the "
+                "shorter one comes first); a DataLoader for data that is not trained on"
             )
         return UsageError(message, fix=fix)
 

@@ -122,7 +122,14 @@ class DataPosition:
     # ---- loops --------------------------------------------------------------------------------
 
     def add(self, loop: object) -> None:
-        """`session.shard()` was called. Positions of several loops are kept with the script's state."""
+        """`session.shard()` was called. Positions of several loops are kept with the script's state.
+
+        Raises UsageError after a step without it: that step would count as one of its batches.
+        """
+        if self._has_run_length and not self.uses_shard:
+            message = "session.shard() after a step() without it: it would skip a batch for each such step"
+            fix = "take the batches of all steps from session.shard(), or none; leave out a step() without a gradient"
+            raise UsageError(message, fix=fix)
         self.uses_shard = True
         if self._waiting and self.memory is not None:
             self.memory.use()

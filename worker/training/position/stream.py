@@ -89,10 +89,8 @@ def streamed(once: StreamPass, number: int, options: dict[str, Any]) -> Iterator
     for batch, num_samples in batches:
         if not num_samples:
             amount = "less than a batch for all workers" if once.drop_last else "no sample"
-            raise UsageError(
-                f"{type(stream).__name__} gave {amount} in epoch {number} (from 0)",
-                fix="make each iter() of it start again, with enough samples for all workers",
-            )
+            message = f"{type(stream).__name__} gave {amount} in epoch {number} (from 0)"
+            raise UsageError(message, fix="make each iter() of it start again, with enough samples for all workers")
         yield batch, num_samples
 
 
@@ -104,16 +102,12 @@ def check_stream(stream: Any, counts_epochs: bool, options: dict[str, Any]) -> N
     """Raises UsageError for options that a data set without a length does not support."""
     name = type(stream).__name__
     if counts_epochs:
-        raise UsageError(
-            f"{name} has no length, so a run of epochs (--epochs, session.epochs) cannot count them",
-            fix="--steps N, and a loop over session.shard(..., epochs=None)",
-        )
+        message = f"{name} has no length, so a run of epochs (--epochs, session.epochs) cannot count them"
+        raise UsageError(message, fix="--steps N, and a loop over session.shard(..., epochs=None)")
     for option in ("pads", "sampler"):
         if options.get(option):
             word = {"pads": "pad"}.get(option, option)
             raise UsageError(f"{name} has no length, and session.shard({word}=...) needs one", fix="leave it out")
     if (options.get("num_workers") or 0) > 1:
-        raise UsageError(
-            f"{name} has no length, and {options['num_workers']} loader processes would each read all of it",
-            fix="num_workers=1 (--loader-workers 1)",
-        )
+        message = f"{name} has no length, and {options['num_workers']} loader processes would each read all of it"
+        raise UsageError(message, fix="num_workers=1 (--loader-workers 1)")

@@ -142,7 +142,7 @@ def _check_methods(name: str, task: Any) -> None:
         try:
             signature.bind(*arguments)
         except TypeError as error:
+            message = f"task {name}: {method}{signature} cannot be called as {method}({', '.join(arguments)}): {error}"
             raise UsageError(
-                f"task {name}: {method}{signature} cannot be called as {method}({', '.join(arguments)}): {error}",
-                fix="write the method with these parameters; additional parameters need defaults",
+                message, fix="write the method with these parameters; additional parameters need defaults"
             ) from error
