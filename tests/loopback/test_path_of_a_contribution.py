@@ -72,7 +72,7 @@ def test_a_contribution_passes_few_files(cluster: Cluster) -> None:
     assert len(step) <= MAX_CALLS
 
 
-@pytest.mark.parametrize(("mode", "most"), [("sync", (271, 243)), ("async", (269, 231)), ("localsgd", (259, 224))])
+@pytest.mark.parametrize(("mode", "most"), [("sync", (160, 211)), ("async", (158, 206)), ("localsgd", (152, 198))])
 def test_an_exchange_calls_few_functions(cluster: Cluster, mode: str, most: tuple[int, int]) -> None:
     """Of the project, from one `optimizer.step()` to the next, over a direct connection: worker and server."""
     run = ("--mode", mode, "--workers", "1", "--steps", "80", "--set", "policy.local_steps=1")
@@ -83,4 +83,5 @@ def test_an_exchange_calls_few_functions(cluster: Cluster, mode: str, most: tupl
         median_low(sum(begin <= call.at_ns < end for call in calls) for begin, end in itertools.pairwise(begins))
         for calls in found
     ]
+    print(mode, counts)
     assert counts[0] <= most[0] and counts[1] <= most[1], counts
