@@ -22,7 +22,7 @@ class Watch:
     def __init__(self, session: Any) -> None:
         self.last: Moments | None = None
         exchange, shard = session._exchange, session._exchange.shards.first
-        contribute, send, receive = exchange.contribute, shard.contribute, shard.receive
+        contribute, send, expect = exchange.contribute, shard.contribute, shard.expect
         sent = replied = 0.0
 
         def timed_send(outgoing: Any) -> None:
@@ -30,9 +30,9 @@ class Watch:
             send(outgoing)
             sent = time.perf_counter()
 
-        def timed_receive() -> Any:
+        def timed_expect(*kinds: str) -> Any:
             nonlocal replied
-            received = receive()
+            received = expect(*kinds)
             replied = time.perf_counter()
             return received
 
@@ -42,4 +42,4 @@ class Watch:
             self.last = Moments(begun, sent, replied, time.perf_counter(), reply.result.gate_wait_s)
             return reply
 
-        exchange.contribute, shard.contribute, shard.receive = timed_contribute, timed_send, timed_receive
+        exchange.contribute, shard.contribute, shard.expect = timed_contribute, timed_send, timed_expect

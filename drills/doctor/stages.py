@@ -59,7 +59,7 @@ def main(plan: dict[str, Any]) -> None:
         print("STAGES", json.dumps({
             **stages.plan, "alone_s": alone_s, "measured_s": measured_s, "border_bytes": border_bytes, "link_s": link_s,
         }), flush=True)  # fmt: skip
-    group.end()
+    group.watch.end()  # from now on any process may end
 
 
 def steps_s(pipeline: Pipeline, batch: Any) -> float:
