@@ -58,6 +58,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+_MOST_SHORTER = 64  # steps with fewer parts, after which no more parts are waited for
+
+
 class Policy(Ledger, ABC):
     """One mode. Subclasses implement `_take` and, if a worker may have to wait, `_gate`."""
 
@@ -208,8 +211,10 @@ class Policy(Ledger, ABC):
         self.rows[rank] = row = before.plus(counts)
         if counts.part:
             self.is_parted = True
-            if not counts.continues_step:
-                self.num_parts = max(self.num_parts, before.part)
+            if before.part and not counts.continues_step:  # a training step has ended
+                self._num_shorter = self._num_shorter + 1 if before.part < self.num_parts else 0
+                if self._num_shorter in (0, _MOST_SHORTER):
+                    self.num_parts, self._num_shorter = before.part, 0
         if not self.has_rounds:
             self._standing.move(rank, before.steps, row.steps)
         self._owe(member, Outcome.APPLIED)

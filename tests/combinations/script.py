@@ -112,11 +112,8 @@ def main() -> None:
         optimizers = (session.optimizer(model, local[""]),)
     prefetch = PREFETCH if row["loop"] in ("prefetch", "ahead") else 0
     epochs = EPOCHS if row["loop"] == "plain" else None if row["loop"] == "steps" else 1
-    stated = {
-        name: value
-        for name, value, plain in (("accumulate", accumulate, 1), ("prefetch", prefetch, 0))
-        if value != plain
-    }
+    stated = {"accumulate": accumulate} if accumulate > 1 else {}
+    stated |= {"prefetch": prefetch} if prefetch else {}
     loader = session.shard(dataset, batch_size=BATCH, epochs=epochs, **stated)
     note(op="begin")
     for _ in session.epochs(EPOCHS) if row["loop"] in ("epochs", "accumulate", "prefetch", "ahead") else range(1):

@@ -76,12 +76,10 @@ def test_a_contribution_passes_few_files(cluster: Cluster) -> None:
 def test_an_exchange_calls_few_functions(cluster: Cluster, mode: str, most: tuple[int, int]) -> None:
     """Of the project, from one `optimizer.step()` to the next, over a direct connection: worker and server."""
     run = ("--mode", mode, "--workers", "1", "--steps", "80", "--set", "policy.local_steps=1")
-    script = "paramserver.tests.loopback.scripts.constant"
-    found = trace(cluster, run, script, "26", "0.5")
+    found = trace(cluster, run, "paramserver.tests.loopback.scripts.constant", "26", "0.5")
     begins = [call.at_ns for call in found[0] if call[2:] == ("worker/training/optimizer.py", "_take_step")][20:]
     counts = [
         median_low(sum(begin <= call.at_ns < end for call in calls) for begin, end in itertools.pairwise(begins))
         for calls in found
     ]
-    print(mode, counts)
     assert counts[0] <= most[0] and counts[1] <= most[1], counts

@@ -46,7 +46,7 @@ _MOST_SHOWN = 2_000  # longest sentence of a server that is logged, in character
 
 
 class Shard:
-    """A worker's connection to one shard. Used by one thread at a time. `retry`: told of each message of the server."""
+    """A worker's connection to one shard. Used by one thread at a time. Each message of the server resets `retry`."""
 
     model: ModelTensors  # this shard's part
     tables: tuple[TableSpec, ...]

@@ -48,7 +48,7 @@ class ShardSet:
     layout: Layout  # of the whole model
 
     def __init__(self, config: WorkerConfig, credentials: Credentials, progress: Progress, retry: Retry) -> None:
-        """`retry`: told when a shard sends a message."""
+        """Each message of a shard resets `retry`."""
         self._config, self._credentials, self._progress, self._retry = config, credentials, progress, retry
         self._limit = Limit(config.max_mbit)
         self.first = self._make(0, config.server)

@@ -176,9 +176,8 @@ class Strategy:
                 f"weights ({self._watch.names(changed)}) were changed between two steps, not by this optimizer: in "
                 f"mode {self.settings.mode} the server owns the weights, so the change would be lost",
                 fix="load or initialise weights before session.optimizer(), which uploads them; if a loop changes "
-                "weights temporarily (to evaluate an average, say), restore them before step(); an average that the "
-                "script keeps (a teacher) is a model of its own; to bound weights, bound them in forward(), or "
-                + IN_WORKERS,
+                "weights temporarily (to evaluate an average, say), restore them before step(); keep an average "
+                "that lasts (a teacher) in a separate model; clamp weights in forward(), or " + IN_WORKERS,
             )
 
     def note(self) -> None:

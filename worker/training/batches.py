@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from hashlib import blake2b
 from operator import index
@@ -91,10 +92,8 @@ class Batches:
         else:
             num = (length.epochs or 0) * self._pass_batches
         if not num:
-            raise NoLengthError(
-                f"{type(self._shares.dataset).__name__} has no length, so a loop over it has none",
-                fix="count the batches; or --steps N and session.shard(..., epochs=None)",
-            )
+            message = f"{type(self._shares.dataset).__name__} has no length, so a loop over it has none"
+            raise NoLengthError(message, fix="count the batches; or --steps N and session.shard(..., epochs=None)")
         return num
 
     @property
@@ -263,9 +262,10 @@ def read_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def check_count(name: str, num: int, least: int = 0) -> int:
     """Raises UsageError unless `num` is a whole number of at least `least`."""
-    if isinstance(num, bool) or not hasattr(num, "__index__") or (found := index(num)) < least:
-        raise UsageError(f"session.shard({name}={num!r}): a whole number of at least {least} is expected")
-    return found
+    with contextlib.suppress(TypeError):  # a float, a tensor of floats
+        if not isinstance(num, bool) and (found := index(num)) >= least:
+            return found
+    raise UsageError(f"session.shard({name}={num!r}): a whole number of at least {least} is expected")
 
 
 def _check_grad() -> None:

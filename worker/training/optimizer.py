@@ -238,10 +238,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             table.is_used for table in self._steps.tables
         )
         if not has_any and self._steps.newest is None:
-            raise UsageError(
-                "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step",
-                fix="call it between backward() and step(), in every step",
-            )
+            message = "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step"
+            raise UsageError(message, fix="call it between backward() and step(), in every step")
         self._clip_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
         if self._is_stepping:  # inside the closure of a local step
             self._clip_here()

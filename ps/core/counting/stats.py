@@ -175,9 +175,8 @@ class Traffic:
 
 
 def work_of(traffic: Mapping[int, Traffic]) -> str:
-    """Return what the lowest rank says of what it runs; empty: no rank has said it."""
-    works = [(rank, item.work) for rank, item in list(traffic.items()) if item.work]
-    return min(works)[1] if works else ""
+    """Return the description of its work that the lowest rank sent; empty: no rank has sent one."""
+    return min([(rank, item.work) for rank, item in list(traffic.items()) if item.work], default=(0, ""))[1]
 
 
 @dataclass(frozen=True, slots=True)

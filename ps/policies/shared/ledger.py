@@ -33,7 +33,8 @@ class Ledger(Traits):
         self.rows: dict[int, Row] = {}
         self.committed: dict[int, Row] = {}
         self.is_parted = False  # the script steps the model in parts
-        self.num_parts = 0  # the most of a training step that has ended
+        self.num_parts = 0  # the most of the training steps that have ended, without those of long ago
+        self._num_shorter = 0  # steps with fewer parts since the newest with so many
         self.finished_ranks: set[int] = set()  # no worker waits for them
         self.is_stopping = False  # no worker begins another contribution
         self.committed_by: tuple[int, ...] | None = None  # members at the newest commit; None: they have changed
@@ -99,8 +100,8 @@ class Ledger(Traits):
     def is_within_step(self) -> bool:
         """Whether later parts of the round's training step are to come, or may come: a worker that continues from a
         snapshot of this version would compute them on other weights than these ranks did."""
-        parts = (self.rows[rank].part for rank in self._ranks) if self.is_parted and self.has_rounds else ()
-        return any(part != self.num_parts for part in parts)
+        parts = [self.rows[rank].part for rank in self._ranks] if self.is_parted and self.has_rounds else []
+        return bool(parts) and self.num_parts not in parts
 
     @property
     def num_active(self) -> int:

@@ -91,7 +91,7 @@ class Publication:
 
     @property
     def is_unused(self) -> bool:
-        """It is made, and nobody reads it or has frames of it. The next version may use its memory."""
+        """Whether it is complete, and no reader uses it or its frames: the next version may use its memory."""
         return self.ready == self.num_bytes and not (self.num_users or self.num_readers or self._encoder)
 
     def made(self, num_bytes: int) -> None:
