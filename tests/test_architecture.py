@@ -63,8 +63,8 @@ WIRE = {"grpc", "grpc_health", "grpc_reflection", "google.protobuf", "paramserve
 # The only files that know gRPC or the messages.
 WIRE_USERS = {
     "ps/wire/service.py", "ps/wire/conversation.py", "ps/wire/joining.py", "ps/wire/receiver.py",
-    "ps/wire/attachments.py", "ps/wire/partial_transfers.py", "ps/wire/delivery.py", "ps/wire/transports.py",
-    "ps/wire/stream.py", "ps/wire/listening.py", "ps/health.py", "ps/wire/security.py", "ps/shards/attend.py",
+    "ps/wire/partial_transfers.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/stream.py",
+    "ps/wire/listening.py", "ps/health.py", "ps/wire/security.py", "ps/shards/attend.py",
     "ps/shards/link.py", "ps/shards/gather.py", "worker/conversation/channel.py", "worker/conversation/heartbeat.py",
     "worker/conversation/membership.py", "worker/conversation/rpc_client.py", "worker/conversation/shard.py",
     "worker/conversation/stream_client.py", "worker/conversation/messages.py", "worker/transports/transport.py",
@@ -76,7 +76,7 @@ WIRE_USERS = {
 # Of those, the ones that know gRPC itself; the others know messages only.
 GRPC_USERS = WIRE_USERS - {
     "worker/conversation/messages.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/receiver.py",
-    "ps/wire/attachments.py", "ps/wire/partial_transfers.py", "worker/transports/transport.py",
+    "ps/wire/partial_transfers.py", "worker/transports/transport.py",
     "worker/transports/up.py", "common/wire/checks.py", "common/wire/frames.py", "common/wire/messages.py",
     "common/wire/segments.py", "common/wire/structs.py",
 }  # fmt: skip

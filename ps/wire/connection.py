@@ -58,6 +58,7 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0  # range of received bytes in the buffer that are not used yet
+        self._is_next_large = False  # the next message is larger than the buffer
         self._waiting: set[asyncio.Future[None]] = set()
         self.is_closed = False  # by this process, also at the end of the call
         self._num_running = 0  # calls on threads
@@ -71,7 +72,8 @@ class Connection:
     async def read(self) -> bytes | None:
         """Return the next message, or None at the end of the connection."""
         while (message := self._take_message()) is None:
-            if (num_bytes := self._next_bytes()) > _BUFFER_BYTES - LENGTH_BYTES:
+            if self._is_next_large:
+                num_bytes = decode_length(self._view, self._start)
                 if num_bytes > MAX_MESSAGE_BYTES:
                     problem = f"a message of {num_bytes} bytes; at most {MAX_MESSAGE_BYTES} are possible"
                     raise refusal(Reason.LIMIT_EXCEEDED, problem)
@@ -90,7 +92,7 @@ class Connection:
         """
         try:
             while (message := self._take_message()) is None:
-                if self._next_bytes() > _BUFFER_BYTES - LENGTH_BYTES or not self._fill():
+                if self._is_next_large or not self._fill():
                     raise EOFError
         except _WAITS:
             return None
@@ -98,17 +100,15 @@ class Connection:
             raise EOFError from None
         return message
 
-    def _next_bytes(self) -> int:
-        """Return the size of the next message, or 0 if it is not known yet."""
-        return decode_length(self._view, self._start) if self._end - self._start >= LENGTH_BYTES else 0
-
     def _take_message(self) -> bytes | None:
-        """Return the next message if all of it is in the buffer, else None."""
+        """Return the next message if all of it is in the buffer, else None. Notes whether it exceeds the buffer."""
         start = self._start + LENGTH_BYTES
-        if start > self._end or (end := start + decode_length(self._view, self._start)) > self._end:
+        num_bytes = decode_length(self._view, self._start) if start <= self._end else 0
+        self._is_next_large = LENGTH_BYTES + num_bytes > _BUFFER_BYTES
+        if start + num_bytes > self._end:
             return None
-        self._start = end
-        return bytes(self._view[start:end])
+        self._start = start + num_bytes
+        return bytes(self._view[start : self._start])
 
     def unread(self, message: bytes) -> None:
         """Put the last message back into the buffer."""
@@ -154,11 +154,7 @@ class Connection:
         if len(target) < _LEAST_HANDED_OVER:
             self._low_water.set(1)
             return await self._retry(partial(self._receive, target))
-        while True:
-            try:
-                return await self._on_a_thread(_threads, partial(self._receive_for_a_moment, target))
-            except _WAITS as error:
-                await self._until_it_may(error)
+        return await self._retry(partial(self._receive_for_a_moment, target), _threads)
 
     def _take_buffered(self, target: memoryview) -> int:
         num_bytes = min(len(target), self._end - self._start)
@@ -226,14 +222,14 @@ class Connection:
         Once this returns or is cancelled, no thread reads from `pieces`.
         """
         while pieces:
-            num_bytes = _num_bytes(pieces)
+            num_bytes = sum(map(len, pieces))
             if is_large(pieces):
                 pieces = await self._on_a_thread(_threads, partial(self._send_for_a_moment, pieces))
             else:
                 pieces = self.send_now(pieces)
-            progress(num_bytes - _num_bytes(pieces))
+            progress(num_bytes - sum(map(len, pieces)))
             if pieces:
-                await self._wait(self._loop.add_writer, self._loop.remove_writer)
+                await self._wait(is_to_send=True)
 
     def _send_for_a_moment(self, pieces: Pieces) -> Pieces:
         """On a thread: send as long as the system accepts more within _MOMENT_MS, and return the rest."""
@@ -243,13 +239,13 @@ class Connection:
 
     # ---- waiting ----------------------------------------------------------------------------
 
-    async def _retry(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`, and call it again whenever the socket is ready."""
+    async def _retry(self, work: Callable[[], Result], threads: ThreadPoolExecutor | None = None) -> Result:
+        """Return the result of `work`, on the loop or on a thread. Calls it again whenever the socket is ready."""
         while True:
             try:
-                return work()
+                return work() if threads is None else await self._on_a_thread(threads, work)
             except _WAITS as error:
-                await self._until_it_may(error)
+                await self._wait(is_to_send=isinstance(error, ssl.SSLWantWriteError))
 
     async def _on_a_thread(self, threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
         """Return the result of `work`. A cancelled call also waits for the end of `work`."""
@@ -272,25 +268,20 @@ class Connection:
         ready.register(self._descriptor, event)
         return bool(ready.poll(_MOMENT_MS))
 
-    async def _until_it_may(self, error: Exception) -> None:
-        """Wait until the socket is ready for the work that raised `error`."""
-        if isinstance(error, ssl.SSLWantWriteError):
-            await self._wait(self._loop.add_writer, self._loop.remove_writer)
-        else:
-            await self._wait(self._loop.add_reader, self._loop.remove_reader)
-
-    async def _wait(self, add: Callable[..., object], remove: Callable[[int], object]) -> None:
+    async def _wait(self, is_to_send: bool) -> None:
+        """Wait until the socket is ready to send, or has bytes to receive."""
         if self.is_closed:
             raise ConnectionResetError("the connection was closed")
-        ready: asyncio.Future[None] = self._loop.create_future()
-        add(self._descriptor, _resolve, ready)
+        loop = self._loop
+        ready: asyncio.Future[None] = loop.create_future()
+        (loop.add_writer if is_to_send else loop.add_reader)(self._descriptor, _resolve, ready)
         self._waiting.add(ready)
         try:
             await ready
         finally:
             self._waiting.discard(ready)
             if not self.is_closed:  # after a close, the descriptor may belong to another connection
-                remove(self._descriptor)
+                (loop.remove_writer if is_to_send else loop.remove_reader)(self._descriptor)
 
     def close(self) -> None:
         """Close at once. The peer reads the bytes that were sent, then the end. Waiting calls raise ConnectionError."""
@@ -313,13 +304,8 @@ class Connection:
 
     async def handshake(self) -> None:
         """Do the TLS handshake, if the socket uses TLS. Raises ssl.SSLError and OSError."""
-        secure = self._socket
-        while isinstance(secure, ssl.SSLSocket):
-            try:
-                await self._on_a_thread(_handshakes, secure.do_handshake)
-                return
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-                await self._until_it_may(error)
+        if isinstance(self._socket, ssl.SSLSocket):
+            await self._retry(self._socket.do_handshake, _handshakes)
 
     def certificate_name(self) -> str | None:
         """Return the common name of the peer's certificate after the handshake, or None without a certificate."""
@@ -332,11 +318,7 @@ class Connection:
 
 def is_large(pieces: Pieces) -> bool:
     """Whether a thread must send these pieces."""
-    return _num_bytes(pieces) >= _LEAST_HANDED_OVER
-
-
-def _num_bytes(pieces: Pieces) -> int:
-    return sum(map(len, pieces))
+    return sum(map(len, pieces)) >= _LEAST_HANDED_OVER
 
 
 def _resolve(ready: asyncio.Future[None]) -> None:

@@ -23,7 +23,6 @@ from ..engine.peers import Done, Go, Item, Peer
 from .connection import Connection
 from .delivery import Delivery
 from .joining import Joining
-from .partial_transfers import PartialTransfers
 from .receiver import Receiver
 from .stream import Stream, StreamLost
 from .transports import Transport
@@ -117,36 +116,27 @@ class SmallExchanges:
 class Conversation:
     """A worker's conversation on one stream. Await `run`, then call `close`."""
 
-    def __init__(self, engine: Engine, config: Config, stream: Stream, partials: PartialTransfers) -> None:
-        self._engine, self._model = engine, engine.model
-        self._config = config
-        self._stream = stream
-        self._partials = partials
+    def __init__(self, engine: Engine, config: Config, stream: Stream) -> None:
+        self._engine, self._model, self._config, self._stream = engine, engine.model, config, stream
         self._peer: Peer | None = None
         self._transport: Transport | None = None
 
     async def run(self, joining: Joining, context: grpc.aio.ServicerContext) -> None:
         """Let the worker join, exchange with it, and handle its goodbye."""
-        peer = self._peer = await joining.seat(self._stream, context)
-        if peer is None:
-            return
-        engine = self._engine
-        delivery = Delivery(engine, self._stream, peer)
-        transport = await joining.meet(self._stream, peer, delivery.transport, context)
-        if transport is None:
-            return
+        stream, engine = self._stream, self._engine
+        peer = self._peer = await joining.seat(stream, context)
+        delivery = Delivery(engine, stream, peer)
+        transport = await joining.meet(stream, peer, delivery.transport, context)
         self._transport = delivery.transport = transport
-        if not peer.is_resumed and not await self._send_items(peer, delivery):
-            return
-        receiver = Receiver(engine, self._stream, peer, transport, self._partials)
-        goodbye = await self._exchange(peer, delivery, receiver)
-        if goodbye is not None:
-            leave = goodbye.of(pb.Leave)
-            if leave.finished:
-                engine.offer(events.Finished(*peer.seat))
-            how, why = ("failed", leave.failure) if leave.failure else ("goodbye", "said goodbye")
-            exit_code = min(max(1, leave.exit_code), 255)
-            engine.offer(events.Left(*peer.seat, how, why, dict(leave.final_metrics), exit_code))
+        if not peer.is_resumed:
+            await self._send_items(peer, delivery)
+        goodbye = await self._exchange(peer, delivery, Receiver(engine, stream, peer, transport, joining.partials))
+        leave = goodbye.of(pb.Leave)
+        if leave.finished:
+            engine.offer(events.Finished(*peer.seat))
+        how, why = ("failed", leave.failure) if leave.failure else ("goodbye", "said goodbye")
+        exit_code = min(max(1, leave.exit_code), 255)
+        engine.offer(events.Left(*peer.seat, how, why, dict(leave.final_metrics), exit_code))
 
     def close(self, refused: str) -> None:
         """Detach the worker after its stream has ended. `refused` is the message of a refusal, or empty."""
@@ -164,54 +154,49 @@ class Conversation:
         self._peer = self._transport = peer.weights = None
         peer.hang_up = lambda error: None
 
-    async def _exchange(self, peer: Peer, delivery: Delivery, receiver: Receiver) -> Frame | None:
-        """Receive contributions and send replies. Returns the worker's goodbye, or None if the stream ended."""
-        model, connection = self._model, self._stream.direct
+    async def _exchange(self, peer: Peer, delivery: Delivery, receiver: Receiver) -> Frame:
+        """Receive contributions and send replies. Returns the worker's goodbye."""
+        model, stream = self._model, self._stream
         small: SmallExchanges | None = None
-        if connection is not None and model.has_weights and model.store.layout.exchange_bytes <= INLINE_BYTES:
-            small = SmallExchanges(connection, self._stream, peer, receiver, delivery.whole)
+        if (
+            stream.direct is not None
+            and self._config.limits.upload_bytes_per_s is None
+            and (model.has_weights and model.store.layout.exchange_bytes <= INLINE_BYTES)
+        ):
+            small = SmallExchanges(stream.direct, stream, peer, receiver, delivery.whole)
         while True:
-            if small is not None and await small.until_other():
-                if not await self._send_items(peer, delivery):
-                    return None
-                continue
-            received = await receiver.next()
-            if received is None or received.kind == "leave":
-                return received
-            if received.kind == "finish":
-                peer.state = "finished"
-                facts = received.of(pb.Finish)
-                residual = read_topic(ResidualInfo, facts.residual)
-                self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate, residual))
-                if not await self._send_items(peer, delivery):
-                    return None
-                while (goodbye := await self._stream.read("leave", "taken")) is not None and goodbye.kind == "taken":
-                    delivery.transport.taken()
-                return goodbye
-            if not await self._send_items(peer, delivery):
-                return None
+            if small is None or not await small.until_other():
+                received = await receiver.next()
+                if received.kind == "leave":
+                    return received
+                if received.kind == "finish":
+                    break
+            await self._send_items(peer, delivery)
+        peer.state = "finished"
+        facts = received.of(pb.Finish)
+        residual = read_topic(ResidualInfo, facts.residual)
+        self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate, residual))
+        await self._send_items(peer, delivery)
+        while (goodbye := await stream.read("leave", "taken")).kind == "taken":
+            delivery.transport.taken()
+        return goodbye
 
-    async def _send_items(self, peer: Peer, delivery: Delivery) -> bool:
-        """Send the items of the worker's outbox until the worker may continue. Returns False if the stream ended."""
+    async def _send_items(self, peer: Peer, delivery: Delivery) -> None:
+        """Send the items of the worker's outbox until the worker may continue."""
         while True:
             match await peer.outbox.get():
                 case str(reason):
                     await self._stream.say_waiting(reason)
                 case effects.AskForWeights():
-                    if not await self._take_weights(peer):
-                        return False
+                    await self._take_weights(peer)
                 case Go() as go:
-                    await delivery.reply(go)
-                    return True
+                    return await delivery.reply(go)
                 case Done() as done:
-                    await delivery.final(done)
-                    return True
+                    return await delivery.final(done)
 
-    async def _take_weights(self, peer: Peer) -> bool:
+    async def _take_weights(self, peer: Peer) -> None:
         await self._stream.say(pb.ServerMessage(send_weights=pb.SendWeights()))
         first = await self._stream.read_within(self._config.server.join_timeout_s, "initial_weights")
-        if first is None:
-            return False
         model = self._model
         layout = model.layout
         assert layout is not None
@@ -227,9 +212,7 @@ class Conversation:
                 f"no memory for a model of {layout.total_bytes:,} bytes and its tables of rows",
                 fix="give the server more memory, or lower limits.model_bytes to the size that it can store",
             ) from None
-        if not await self._stream.read_payload(first, weights.bytes):
-            return False
+        await self._stream.read_payload(first, weights.bytes)
         model.check_finite(peer.rank, weights)
         peer.weights, peer.state = weights, "finished" if model.has_weights else "waiting"
         self._engine.offer(events.Brought(*peer.seat))
-        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from functools import cache
 
 import grpc.aio
@@ -18,6 +19,7 @@ from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.protocol import layout_from_proto, optimizer_from_proto
+from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...common.wire.structs import struct
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
@@ -30,8 +32,8 @@ from .limits import JoinQueue
 from .partial_transfers import PartialTransfers
 from .port import Port
 from .security import certificate_name, check_rank
-from .stream import Stream
-from .transports import DirectTransport, Probe, Transport
+from .stream import Stream, StreamEnded
+from .transports import DirectTransport, SharedTransport, Transport
 
 log = get_logger()
 
@@ -39,6 +41,7 @@ log = get_logger()
 _LARGE_MODEL_BYTES = 64 << 10
 _MAX_REASON = 300  # characters
 _MAX_CODECS = 32
+_PROBE_BYTES = 4096
 
 
 @cache
@@ -75,18 +78,18 @@ class Joining:
         self._engine, self._run, self._model = engine, engine.run, engine.model
         self._config = config
         self._joins = JoinQueue(config.limits.joins_per_s, config.run.workers or config.limits.workers)
-        self._probe = Probe(config.server.shared_memory)
+        self._probe: Segment | None = None  # a worker tries to open it, to find out whether it is on this host
+        if config.server.shared_memory:
+            with contextlib.suppress(SegmentError):
+                self._probe = new_segment(_PROBE_BYTES)
         self._port = port
         self.partials = PartialTransfers(engine)
         self._has_warned = False
 
-    async def seat(self, stream: Stream, context: grpc.aio.ServicerContext) -> Peer | None:
-        """Give the process a rank, or find the rank that the coordinator gave it. Returns None if the process left."""
+    async def seat(self, stream: Stream, context: grpc.aio.ServicerContext) -> Peer:
+        """Give the process a rank, or find the rank that the coordinator gave it."""
         engine = self._engine
-        first = await stream.read_within(self._config.server.join_timeout_s, "join")
-        if first is None:
-            return None
-        join = first.of(pb.Join)
+        join = (await stream.read_within(self._config.server.join_timeout_s, "join")).of(pb.Join)
         rank = check_rank(context, join.rank if join.rank >= 0 else None)
         if wait_s := self._joins.reserve():
             await stream.wait(asyncio.sleep(wait_s), lambda: "many workers join at once (limits.joins_per_s)")
@@ -132,17 +135,18 @@ class Joining:
 
     async def meet(
         self, stream: Stream, peer: Peer, transport: Transport, context: grpc.aio.ServicerContext
-    ) -> Transport | None:
+    ) -> Transport:
         """Send Welcome, and receive the worker's model.
 
-        Returns the transport of the worker's payloads: `transport`, or a better one that the worker offered. Returns
-        None if the worker left.
+        Returns the transport of the worker's payloads: `transport`, or a better one that the worker offered. Raises
+        StreamEnded if the worker leaves instead.
         """
         engine, run = self._engine, self._run
         ticket = self._port.offer(certificate_name(context)) if self._port is not None else None
+        probe = self._probe.address if self._probe is not None else None
         welcome = pb.Welcome(
             run=run.name, rank=peer.rank, incarnation=peer.incarnation, seq=peer.number,
-            settings=settings_of(self._config, run), probe=self._probe.shown, server_incarnation=run.incarnation,
+            settings=settings_of(self._config, run), probe=probe, server_incarnation=run.incarnation,
             resumed=peer.is_resumed, lease_s=self._config.server.lease_s, shards=engine.shard_addresses,
             takes_left_out=True, partial_transfer=await self.partials.offer(peer),
         )  # fmt: skip
@@ -153,26 +157,24 @@ class Joining:
             # A relay has the model when the first worker of its region has come.
             limit_s = None if peer.is_relay else self._config.server.join_timeout_s
             second = await stream.read_within(limit_s, "model", "leave")
-            if second is not None and second.kind == "model" and second.of(pb.Model).direct:
+            if second.kind == "model" and second.of(pb.Model).direct:
                 if ticket is None or not ticket.arrived.done():
                     raise refusal(Reason.BAD_REQUEST, "Model.direct without a direct connection")
-                stream.go_direct(ticket.arrived.result())
+                stream.direct = ticket.arrived.result()
                 ticket, transport = None, DirectTransport(self._model, stream)
         finally:
             if ticket is not None:
                 ticket.drop()
-        if second is None:
-            return None
         if second.kind == "leave":
             engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))
-            return None
+            raise StreamEnded
         offered = second.of(pb.Model)
         self._check_kind(offered)
         layout, optimizer = await _read_model(offered)
         why_no_better = shown(offered.transport_reason, _MAX_REASON)
         if offered.HasField("segment"):
             share = self._model.share_of(layout)
-            transport, refused = await self._probe.open(transport, share.layout, offered.segment)
+            transport, refused = await self._open_segment(transport, share.layout, offered.segment)
             why_no_better = refused or why_no_better
         self._model.check(peer.rank, layout, optimizer)
         peer.offer = (layout, optimizer)
@@ -191,6 +193,26 @@ class Joining:
         peer.state = "computing" if peer.is_resumed else "waiting"
         engine.offer(events.Offered(*peer.seat, *names_of(layout, optimizer), offered.rendezvous[:_MAX_REASON]))
         return transport
+
+    async def _open_segment(self, known: Transport, layout: Layout, offered: pb.Segment) -> tuple[Transport, str]:
+        """Open the segment that a worker offers, and send it the result.
+
+        Returns the shared transport and "", or `known` and the reason against shared memory.
+        """
+        transport, reason = known, ""
+        try:
+            if self._probe is None:
+                raise SegmentError("the server shares no memory (server.shared_memory)")
+            if offered.num_bytes < layout.exchange_bytes:
+                needed = layout.exchange_bytes
+                raise SegmentError(f"the segment has {offered.num_bytes} bytes, and a contribution needs {needed}")
+            transport = SharedTransport(known.model, known.stream, open_segment(offered))
+        except SegmentError as error:
+            reason = str(error)
+            log.info("not_shared", rank=known.stream.rank, reason=reason)
+        verdict = pb.SharedMemory(accepted=not reason, reason=reason)
+        await known.stream.say(pb.ServerMessage(shared_memory=verdict))
+        return transport, f"{SharedTransport.name}: {reason}" if reason else ""
 
     def _check_kind(self, offered: pb.Model) -> None:
         """Refuse a worker that cannot send this mode's contributions."""

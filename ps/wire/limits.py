@@ -1,22 +1,16 @@
-"""Limits what one peer can cost the server: joins, bytes of uploads, and the time that others wait for it.
-
-There is no timer per message. A stream records since when it waits, and `Watchdog` checks all streams five times a
-second.
-"""
+"""Limits what one peer can cost the server: joins, bytes of uploads, and the time that others wait for it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ...common.errors import Reason, refusal
-from ...common.standstill import Standstill
 
 Message = TypeVar("Message")
 
-_CHECK_INTERVAL_S = 0.2
 _LOG_INTERVAL_S = 1.0
 
 
@@ -126,46 +120,3 @@ class FirstMessages:
         finally:
             if deadline in self._deadlines:
                 self._deadlines.remove(deadline)
-
-
-class WatchedStream(Protocol):
-    """A stream as `Watchdog` sees it. Times are the event loop's, in seconds."""
-
-    def check(self, now: float) -> None:
-        """End the stream if its peer has kept the server waiting for too long."""
-
-    def exclude(self, seconds: float) -> None:
-        """Do not count these seconds as waiting."""
-
-
-class Watchdog:
-    """Calls `check` of all open streams every _CHECK_INTERVAL_S seconds."""
-
-    def __init__(self) -> None:
-        self._streams: set[WatchedStream] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._standstill = Standstill(_CHECK_INTERVAL_S)
-
-    def add(self, stream: WatchedStream) -> None:
-        """Watch a stream until `remove`."""
-        self._streams.add(stream)
-        if self._timer is None:
-            self._standstill.look(asyncio.get_running_loop().time())
-            self._check_later()
-
-    def remove(self, stream: WatchedStream) -> None:
-        self._streams.discard(stream)
-
-    def _check_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_CHECK_INTERVAL_S, self._check_all)
-
-    def _check_all(self) -> None:
-        self._timer = None
-        now = asyncio.get_running_loop().time()
-        pause_s = self._standstill.look(now)
-        for stream in list(self._streams):
-            if pause_s:
-                stream.exclude(pause_s)
-            stream.check(now)
-        if self._streams:
-            self._check_later()

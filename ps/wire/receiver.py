@@ -7,13 +7,12 @@ may arrive before the contribution that they belong to (`upload.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 
 from ...common.codecs.base import Codec, payload_bytes
 from ...common.codecs.shared.by_tensor import ByTensor, only_rest
-from ...common.errors import Reason, refusal
+from ...common.errors import CheckpointError, Reason, refusal
 from ...common.tensors.judgement import SOUND, Judgement
 from ...common.wire.frames import Frame
 from ...common.wire.messages import read_contribution
@@ -23,11 +22,12 @@ from ..core import events
 from ..engine.engine import Engine
 from ..engine.folding import Staged
 from ..engine.peers import Peer
-from ..tensors.model import Model
+from ..snapshots.store_state import read_optimizer
+from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.staging import Payload
 from ..tensors.store import Store
+from ..tensors.tables import Rows
 from ..tensors.upload import Upload
-from .attachments import Attachments, StateAssembler
 from .joining import codec_named, unusable
 from .partial_transfers import PartialTransfers
 from .stream import Stream, StreamLost
@@ -35,68 +35,50 @@ from .transports import Transport
 
 _MAX_NAME, _MAX_FAILURE = 100, 500  # characters
 _MAX_METRICS = 64  # of an evaluation
+# Bounds of an optimizer's state: a multiple of the parameters' bytes, and bytes for names.
+_MAX_KEYS, _MORE_BYTES = 8, 1 << 20
 # Messages that may precede a contribution, replace it, or carry its payload. "" is a piece without a header.
 _BEFORE = ("begin", "rows", "optimizer", "state", "metrics", "stop", "taken", "")
 _INSTEAD = ("ask_again", "finish", "leave")
 _PIECE = ("taken", "")
 
 
-class UploadMemory:
-    """Borrows a payload of the staging pool for each upload of one worker.
+class StateAssembler:
+    """Joins the bytes of consecutive State messages."""
 
-    Attachments (rows, optimizer state) may arrive before the payload is announced. The first one reserves the payload
-    that `borrow` or `try_borrow` returns later. So a contribution with attachments counts once in `server.max_staged`.
-    """
+    def __init__(self) -> None:
+        self._num_bytes, self._data = 0, bytearray()
 
-    def __init__(
-        self, model: Model, stream: Stream, partials: PartialTransfers, rank: int, position: Callable[[], int]
-    ) -> None:
-        self._model, self._stream, self._partials, self._rank = model, stream, partials, rank
-        self._position = position  # number of contributions that will be folded before this one
-        self._reserved: Payload | None = None
+    def add(self, message: pb.State) -> None:
+        """Append a piece. Raises a BAD_REQUEST refusal if it does not follow the previous pieces."""
+        if not message.offset:
+            self._num_bytes, self._data = message.num_bytes, bytearray()
+        if message.num_bytes != self._num_bytes or message.offset != len(self._data):
+            problem = f"a piece of a State at {message.offset} that does not follow {len(self._data)}"
+            raise refusal(Reason.BAD_REQUEST, problem)
+        self._data += message.piece
 
-    async def reserve(self) -> None:
-        """Borrow memory before an attachment is stored, unless a partial transfer of this rank already has memory."""
-        if self._reserved is None and not self._partials.has(self._rank):
-            self._reserved = await self.borrow()
+    def check_complete(self) -> None:
+        """Raise a BAD_REQUEST refusal if pieces are missing."""
+        if len(self._data) < self._num_bytes:
+            problem = f"a Contribution after {len(self._data)} of {self._num_bytes} bytes of a State"
+            raise refusal(Reason.BAD_REQUEST, problem)
 
-    def take_reserved(self) -> Payload | None:
-        """Return the reserved memory, which the caller then owns, or None."""
-        payload, self._reserved = self._reserved, None
-        return payload
-
-    def try_borrow(self) -> Payload | None:
-        """Return memory that is available at once, or None."""
-        reserved = self.take_reserved()
-        return self._model.staging.try_borrow(self._position) if reserved is None else reserved
-
-    async def borrow(self) -> Payload:
-        """Return the reserved payload, or a free one of the pool.
-
-        If none is free, drops kept partial transfers and waits. The worker is told the reason meanwhile.
-        """
-        staging = self._model.staging
-        self._partials.drop(self._rank)
-        if (payload := self.try_borrow()) is not None:
-            return payload
-        self._partials.drop_all()
-        request = staging.request(self._position)
-        try:
-            return await self._stream.wait(
-                request, lambda: f"memory for the upload; {self._position()} contributions are folded before it"
-            )
-        except BaseException:
-            staging.withdraw(request)
-            raise
-
-    def close(self) -> None:
-        """Give reserved memory back."""
-        if (payload := self.take_reserved()) is not None:
-            self._model.staging.give_back(payload)
+    def take(self) -> bytes | None:
+        """Return the whole state and start over, or None if the state has not arrived completely."""
+        if not self._data or len(self._data) < self._num_bytes:
+            return None
+        data, self._data, self._num_bytes = bytes(self._data), bytearray(), 0
+        return data
 
 
 class Receiver:
-    """Receives one worker's contributions, one after another, and offers them to the run."""
+    """Receives one worker's contributions, one after another, and offers them to the run.
+
+    Each needs memory of the staging pool. Attachments (rows, optimizer state) may arrive before the payload is
+    announced. The first one reserves the memory of the payload. So a contribution with attachments counts once in
+    `server.max_staged`.
+    """
 
     def __init__(
         self, engine: Engine, stream: Stream, peer: Peer, transport: Transport, partials: PartialTransfers
@@ -106,20 +88,21 @@ class Receiver:
         self._folding = engine.folding
         self._max_state_bytes = engine.config.limits.state_bytes
         self._offer, self._now = engine.offer, engine.now
-        position = partial(self._run.policy.upload_position, peer.rank)
-        self._memory = UploadMemory(self._model, stream, partials, peer.rank, position)
-        self._script_state = StateAssembler()
-        self._attachments = Attachments(peer.rank, self._model, self._tensors)
+        # The number of contributions that will be folded before the next one of this worker.
+        self._position = partial(self._run.policy.upload_position, peer.rank)
+        self._reserved: Payload | None = None  # memory for the payload of a contribution whose attachments came first
+        self._rows: list[Rows] = []  # attached to the next contribution, as is `_optimizer`
+        self._optimizer: OptimizerState | None = None  # after the worker's step
+        self._optimizer_state, self._script_state = StateAssembler(), StateAssembler()
         self._contribution: Contribution | None = None  # announced, and its payload is arriving
         self._upload: Upload | None = None
         self._without: frozenset[str] = frozenset()  # names of parameters that have no gradient in this contribution
         self._rejected = ""  # why the mode or optimizer excludes the codec of this upload; "": it may be used
 
-    async def next(self) -> Frame | None:
+    async def next(self) -> Frame:
         """Receive one complete contribution, and offer it to the run.
 
-        Returns the contribution's last message, or an AskAgain, Finish or Leave that arrived instead. Returns None if
-        the stream ended.
+        Returns the contribution's last message, or an AskAgain, Finish or Leave that arrived instead.
         """
         self._contribution = self._upload = None
         is_lost = True
@@ -127,7 +110,7 @@ class Receiver:
             while True:
                 kinds = _PIECE if self._contribution is not None else ("contribution", *_BEFORE, *_INSTEAD)
                 received = await self._stream.read(*kinds)
-                if received is None or await self._take(received):
+                if await self._take(received):
                     return received
         except Exception as error:
             is_lost = isinstance(error, StreamLost)
@@ -137,7 +120,9 @@ class Receiver:
                 announced = self._contribution if is_lost else None
                 if announced is None or not self._partials.keep(self._peer, announced.id.seq, upload):
                     upload.close()
-            self._memory.close()
+            if (reserved := self._reserved) is not None:
+                self._reserved = None
+                self._model.staging.give_back(reserved)
 
     def take_now(self, received: Frame) -> bool:
         """Receive a contribution that is complete in one message, between two calls of `next`.
@@ -170,10 +155,14 @@ class Receiver:
                     self._upload = await self._expected(begin)
                     self._upload.restart()
                 return await self._take_piece(received)
-            case pb.Rows():
-                await self._take_attachment(received)
-            case pb.State() if received.kind == "optimizer":
-                await self._take_attachment(received)
+            case pb.Rows() as rows:
+                if not (self._model.has_weights and self._model.store.tables):
+                    raise refusal(Reason.BAD_REQUEST, "rows of a run that has no tables yet, or none at all")
+                await self._reserve()
+                tables = self._model.store.tables
+                self._rows.append(tables.read(rows.table, rows.count, received.data, self._rows))
+            case pb.State() as state if received.kind == "optimizer":
+                await self._take_optimizer(state)
             case pb.State() as state:
                 limit = self._max_state_bytes
                 if state.num_bytes > limit:
@@ -205,7 +194,7 @@ class Receiver:
             return True
         store, codec = self._check(contribution.payload)
         is_whole = codec.is_identity and len(received.data) == contribution.payload.num_bytes
-        payload = self._memory.try_borrow() if is_whole else None
+        payload = self._try_borrow() if is_whole else None
         if payload is None:
             return False
         self._model.staging.bytes_of(payload)[:] = received.data
@@ -231,11 +220,52 @@ class Receiver:
         self._hand_over(contribution, upload.take(), judgement, self._now() - whole_at)
         return True
 
-    async def _take_attachment(self, received: Frame) -> None:
-        self._attachments.check(received)
-        if self._upload is None:
-            await self._memory.reserve()
-        await self._attachments.add(received)
+    async def _take_optimizer(self, state: pb.State) -> None:
+        """Add a piece of the optimizer's state. Raises a BAD_REQUEST refusal if it does not fit this model."""
+        model, rank = self._model, self._peer.rank
+        limit = _MAX_KEYS * model.layout.parameter_bytes + _MORE_BYTES if model.layout is not None else 0
+        if not model.has_weights or state.num_bytes > limit:
+            problem = f"rank {rank}: {state.num_bytes:,} bytes of an optimizer of this model"
+            raise refusal(Reason.BAD_REQUEST, problem)
+        await self._reserve()
+        self._optimizer_state.add(state)
+        if (data := self._optimizer_state.take()) is not None:
+            try:
+                self._optimizer = await self._tensors.run(partial(read_optimizer, model, data))
+            except CheckpointError as error:
+                problem = f"the optimizer state of rank {rank}: {error.message}"
+                raise refusal(Reason.BAD_REQUEST, problem) from None
+
+    # ---- memory -----------------------------------------------------------------------------------
+
+    async def _reserve(self) -> None:
+        """Borrow memory before an attachment is stored, unless this contribution has memory already."""
+        if self._upload is None and self._reserved is None and not self._partials.has(self._peer.rank):
+            self._reserved = await self._borrow()
+
+    def _try_borrow(self) -> Payload | None:
+        """Return the reserved payload, or a free one of the pool, or None if there is none."""
+        payload, self._reserved = self._reserved, None
+        return self._model.staging.try_borrow(self._position) if payload is None else payload
+
+    async def _borrow(self) -> Payload:
+        """Return a payload, as `_try_borrow` does. If there is none, drops kept partial transfers and waits.
+
+        The worker is told the reason meanwhile.
+        """
+        staging = self._model.staging
+        self._partials.drop(self._peer.rank)
+        if (payload := self._try_borrow()) is not None:
+            return payload
+        self._partials.drop_all()
+        request = staging.request(self._position)
+        try:
+            return await self._stream.wait(
+                request, lambda: f"memory for the upload; {self._position()} contributions are folded before it"
+            )
+        except BaseException:
+            staging.withdraw(request)
+            raise
 
     # ---- a contribution ---------------------------------------------------------------------------
 
@@ -277,7 +307,7 @@ class Receiver:
             return upload
         payload = self._transport.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
         if payload is None:
-            payload = await self._memory.borrow()
+            payload = await self._borrow()
         free_buffers = self._folding.free_buffers
         return Upload(self._model, self._tensors, codec, payload, free_buffers, header.in_shared_memory)
 
@@ -325,7 +355,8 @@ class Receiver:
         peer, stream, traffic = self._peer, self._stream, self._peer.traffic
         traffic.num_sent += stream.pop_bytes_read()
         traffic.num_peers += contribution.completion.peer_bytes
-        rows, optimizer = self._attachments.take()
+        rows, optimizer = self._rows, self._optimizer
+        self._rows, self._optimizer = [], None
         if self._rejected and payload is not None:
             problem = f"a payload in a codec that was not agreed on ({self._rejected})"
             judgement = Judgement("reject", problem, "in every mode")
@@ -336,8 +367,9 @@ class Receiver:
             fields = {name: value for name, value in asdict(position).items() if value is not None}
             script = fields, self._script_state.take()
         if payload is not None or script is not None:
-            # The reserved memory is still unused if the payload is in the worker's shared memory.
-            slot = self._memory.take_reserved() if payload is not None else None
+            slot = None
+            if payload is not None:  # the reserved memory is still unused if this is in the worker's shared memory
+                slot, self._reserved = self._reserved, None
             self._folding.stage(contribution.id, Staged(payload, self._without, rows, optimizer, slot, script))
         peer.base, peer.reference = base.version if base.has_all else None, base.reference
         peer.state = "waiting"  # before the offer, because the run may reply at once

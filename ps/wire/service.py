@@ -29,10 +29,10 @@ from ..observe import reports
 from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
 from .joining import Joining, settings_of
-from .limits import FirstMessages, Watchdog
+from .limits import FirstMessages
 from .port import Port
 from .receiver import evaluation_event
-from .stream import Stream, StreamBroken, StreamLost
+from .stream import Stream, StreamBroken, StreamEnded, StreamLost, Watchdog
 
 log = get_logger()
 
@@ -87,7 +87,7 @@ class ParameterServerService:
     async def exchange(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Serve one worker from its join to its end."""
         stream = self._stream(context)
-        conversation = Conversation(self._engine, self._config, stream, self._joining.partials)
+        conversation = Conversation(self._engine, self._config, stream)
         try:
             await self._carry(stream, conversation.run(self._joining, context))
         finally:
@@ -209,7 +209,8 @@ class ParameterServerService:
 
         An unexpected exception is logged in one line and ends this call only: the run continues."""
         try:
-            await work
+            with contextlib.suppress(StreamEnded):
+                await work
             await stream.flush()
         except StreamLost:
             pass

@@ -18,12 +18,13 @@ from google.protobuf.message import Message
 
 from ...common.config.schema import LimitsConfig
 from ...common.errors import ParamServerError, Reason, refusal
+from ...common.standstill import Standstill
 from ...common.wire.checks import check_header
 from ...common.wire.direct import OutOfBand, to_buffers
 from ...common.wire.frames import CHUNK_BYTES, Frame, PayloadReader, parse
 from ...proto import parameter_server_pb2 as pb
 from .connection import Connection, is_large
-from .limits import RateLimiter, TimeBudget, Watchdog
+from .limits import RateLimiter, TimeBudget
 
 Result = TypeVar("Result")
 
@@ -32,10 +33,15 @@ _MAX_BEGINS = 8
 _SETTLE_S = 0.5  # for the peer to receive earlier messages before the status
 _REFUSING_S = 2.0  # after a refusal, before the call is cancelled again
 _SAY_WAITING_S = 1.0
+_CHECK_INTERVAL_S = 0.2
 
 
 class StreamLost(Exception):
     """The stream ended because the worker's side is gone."""
+
+
+class StreamEnded(StreamLost):
+    """The worker has ended its side of the stream."""
 
 
 class StreamBroken(Exception):
@@ -61,7 +67,7 @@ class Stream:
         is_memory_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
         self._context = context
-        self._direct: Connection | None = None  # if set, messages use it instead of gRPC
+        self.direct: Connection | None = None  # if set, all further messages use it instead of gRPC
         self._writing: asyncio.Future[None] | None = None
         self.rank: int | None = None  # None until the worker has a rank
         self._bytes_read = self._bytes_written = 0  # since the last `pop_`, without Waiting messages
@@ -83,8 +89,8 @@ class Stream:
 
     # ---- in -------------------------------------------------------------------------------
 
-    async def read(self, *kinds: str) -> Frame | None:
-        """Return the next frame, or None at the end. Raises a BAD_REQUEST refusal if its kind is not in `kinds`.
+    async def read(self, *kinds: str) -> Frame:
+        """Return the next frame. Raises StreamEnded, and a BAD_REQUEST refusal if its kind is not in `kinds`.
 
         The kind "" is a piece of a payload without a header.
         """
@@ -93,14 +99,14 @@ class Stream:
         if self._num_missing:
             self._reading_since = self._time()
         try:
-            raw = await (self._direct or self._context).read()
+            raw = await (self.direct or self._context).read()
         except ParamServerError:
             raise
         except Exception as error:
             raise self._lost(error) from error
         if raw is grpc.aio.EOF or raw is None:
             self._num_missing, self._reading_since = 0, None
-            return None
+            raise StreamEnded
         received = parse(pb.WorkerMessage, raw)
         if self._limiter is not None:
             self._limiter.consume(len(raw))
@@ -111,7 +117,7 @@ class Stream:
         if received.header is not None:
             self._take_header(received.header)
         if self._num_missing and received.kind != "rows":
-            num_out_of_band = received.out_of_band if self._direct is None else 0
+            num_out_of_band = received.out_of_band if self.direct is None else 0
             self._take_piece(len(received.data) + num_out_of_band + received.left_out)
         return received
 
@@ -125,21 +131,12 @@ class Stream:
             self._bytes_read -= len(raw)
         return is_taken
 
-    @property
-    def direct(self) -> Connection | None:
-        """The direct connection, if code outside of this stream's task may use it: not with a limit on uploads."""
-        return self._direct if self._limiter is None else None
-
-    def go_direct(self, connection: Connection) -> None:
-        """Use this connection for all further messages."""
-        self._direct = connection
-
     async def receive_into(self, target: memoryview) -> AsyncIterator[int]:
         """Fill `target` with the bytes that follow a message on a direct connection.
 
         Yields the number of new bytes after at least CHUNK_BYTES, and at the end.
         """
-        assert self._direct is not None
+        assert self.direct is not None
         done = given = 0
         while done < len(target):
             end = len(target)
@@ -148,7 +145,7 @@ class Stream:
                 end = min(end, done + CHUNK_BYTES)
             self._reading_since = self._time()
             try:
-                num_bytes = await self._direct.receive_some(target[done:end])
+                num_bytes = await self.direct.receive_some(target[done:end])
             except Exception as error:
                 raise self._lost(error) from error
             if not num_bytes:
@@ -163,10 +160,10 @@ class Stream:
 
     def _lost(self, error: Exception) -> StreamLost | StreamBroken:
         """Return the exception that stands for a failure of reading or writing."""
-        is_gone = isinstance(error, _GONE) or (self._direct is not None and self._direct.is_closed)
+        is_gone = isinstance(error, _GONE) or (self.direct is not None and self.direct.is_closed)
         return StreamLost() if is_gone else StreamBroken()
 
-    async def read_within(self, timeout_s: float | None, *kinds: str) -> Frame | None:
+    async def read_within(self, timeout_s: float | None, *kinds: str) -> Frame:
         """Return the next frame, as `read` does. Raises a BAD_REQUEST refusal after `timeout_s` s; None: never."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -217,8 +214,8 @@ class Stream:
         """
         return not self._num_begins or self._is_memory_wanted()
 
-    async def read_payload(self, first: Frame, target: memoryview) -> bool:
-        """Read the payload announced by `first` into `target`. Returns False if the stream ended before."""
+    async def read_payload(self, first: Frame, target: memoryview) -> None:
+        """Read the payload announced by `first` into `target`."""
 
         def write(offset: int, data: memoryview) -> None:
             target[offset : offset + len(data)] = data
@@ -226,11 +223,7 @@ class Stream:
         reader = PayloadReader(len(target), write)
         reader.feed(first)
         while not reader.is_complete:
-            piece = await self.read("")
-            if piece is None:
-                return False
-            reader.feed(piece)
-        return True
+            reader.feed(await self.read(""))
 
     # ---- out ------------------------------------------------------------------------------
 
@@ -243,8 +236,8 @@ class Stream:
         if is_counted:
             self._bytes_written += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
         await self.flush()
-        if self._direct is not None:
-            self._write_direct(self._direct, message)
+        if self.direct is not None:
+            self._write_direct(self.direct, message)
         else:
             assert isinstance(message, bytes)
             self._writing_since = self._time()
@@ -267,11 +260,11 @@ class Stream:
 
     def write_now(self, raw: bytes, is_counted: bool = True) -> bool:
         """Send a message over the direct connection at once. Returns False while the previous one is being sent."""
-        assert self._direct is not None
+        assert self.direct is not None
         if self._writing is not None:
             return False
         self._bytes_written += len(raw) if is_counted else 0
-        self._write_direct(self._direct, raw)
+        self._write_direct(self.direct, raw)
         return True
 
     async def say(self, message: pb.ServerMessage) -> None:
@@ -337,22 +330,22 @@ class Stream:
             # The call ends in any case, so a cancellation needs no further handling.
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({self._writing}, timeout=_SETTLE_S)
-        if self._direct is not None:  # the worker reads it until its end, and then the status
-            self._direct.close()
+        if self.direct is not None:  # the worker reads it until its end, and then the status
+            self.direct.close()
         await self._context.abort(code, details, metadata)
 
     def close(self) -> None:
         """Release the stream at the end of its call, without waiting for the last message."""
         self._watch.remove(self)
-        if self._direct is not None:
-            self._direct.close()
+        if self.direct is not None:
+            self.direct.close()
         if self._writing is not None:
             self._writing.add_done_callback(lambda writing: writing.cancelled() or writing.exception())
             if self._too_slow_at is not None:
                 self._writing.cancel()
 
     def check(self, now: float) -> None:
-        """End the call if the peer keeps the server waiting for too long. `limits.Watchdog` calls this."""
+        """End the call if the peer keeps the server waiting for too long. `Watchdog` calls this."""
         if self._too_slow_at is not None:
             if now - self._too_slow_at > _REFUSING_S:
                 self._too_slow_at = now
@@ -389,3 +382,33 @@ class Stream:
         if self._taken_missing_since is not None:
             self._taken_missing_since += seconds
         self._writing_since += seconds
+
+
+class Watchdog:
+    """Calls `check` of all open streams every _CHECK_INTERVAL_S seconds, so that no message needs a timer."""
+
+    def __init__(self) -> None:
+        self._streams: set[Stream] = set()
+        self._checking: asyncio.Task[None] | None = None
+
+    def add(self, stream: Stream) -> None:
+        """Watch a stream until `remove`."""
+        self._streams.add(stream)
+        if self._checking is None:
+            self._checking = asyncio.ensure_future(self._check_all())
+
+    def remove(self, stream: Stream) -> None:
+        self._streams.discard(stream)
+
+    async def _check_all(self) -> None:
+        time, standstill = asyncio.get_running_loop().time, Standstill(_CHECK_INTERVAL_S)
+        standstill.look(time())
+        while self._streams:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            now = time()
+            pause_s = standstill.look(now)
+            for stream in list(self._streams):
+                if pause_s:
+                    stream.exclude(pause_s)
+                stream.check(now)
+        self._checking = None

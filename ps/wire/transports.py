@@ -6,26 +6,18 @@ map. A contribution outside of messages has `in_shared_memory`, and each of its 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import ClassVar
 
 from ...common.codecs.base import Codec
-from ...common.reporting.log import get_logger
-from ...common.tensors.layout import Layout
 from ...common.wire.direct import OutOfBand, out_of_band_messages
 from ...common.wire.frames import frame, left_out_frame, out_of_band_frame, payload_frames
-from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
+from ...common.wire.segments import Segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.model import Model
 from ..tensors.replies.publication import Publication, Range, cut
 from ..tensors.staging import Payload
 from .stream import Stream
-
-log = get_logger()
-
-_PROBE_BYTES = 4096
-
 
 # Makes the message that announces a payload: of its version, its size, and its segment, if it has one.
 Header = Callable[[int, int, pb.Segment | None], pb.ServerMessage]
@@ -137,40 +129,3 @@ class SharedTransport(DirectTransport):
             return payload_frames([publication.segment.bytes[start:end]], offset=start)
         self.stream.count_out_of_band(end - start)
         return [out_of_band_frame(start, end - start)]
-
-
-class Probe:
-    """A small segment that a worker tries to open, to find out whether it is on this host.
-
-    Without `is_wanted` there is no segment.
-    """
-
-    def __init__(self, is_wanted: bool) -> None:
-        self._segment: Segment | None = None
-        if is_wanted:
-            with contextlib.suppress(SegmentError):
-                self._segment = new_segment(_PROBE_BYTES)
-
-    @property
-    def shown(self) -> pb.Segment | None:
-        return self._segment.address if self._segment is not None else None
-
-    async def open(self, known: Transport, layout: Layout, offered: pb.Segment) -> tuple[Transport, str]:
-        """Open the segment that a worker offers, and send it the result.
-
-        Returns the shared transport and "", or `known` and the reason against shared memory.
-        """
-        transport, reason = known, ""
-        try:
-            if self._segment is None:
-                raise SegmentError("the server shares no memory (server.shared_memory)")
-            if offered.num_bytes < layout.exchange_bytes:
-                needed = layout.exchange_bytes
-                raise SegmentError(f"the segment has {offered.num_bytes} bytes, and a contribution needs {needed}")
-            transport = SharedTransport(known.model, known.stream, open_segment(offered))
-        except SegmentError as error:
-            reason = str(error)
-            log.info("not_shared", rank=known.stream.rank, reason=reason)
-        verdict = pb.SharedMemory(accepted=not reason, reason=reason)
-        await known.stream.say(pb.ServerMessage(shared_memory=verdict))
-        return transport, f"{SharedTransport.name}: {reason}" if reason else ""

@@ -17,7 +17,8 @@ from paramserver.common.wire.direct import ACCEPTED, HELLO, LENGTH_BYTES, decode
 from paramserver.common.wire.frames import parse
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.wire.limits import JoinQueue, LogThrottle, RateLimiter, TimeBudget, Watchdog
+from paramserver.ps.wire.limits import JoinQueue, LogThrottle, RateLimiter, TimeBudget
+from paramserver.ps.wire.stream import Watchdog
 
 NUM_JOINS = 200
 

@@ -192,7 +192,7 @@ def test_the_segment_of_a_worker_that_is_gone_is_let_go(how: str, monkeypatch: p
         opened.append(weakref.ref(segment))
         return segment
 
-    monkeypatch.setattr("paramserver.ps.wire.transports.open_segment", open_and_note)
+    monkeypatch.setattr("paramserver.ps.wire.joining.open_segment", open_and_note)
 
     @served(layout=LARGE, max_staged=1, workers=1, mode="async")
     async def play(server: Server) -> None:

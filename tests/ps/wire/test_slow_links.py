@@ -9,8 +9,7 @@ from typing import Any, cast
 from paramserver.common.config.sections.processes import LimitsConfig
 from paramserver.common.wire.direct import OUT_OF_BAND_BYTES, OutOfBand
 from paramserver.common.wire.frames import out_of_band_frame
-from paramserver.ps.wire.limits import Watchdog
-from paramserver.ps.wire.stream import Stream
+from paramserver.ps.wire.stream import Stream, Watchdog
 
 from .test_direct_connection import MB, over_tcp
 
@@ -22,7 +21,7 @@ def test_a_reply_that_is_read_slowly_is_sent_to_its_end() -> None:
         connection, peer = over_tcp()
         watch, context = Watchdog(), cast(Any, None)  # a direct connection replaces the context
         stream = Stream(context, LimitsConfig(progress_s=PROGRESS_S), watch)
-        stream.go_direct(connection)
+        stream.direct = connection
         began = time.monotonic()
 
         def read() -> int:
