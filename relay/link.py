@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
 from ..common.wire.records import Contribution, Outcome
 from ..worker.conversation.exchange import Exchange
-from ..worker.conversation.messages import Final, Goodbye, Outgoing
+from ..worker.conversation.messages import Outgoing
 from ..worker.conversation.security import worker_credentials
 from ..worker.conversation.threads import Helper
 from ..worker.strategies.base import Strategy
@@ -52,14 +51,10 @@ class RegionTensors(ModelTensors):
     def __init__(self, layout: Layout, payload: torch.Tensor) -> None:
         self.layout, self.payload = layout, payload
         self.tensors = [view.data for _, view in layout.views(payload)]
-        self.names = {id(tensor): spec.name for spec, tensor in zip(layout.specs, self._in_order(), strict=True)}
+        of_name = {entry.spec.name: tensor for entry, tensor in zip(layout.entries, self.tensors, strict=True)}
+        self.names = {id(of_name[spec.name]): spec.name for spec in layout.specs}
         self._homes = [({"": tensor}, "") for tensor in self.tensors]
         self.places = [tensor.data_ptr() for tensor in self.tensors]
-
-    def _in_order(self) -> list[torch.Tensor]:
-        """The tensors in the order of the layout's specs."""
-        of_name = {entry.spec.name: tensor for entry, tensor in zip(self.layout.entries, self.tensors, strict=True)}
-        return [of_name[spec.name] for spec in self.layout.specs]
 
     def load(self, payload: torch.Tensor) -> None:
         """Copy exchanged tensors from `payload`, uint8 [exchange_bytes] or longer."""
@@ -114,12 +109,12 @@ class Link:
         self._exchange = Exchange(worker, upstream.rank, None, credentials, region)
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
         has_fragments = self.settings.fragments > 1
-        self._strategy: Strategy = Overlapped(self._exchange) if has_fragments else BlockingStrategy(self._exchange)
+        self.strategy: Strategy = Overlapped(self._exchange) if has_fragments else BlockingStrategy(self._exchange)
         # The region itself trains on during an exchange.
-        self._strategy.settings = replace(self.settings, delayed_update=False)
+        self.strategy.settings = replace(self.settings, delayed_update=False)
         self.readings = Readings()  # of the region; the server above shows them
         self._exchange.measures(self.readings.taken)
-        self._thread = Helper("upstream")
+        self.thread = Helper("upstream")
         self.model: RegionTensors | None = None
         self.optimizer: OptimizerSpec | None = None
 
@@ -137,18 +132,15 @@ class Link:
     @property
     def state(self) -> bytes | None:
         """The state of the region's run that came with the newest START reply; None: the run is new."""
-        begun = self._strategy.begun()
+        begun = self.strategy.begun()
         return begun.payload if begun is not None else None
-
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        return self._thread.submit(job)
 
     # ---- on the thread ----------------------------------------------------------------------
 
     def start(self, layout: Layout, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
         """Offer the model. On return `model` has the weights of the run above. Later requests wait without a limit."""
         self.model, self.optimizer = RegionTensors(layout, weights.clone()), optimizer
-        self._strategy.start(self.model, optimizer)
+        self.strategy.start(self.model, optimizer)
         self._exchange.retry.give_up_s = math.inf  # only now: a new relay must not wait for a run above that is over
 
     def send(self, contribution: RegionContribution) -> Outcome:
@@ -160,8 +152,17 @@ class Link:
         assert self.model is not None
         while True:
             before = self.model.payload.clone() if self.settings.kind.worker_steps else None
-            outcome, counts = self._contribute(contribution), contribution.record.counts
-            work = counts.num_samples, counts.num_steps
+            if self.settings.kind.holds_gradients:
+                self.model.set_gradients(contribution.payload, contribution.without)
+            elif contribution.payload is not None:
+                self.model.load(contribution.payload)
+            record, counts = contribution.record, contribution.record.counts
+            if self._sent_first_for == self.progress.num_starts:  # it is of a new process
+                record = replace(record, first=None)
+            self._sent_first_for = self.progress.num_starts
+            self.num_workers = counts.num_workers
+            self.strategy.contribute(Outgoing(record, contribution.state))
+            outcome, work = self.progress.outcome, (counts.num_samples, counts.num_steps)
             if outcome not in _NOT_COUNTED:
                 return outcome
             meaning = _NOT_COUNTED[outcome]
@@ -178,47 +179,20 @@ class Link:
             merge(self.model.layout, moved, since, self.model.payload)
             contribution = contribution._replace(payload=moved)
 
-    def _contribute(self, contribution: RegionContribution) -> Outcome:
-        """Exchange one contribution."""
-        assert self.model is not None
-        if self.settings.kind.holds_gradients:
-            self.model.set_gradients(contribution.payload, contribution.without)
-        elif contribution.payload is not None:
-            self.model.load(contribution.payload)
-        record = contribution.record
-        if self._sent_first_for == self.progress.num_starts:  # it is of a new process
-            record = replace(record, first=None)
-        self._sent_first_for = self.progress.num_starts
-        self.num_workers = record.counts.num_workers
-        self._strategy.contribute(Outgoing(record, contribution.state))
-        return self.progress.outcome
-
-    def finish(self, can_evaluate: bool) -> Final | None:
-        """Wait for the end of the run above. On return `model` has the final weights. None: a START came."""
-        return self._strategy.finish(can_evaluate)
-
-    def leave(self, metrics: dict[str, float]) -> None:
-        """Leave after `finish`, with the metrics of the final evaluation."""
-        self._strategy.leave(Goodbye(metrics), is_interrupted=False)
-
     # ---- from any thread ----------------------------------------------------------------------
-
-    def stop(self, reason: str) -> None:
-        """Request with the next message that the run above ends."""
-        self._strategy.stop(reason)
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         """Send the metrics of an evaluation, after `step` steps of the region. They travel with the next message."""
         version = self.progress.version
 
         def add() -> None:
-            self._strategy.measured(version, metrics)
+            self.strategy.measured(version, metrics)
             self._exchange.measured[-1]["step"] = step
 
-        self.submit(add)
+        self.thread.submit(add)
 
     def close(self) -> None:
         """End the connections. A pending job ends with an error."""
-        self._strategy.drop()
-        self._thread.stop()
-        self._thread.dismiss()
+        self.strategy.drop()
+        self.thread.stop()
+        self.thread.dismiss()

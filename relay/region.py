@@ -16,6 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -222,24 +223,24 @@ class Region(Keeper):
         if not self._passes_gradients:
             self._sent = contribution.payload
         if self._run.ended_by not in ("", ABOVE_IS_OVER):
-            self._link.stop(self._run.ended_by)
+            self._link.strategy.stop(self._run.ended_by)
         self._request(partial(self._link.send, contribution), self._replied)
 
     def _request(self, job: Callable[[], Any], replied: Callable[[Any], None]) -> None:
         """Run a job on the link's thread. Its result goes to `replied`, on the event loop. An error ends the run."""
         self._requested_at = time.monotonic()
         loop = self._engine.finished.get_loop()
-        future = self._link.submit(job)
-        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._job_done, done, replied))
 
-    def _job_done(self, done: Any, replied: Callable[[Any], None]) -> None:
-        self._requested_at = None
-        try:
-            replied(done.result())
-        except ParamServerError as error:
-            self._engine.end_with(error)
-        except Exception as error:
-            self._engine.broke("upstream", error)
+        def done(found: Future[Any]) -> None:
+            self._requested_at = None
+            try:
+                replied(found.result())
+            except ParamServerError as error:
+                self._engine.end_with(error)
+            except Exception as error:
+                self._engine.broke("upstream", error)
+
+        self._link.thread.submit(job).add_done_callback(lambda found: loop.call_soon_threadsafe(done, found))
 
     def _replied(self, outcome: Outcome) -> None:
         if outcome is Outcome.START:
@@ -342,7 +343,8 @@ class Region(Keeper):
             every, above = self._config.every, self._link.progress.local_steps
             if every and above and every != above:
                 message = f"--upstream-every {every}, but policy.local_steps of the run above is {above}"
-                raise _refused(message, f"leave out --upstream-every, or give the server above --local-steps {every}")
+                fix = f"leave out --upstream-every, or give the server above --local-steps {every}"
+                raise UsageError(message, fix=fix, reason=Reason.BAD_REQUEST)  # its workers get the same message
             self.pace.every = max(1, above)
             self._model.replace(self._link.model.payload, self._run.policy.version)
             self._notify_run()
@@ -375,15 +377,10 @@ class Region(Keeper):
 
         can_evaluate = any(worker.can_evaluate for worker in self._run.roster.workers.values())
         if self._run.ended_by not in ("", ABOVE_IS_OVER):
-            self._link.stop(self._run.ended_by)
-        self._request(partial(self._link.finish, can_evaluate), finished)
+            self._link.strategy.stop(self._run.ended_by)
+        self._request(partial(self._link.strategy.finish, can_evaluate), finished)
 
     def give_up(self) -> None:
         """Complete the pending `take` at once, because the server stops."""
         if self._engine.is_writing:
             self._done()
-
-
-def _refused(message: str, fix: str) -> UsageError:
-    """Returns the error of a region that is not possible. Its workers get the same message."""
-    return UsageError(message, fix=fix, reason=Reason.BAD_REQUEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from ..common import combinations
@@ -14,6 +15,7 @@ from ..ps.core.effects import Evaluated, Fact
 from ..ps.core.events import Stopped
 from ..ps.engine.clock import Clock
 from ..ps.server import Server
+from ..worker.conversation.messages import Goodbye
 from .link import Link
 from .region import Region
 
@@ -66,8 +68,8 @@ class RelayServer(Server):
         finally:
             if not self.goes_back:
                 if self.engine.error is None and self._run.is_done:
-                    leave = self._link.submit(lambda: self._link.leave(self._run.final))
-                    await asyncio.wait([asyncio.wrap_future(leave)])
+                    leave = partial(self._link.strategy.leave, Goodbye(self._run.final), is_interrupted=False)
+                    await asyncio.wait([asyncio.wrap_future(self._link.thread.submit(leave))])
                 self._link.close()
 
 
@@ -91,10 +93,7 @@ async def relay_server(config: Config) -> RelayServer:
 def with_settings(config: Config, link: Link) -> Config:
     """Returns the configuration with the settings that the run above gives all its workers."""
     settings = link.settings
-    run = {
-        "steps": settings.steps, "epochs": settings.epochs, "batch_size": settings.batch_size, "seed": settings.seed,
-        "eval_every": settings.eval_every,
-    }  # fmt: skip
+    run = {name: getattr(settings, name) for name in ("steps", "epochs", "batch_size", "seed", "eval_every")}
     changes: dict[str, Any] = {"run": config.run.model_copy(update=run), "train": settings.train}
     if settings.task:
         task = {"name": settings.task, "args": settings.task_args or {}}

@@ -24,6 +24,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.events import Event
 from ..core.replication import Coordinator, Digest, Outbox
+from ..engine.clock import until_one_ends
 from ..engine.engine import Engine
 from ..engine.peers import ShardState
 from ..snapshots.common import Entry
@@ -106,7 +107,7 @@ class Attendance:
             line.stay()
             if not self._absent() and not self._has_begun:
                 self._on_complete()
-            await self._converse(line, register.num_received, reports, context)
+            await until_one_ends(self._hear(line, reports), self._tell(line, register.num_received, context))
         except ParamServerError as error:
             await refuse(context, error, shard=line.register.shard if line is not None else -1)
         finally:
@@ -215,22 +216,6 @@ class Attendance:
 
     # ---- a call -----------------------------------------------------------------------------------
 
-    async def _converse(
-        self, line: Line, num_received: int, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext
-    ) -> None:
-        talks = self._hear(line, reports), self._tell(line, num_received, context)
-        tasks = [asyncio.create_task(talk) for talk in talks]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if line.is_dismissed:  # the shard may still send its last reports
-                await asyncio.wait(tasks, timeout=_GOODBYE_S)
-            for task in tasks:
-                if task.done():
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-
     async def _hear(self, line: Line, reports: AsyncIterator[pb.ShardReport]) -> None:
         shard = line.register.shard
         async for message in reports:
@@ -277,6 +262,7 @@ class Attendance:
             await line.changed.wait()
         if line.last is not None:
             await write(0, line.last)
+        await asyncio.sleep(_GOODBYE_S)  # the shard may still send its last reports
 
 
 def _reachable(address: str, peer: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..core.run import Run
 from ..snapshots.resharding import put_together
 from ..tensors.model import Model
+from ..tensors.tables import Tables
 from ..tensors.thread import TensorThread
 from .link import open_channel
 
@@ -37,7 +38,6 @@ log = get_logger()
 # Time limits for the first message, which may wait for other pulls, and between two messages of 1 MiB. The transfer of
 # a whole model has no limit.
 _FIRST_S, _PROGRESS_S = 300.0, 60.0
-_Pull = Callable[[int, bytes], Awaitable[bytes]]  # (table, ids) -> rows of this shard
 _OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
 _NOBODY = 2**32 - 1  # a rank that no worker has, so that the bytes are not counted
 _DTYPES = {"float64": "F64", "float32": "F32"}  # names in safetensors
@@ -103,16 +103,12 @@ async def write_tables(config: Config, run: Run, model: Model, tensors: TensorTh
     path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
     assert path is not None and optimizer is not None and own_tables is not None
     metadata = {"mode": config.run.mode, "version": str(run.policy.version), "run": run.name}
-
-    def pull(table: int, ids: bytes) -> Awaitable[bytes]:
-        return tensors.run(partial(own_tables.pull, table, ids, MAX_DATA_BYTES))
-
     # Wider dtypes come first, so that every number is at a multiple of its size.
     tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)
     try:
         with replacing(Path(path)) as file:
             file.write(_header([table for _, table in tables], metadata))
-            async for block in _blocks(config, run.name, addresses or ("",), pull, tables):
+            async for block in _blocks(config, run.name, tensors, own_tables, addresses or ("",), tables):
                 await asyncio.to_thread(file.write, block)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="free some space and run again") from None
@@ -134,9 +130,10 @@ def _header(tables: list[TableSpec], metadata: dict[str, str]) -> bytes:
 
 
 async def _blocks(
-    config: Config, run: str, addresses: Sequence[str], pull: _Pull, tables: list[tuple[int, TableSpec]]
-) -> AsyncIterator[bytes]:
-    """Yield the rows of all tables, in order. `pull` reads the rows of this shard."""
+    config: Config, run: str, tensors: TensorThread, own_tables: Tables, addresses: Sequence[str],
+    tables: list[tuple[int, TableSpec]],
+) -> AsyncIterator[bytes]:  # fmt: skip
+    """Yield the rows of all tables, in order. `own_tables` has the rows of this shard."""
     credentials = Credentials.read(config.security)
     async with contextlib.AsyncExitStack() as channels:
         calls = []
@@ -150,7 +147,7 @@ async def _blocks(
                 for first in range(part.first, part.end, at_once := MAX_DATA_BYTES // table.row_bytes):
                     ids = bytes(as_bytes(torch.arange(first, min(part.end, first + at_once))))
                     if not shard:
-                        yield await pull(index, ids)
+                        yield await tensors.run(partial(own_tables.pull, index, ids, MAX_DATA_BYTES))
                         continue
                     request = pb.RowsRequest(run=run, rank=_NOBODY, table=index, ids=ids)
                     try:

@@ -97,7 +97,8 @@ class SmallExchanges:
             return True
         if is_reply:
             self._is_due = False
-            self._peer.traffic.num_received += self._stream.pop_bytes_written()
+            self._peer.traffic.num_received += self._stream.bytes_written
+            self._stream.bytes_written = 0
             if self._is_paused:
                 self._is_paused = False
                 self._connection.watch(self._readable)
@@ -158,11 +159,8 @@ class Conversation:
         """Receive contributions and send replies. Returns the worker's goodbye."""
         model, stream = self._model, self._stream
         small: SmallExchanges | None = None
-        if (
-            stream.direct is not None
-            and self._config.limits.upload_bytes_per_s is None
-            and (model.has_weights and model.store.layout.exchange_bytes <= INLINE_BYTES)
-        ):
+        is_small = model.has_weights and model.store.layout.exchange_bytes <= INLINE_BYTES
+        if is_small and stream.direct is not None and self._config.limits.upload_bytes_per_s is None:
             small = SmallExchanges(stream.direct, stream, peer, receiver, delivery.whole)
         while True:
             if small is None or not await small.until_other():

@@ -170,7 +170,8 @@ class Joining:
             raise StreamEnded
         offered = second.of(pb.Model)
         self._check_kind(offered)
-        layout, optimizer = await _read_model(offered)
+        is_large = offered.ByteSize() > _LARGE_MODEL_BYTES
+        layout, optimizer = await asyncio.to_thread(_read_model, offered) if is_large else _read_model(offered)
         why_no_better = shown(offered.transport_reason, _MAX_REASON)
         if offered.HasField("segment"):
             share = self._model.share_of(layout)
@@ -268,14 +269,9 @@ def settings_of(config: Config, run: Run) -> pb.RunSettings:
     )  # fmt: skip
 
 
-async def _read_model(message: pb.Model) -> tuple[Layout, OptimizerSpec]:
-    """Return the layout and optimizer of a Model message. A thread reads a large description."""
-
-    def read() -> tuple[Layout, OptimizerSpec]:
-        layout = layout_from_proto(message.tensors)
-        if message.fingerprint != layout.fingerprint:
-            raise refusal(Reason.BAD_REQUEST, "Model.fingerprint does not belong to Model.tensors")
-        return layout, optimizer_from_proto(message.optimizer, layout)
-
-    is_large = message.ByteSize() > _LARGE_MODEL_BYTES
-    return await asyncio.to_thread(read) if is_large else read()
+def _read_model(message: pb.Model) -> tuple[Layout, OptimizerSpec]:
+    """Return the layout and optimizer of a Model message."""
+    layout = layout_from_proto(message.tensors)
+    if message.fingerprint != layout.fingerprint:
+        raise refusal(Reason.BAD_REQUEST, "Model.fingerprint does not belong to Model.tensors")
+    return layout, optimizer_from_proto(message.optimizer, layout)

@@ -39,13 +39,13 @@ class LogThrottle:
         self._now = now
         self._next_s, self._num_suppressed = float("-inf"), 0
 
-    def num_suppressed(self) -> int | None:
-        """Return the number of lines suppressed since the last one, or None if this line is suppressed too."""
+    def log(self, write: Callable[..., object], event: str, **fields: object) -> None:
+        """Write a line with `left_out`, the number of lines suppressed since the last one, or suppress it too."""
         if (now := self._now()) < self._next_s:
             self._num_suppressed += 1
-            return None
-        num_suppressed, self._num_suppressed, self._next_s = self._num_suppressed, 0, now + _LOG_INTERVAL_S
-        return num_suppressed
+            return
+        write(event, **fields, left_out=self._num_suppressed)
+        self._num_suppressed, self._next_s = 0, now + _LOG_INTERVAL_S
 
 
 class JoinQueue(RateLimiter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 import grpc.aio
@@ -13,10 +14,11 @@ from ...common.config.addresses import join_address, split_address
 from ...common.config.schema import Config
 from ...common.errors import BindError
 from ...common.reporting.log import get_logger
+from ...common.security import read_token
 from ...common.wire.frames import MAX_MESSAGE_BYTES
 from ...common.wire.protocol import SERVICE, other_protocol
 from .port import Port
-from .security import bind, insecurity, interceptors
+from .security import Certificates, TokenCheck, insecurity
 
 log = get_logger()
 
@@ -44,7 +46,7 @@ _OPTIONS = (
 # kernel's limit for unacknowledged bytes. A ping waits behind the weights that were sent before it (8 MB at 10 Mbit/s
 # take 6.7 s), so `ping_timeout_ms` is longer.
 _PINGS_MS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms")
-_LEAST_PING_S = 60.0
+_LEAST_PING_MS = 60_000
 _END_S = 1.0
 _RPC_TASK = "rpc_task"  # grpc.aio's name of its tasks
 
@@ -54,24 +56,31 @@ class Listening:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        lease_s = config.server.lease_s
-        pings = [(name, int(1000 * lease_s)) for name in _PINGS_MS]
-        pings.append(("grpc.http2.ping_timeout_ms", int(1000 * max(lease_s, _LEAST_PING_S))))
-        self._grpc = grpc.aio.server(options=[*_OPTIONS, *pings], interceptors=interceptors(config))
+        lease_ms, token = int(1000 * config.server.lease_s), read_token(config.security)
+        pings = dict.fromkeys(_PINGS_MS, lease_ms) | {"grpc.http2.ping_timeout_ms": max(lease_ms, _LEAST_PING_MS)}
+        interceptors = [TokenCheck(token)] if token is not None else []
+        self._grpc = grpc.aio.server(options=[*_OPTIONS, *pings.items()], interceptors=interceptors)
         self._health = health.aio.HealthServicer()
         self.address = ""
         self.direct = Port(config)
 
     def bind(self) -> None:
-        """Bind the address. Raises BindError."""
-        host, _ = split_address(self._config.server.listen)
-        bound = bind(self._grpc, self._config)
+        """Bind the address, with TLS if there is a certificate. Raises BindError."""
+        listen, security = self._config.server.listen, self._config.security
+        bound = 0
+        with contextlib.suppress(RuntimeError):
+            if security.cert is None:
+                bound = self._grpc.add_insecure_port(listen)
+            else:
+                certificates = Certificates(security)
+                tls = grpc.dynamic_ssl_server_credentials(certificates.current(), certificates, security.mutual)
+                bound = self._grpc.add_secure_port(listen, tls)
         if bound == 0:
             raise BindError(
-                f"cannot listen on {self._config.server.listen}: port in use, or not an address of this machine",
+                f"cannot listen on {listen}: port in use, or not an address of this machine",
                 fix="stop the other process, or choose --listen HOST:PORT with another port (0 takes a free one)",
             )
-        self.address = join_address(host, bound)
+        self.address = join_address(split_address(listen)[0], bound)
         self.direct.bind()
 
     async def serve(self, handler: grpc.GenericRpcHandler) -> None:

@@ -35,9 +35,8 @@ class PartialTransfers:
         """Keep the upload of a lost stream. Returns False if the caller must close it."""
         staging = self._model.staging
         is_worth_it = upload.num_bytes > _LEAST_BYTES and 0 < upload.reader.received < upload.num_bytes
-        if not is_worth_it or not staging.is_own(upload.payload) or staging.num_waiting:
-            return False
-        if not self._engine.may_return(peer):
+        is_possible = staging.is_own(upload.payload) and not staging.num_waiting and self._engine.may_return(peer)
+        if not (is_worth_it and is_possible):
             return False
         self.drop(peer.rank)
         self._uploads[peer.rank] = seq, upload

@@ -17,7 +17,7 @@ from ...common.reporting.log import get_logger
 from ...common.wire.direct import ACCEPTED, HELLO, TICKET_BYTES, TICKET_S, set_socket_options
 from .connection import Connection
 from .limits import LogThrottle
-from .security import Contexts
+from .security import Certificates
 
 log = get_logger()
 
@@ -53,7 +53,7 @@ class Port:
         self._socket: socket.socket | None = None
         self._tickets: dict[bytes, Ticket] = {}
         self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
-        self._contexts = Contexts(config.security) if config.security.cert is not None else None
+        self._certificates = Certificates(config.security) if config.security.cert is not None else None
         self._throttle_refused, self._throttle_accepted = LogThrottle(), LogThrottle()
         self._accepting: asyncio.Task[None] | None = None
         self.number = 0
@@ -102,8 +102,7 @@ class Port:
             try:
                 stranger, _ = await loop.sock_accept(listening)
             except OSError as error:  # usually because no descriptors are left
-                if (num_suppressed := self._throttle_accepted.num_suppressed()) is not None:
-                    log.warning("direct_not_accepted", reason=error.strerror or str(error), left_out=num_suppressed)
+                self._throttle_accepted.log(log.warning, "direct_not_accepted", reason=error.strerror or str(error))
                 self._drop_oldest()
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
@@ -126,10 +125,9 @@ class Port:
             async with asyncio.timeout(_HELLO_S):
                 stranger.setblocking(False)
                 set_socket_options(stranger)
-                if self._contexts is not None:
-                    stranger = self._contexts.current().wrap_socket(
-                        stranger, server_side=True, do_handshake_on_connect=False
-                    )
+                if self._certificates is not None:
+                    context = self._certificates.context()
+                    stranger = context.wrap_socket(stranger, server_side=True, do_handshake_on_connect=False)
                 connection = Connection(stranger)
                 await connection.handshake()
                 hello = bytearray(len(HELLO) + TICKET_BYTES)
@@ -156,8 +154,7 @@ class Port:
             why = f"the ticket belongs to another peer than {(name or '')[:100]!a}"
         elif ticket is not None and not ticket.arrived.done():
             return self._tickets.pop(secret)
-        if (num_suppressed := self._throttle_refused.num_suppressed()) is not None:
-            log.info("direct_refused", reason=why, left_out=num_suppressed)
+        self._throttle_refused.log(log.info, "direct_refused", reason=why)
         return None
 
     async def close(self) -> None:

@@ -206,9 +206,10 @@ class Receiver:
         if upload is None:
             raise refusal(Reason.BAD_REQUEST, "a piece of a payload that no Begin or Contribution announced")
         target = upload.target[received.offset :][: received.out_of_band]
-        if upload.in_segment and 0 < len(target) == received.out_of_band:
+        follows = upload.in_segment and self._transport.segment is None  # the piece follows on the direct connection
+        if follows and 0 < len(target) == received.out_of_band:
             at = received.offset
-            async for num_bytes in self._transport.fetch(target):  # if the stream is lost, these have arrived
+            async for num_bytes in self._stream.receive_into(target):  # if the stream is lost, these have arrived
                 upload.reader.feed(received._replace(offset=at, out_of_band=num_bytes))
                 at += num_bytes
         else:
@@ -305,8 +306,9 @@ class Receiver:
                 message = "Begin and its Contribution differ in codec, num_bytes or in_shared_memory"
                 raise refusal(Reason.BAD_REQUEST, message)
             return upload
-        payload = self._transport.memory(store.layout.exchange_bytes) if header.in_shared_memory else None
-        if payload is None:
+        if header.in_shared_memory and self._transport.segment is not None:
+            payload = self._transport.segment.payload[: store.layout.exchange_bytes]
+        else:
             payload = await self._borrow()
         free_buffers = self._folding.free_buffers
         return Upload(self._model, self._tensors, codec, payload, free_buffers, header.in_shared_memory)
@@ -318,13 +320,16 @@ class Receiver:
         upload = self._upload = self._partials.take(self._peer.rank, begin.continues)
         # Its size depends on the tensors without gradient, which its Contribution names: `_check` compares them then.
         is_same = (begin.num_bytes, begin.codec or "raw") == (upload.num_bytes, upload.codec.name)
-        can_carry = self._transport.carries(upload.codec) and self._transport.memory(0) is None
-        if not is_same or (begin.in_shared_memory and not can_carry):
+        can_follow = self._can_be_out_of_band(upload.codec) and self._transport.segment is None
+        if not is_same or (begin.in_shared_memory and not can_follow):
             message = "a Begin continues an upload of another size or codec, or in another memory"
             raise refusal(Reason.BAD_REQUEST, message)
         upload.in_segment = begin.in_shared_memory
         upload.restart(upload.reader.ranges)
         self._stream.expect(upload.num_bytes - upload.reader.received)
+
+    def _can_be_out_of_band(self, codec: Codec) -> bool:
+        return codec.is_identity and not self._transport.as_frames
 
     def _check(self, header: pb.Begin | PayloadInfo) -> tuple[Store, Codec]:
         """Return the store and codec of an announced payload. Raises a refusal for a wrong size or transport."""
@@ -343,7 +348,7 @@ class Receiver:
                 Reason.BAD_REQUEST,
                 f"a contribution of {header.num_bytes} bytes; with codec '{codec.name}' this model needs {num_bytes}",
             )
-        if header.in_shared_memory and not self._transport.carries(codec):
+        if header.in_shared_memory and not self._can_be_out_of_band(codec):
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
         peer.traffic.codec = codec.name
         return store, codec
@@ -353,7 +358,8 @@ class Receiver:
     ) -> None:
         """Stage a complete contribution, and offer it to the run."""
         peer, stream, traffic = self._peer, self._stream, self._peer.traffic
-        traffic.num_sent += stream.pop_bytes_read()
+        traffic.num_sent += stream.bytes_read
+        stream.bytes_read = 0
         traffic.num_peers += contribution.completion.peer_bytes
         rows, optimizer = self._rows, self._optimizer
         self._rows, self._optimizer = [], None

@@ -111,43 +111,27 @@ def security_text(config: Config) -> str:
 # ---- TLS ----------------------------------------------------------------------------------------
 
 
-def bind(server: grpc.aio.Server, config: Config) -> int:
-    """Listen on `server.listen`, with TLS if there is a certificate. Returns the port, or 0 if it is not available."""
-    try:
-        if config.security.cert is None:
-            return int(server.add_insecure_port(config.server.listen))
-        rotation = _Rotation(config.security)
-        credentials = grpc.dynamic_ssl_server_credentials(rotation.current(), rotation, config.security.mutual)
-        return int(server.add_secure_port(config.server.listen, credentials))
-    except RuntimeError:
-        return 0
+class Certificates:
+    """The server's certificates, renewed when their files change. Open connections keep theirs.
 
-
-class _Rotation:
-    """Renews certificates. gRPC calls it at every new connection, on a separate thread.
-
-    Open connections keep their certificates. It ignores expired files, and files that do not match, for example while
-    only one of two is replaced.
+    Expired files, and files that do not match, for example while only one of two is replaced, are ignored.
     """
 
     def __init__(self, security: SecurityConfig) -> None:
         self._security = security
         self._seen = self._stamps()
+        self._context: ssl.SSLContext | None = None
 
     def current(self) -> grpc.ServerCertificateConfiguration:
-        """Return the certificate that the files have now. Raises AuthError."""
+        """Return the certificates that the files have now, for gRPC. Raises AuthError."""
         pem = read_pem(self._security)
         facts = facts_of(pem.cert or b"")
         log.info("certificate", names=list(facts.names), valid_until=utc_text(facts.not_after))
         return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root_certificates=pem.ca)
 
-    def has_changed(self) -> bool:
-        """Whether the files have changed since the last call."""
-        before, self._seen = self._seen, self._stamps()
-        return self._seen != before
-
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        if not self.has_changed():
+        """Return new certificates, or None. gRPC calls this at every new connection, on a separate thread."""
+        if not self._have_changed():
             return None
         try:
             return self.current()
@@ -155,29 +139,14 @@ class _Rotation:
             log.warning("certificate_not_renewed", reason=error.message)
             return None
 
-    def _stamps(self) -> list[tuple[int, int, int]] | None:
-        """Return time, size and inode of each file, or None while a file is missing."""
-        paths = (self._security.ca, self._security.cert, self._security.key)
-        try:
-            found = [os.stat(path) for path in paths if path is not None]
-        except OSError:
-            return None
-        return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found]
+    def context(self) -> ssl.SSLContext:
+        """Return the newest TLS context, for connections without gRPC.
 
-
-class Contexts:
-    """Makes TLS contexts with renewed certificates, for connections without gRPC."""
-
-    def __init__(self, security: SecurityConfig) -> None:
-        self._security = security
-        self._rotation = _Rotation(security)
-        self._context: ssl.SSLContext | None = None
-
-    def current(self) -> ssl.SSLContext:
-        """Return the newest context. Raises OSError if there is none yet and the files are not usable."""
+        Raises OSError if there is none yet and the files are not usable.
+        """
         security = self._security
         assert security.cert is not None
-        if self._context is None or self._rotation.has_changed():
+        if self._context is None or self._have_changed():
             try:
                 read_pem(security)
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -191,14 +160,22 @@ class Contexts:
                     raise OSError(str(error)) from None
         return self._context
 
+    def _have_changed(self) -> bool:
+        """Whether the files have changed since the last call."""
+        before, self._seen = self._seen, self._stamps()
+        return self._seen != before
+
+    def _stamps(self) -> list[tuple[int, int, int]] | None:
+        """Return time, size and inode of each file, or None while a file is missing."""
+        paths = (self._security.ca, self._security.cert, self._security.key)
+        try:
+            found = [os.stat(path) for path in paths if path is not None]
+        except OSError:
+            return None
+        return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found]
+
 
 # ---- the token ----------------------------------------------------------------------------------
-
-
-def interceptors(config: Config) -> list[grpc.aio.ServerInterceptor]:
-    """Return the interceptors for `grpc.aio.server`: the check of the token, if there is a token."""
-    token = read_token(config.security)
-    return [TokenCheck(token)] if token is not None else []
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):
@@ -213,25 +190,21 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        if handler_call_details.method.startswith(_HEALTH):
-            return await continuation(handler_call_details)
         header = dict(handler_call_details.invocation_metadata).get("authorization")
+        has_token = header is not None and shows_token(header, self._token)
+        if has_token or handler_call_details.method.startswith(_HEALTH):
+            return await continuation(handler_call_details)
+        message = "the call's token is not the server's"
         if header is None:
-            return self._refusing("the server asks for a token, and the call has none")
-        if not shows_token(header, self._token):
-            return self._refusing("the call's token is not the server's")
-        return await continuation(handler_call_details)
-
-    def _refusing(self, message: str) -> grpc.RpcMethodHandler:
-        """Return a stream handler that refuses without reading. A unary handler would read the request first."""
+            message = "the server asks for a token, and the call has none"
         status = refusal_to_status(refusal(Reason.UNAUTHENTICATED, message, fix=_GIVE_TOKEN))
 
         async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            if (num_suppressed := self._throttle.num_suppressed()) is not None:
-                fields = {"reason": Reason.UNAUTHENTICATED, "message": message, "left_out": num_suppressed}
-                log.warning("refused", peer=context.peer(), **fields)
+            fields = {"reason": Reason.UNAUTHENTICATED, "message": message}
+            self._throttle.log(log.warning, "refused", peer=context.peer(), **fields)
             await context.abort(*status)
 
+        # The handler of a stream refuses without reading. A unary handler would read the request first.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
@@ -70,7 +71,7 @@ class Stream:
         self.direct: Connection | None = None  # if set, all further messages use it instead of gRPC
         self._writing: asyncio.Future[None] | None = None
         self.rank: int | None = None  # None until the worker has a rank
-        self._bytes_read = self._bytes_written = 0  # since the last `pop_`, without Waiting messages
+        self.bytes_read = self.bytes_written = 0  # not in the worker's traffic yet; without Waiting messages
         self.refused: ParamServerError | None = None
         self._time = asyncio.get_running_loop().time
         self._task = asyncio.current_task()
@@ -79,10 +80,10 @@ class Stream:
         self._time_budget = TimeBudget(limits.progress_s, CHUNK_BYTES)
         self._num_missing = 0  # announced bytes that have not arrived
         self._num_begins = 0  # Begin messages since the last Contribution
-        self._reading_since: float | None = None  # since when the server waits for an upload; None: it does not
+        self._reading_since = math.inf  # since when the server waits for an upload; inf: it does not
         self._writing_since = 0.0  # when CHUNK_BYTES of this message were sent, or it began
         self._num_written = 0  # bytes of it since then
-        self._taken_missing_since: float | None = None
+        self._taken_missing_since = math.inf  # likewise, for Taken
         self._too_slow_at: float | None = None
         self._watch = watch
         watch.add(self)
@@ -105,12 +106,12 @@ class Stream:
         except Exception as error:
             raise self._lost(error) from error
         if raw is grpc.aio.EOF or raw is None:
-            self._num_missing, self._reading_since = 0, None
+            self._num_missing, self._reading_since = 0, math.inf
             raise StreamEnded
         received = parse(pb.WorkerMessage, raw)
         if self._limiter is not None:
             self._limiter.consume(len(raw))
-        self._bytes_read += len(raw) + received.out_of_band
+        self.bytes_read += len(raw) + received.out_of_band
         if (received.kind or "") not in kinds:
             expected = " or ".join(kind or "a piece of a payload" for kind in kinds)
             raise refusal(Reason.BAD_REQUEST, f"got {received.kind or 'a piece of a payload'}, expected {expected}")
@@ -126,9 +127,9 @@ class Stream:
         received = parse(pb.WorkerMessage, raw)
         if received.header is not None:
             check_header(received.header)
-        self._bytes_read += len(raw)  # before `take`, which moves the count to the worker's traffic
+        self.bytes_read += len(raw)  # before `take`, which moves the count to the worker's traffic
         if not (is_taken := take(received)):
-            self._bytes_read -= len(raw)
+            self.bytes_read -= len(raw)
         return is_taken
 
     async def receive_into(self, target: memoryview) -> AsyncIterator[int]:
@@ -189,10 +190,10 @@ class Stream:
             case pb.InitialWeights():
                 self.expect(header.payload_bytes)
             case pb.Taken():
-                self._taken_missing_since = None
+                self._taken_missing_since = math.inf
             case pb.Finish() | pb.Leave():  # the worker will not complete an upload that it began
                 self._num_missing = self._num_begins = 0
-                self._reading_since = None
+                self._reading_since = math.inf
 
     def expect(self, num_bytes: int) -> None:
         """Expect `num_bytes` from the peer."""
@@ -201,9 +202,9 @@ class Stream:
 
     def _take_piece(self, num_bytes: int) -> None:
         self._num_missing = max(0, self._num_missing - num_bytes)
-        if self._reading_since is not None:
+        if self._reading_since < math.inf:
             waited_s = self._time() - self._reading_since if self._is_pressing() else 0.0
-            self._reading_since = None
+            self._reading_since = math.inf
             self._time_budget.add_bytes(num_bytes, waited_s)
 
     def _is_pressing(self) -> bool:
@@ -234,7 +235,7 @@ class Stream:
         is sent.
         """
         if is_counted:
-            self._bytes_written += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
+            self.bytes_written += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
         await self.flush()
         if self.direct is not None:
             self._write_direct(self.direct, message)
@@ -263,7 +264,7 @@ class Stream:
         assert self.direct is not None
         if self._writing is not None:
             return False
-        self._bytes_written += len(raw) if is_counted else 0
+        self.bytes_written += len(raw) if is_counted else 0
         self._write_direct(self.direct, raw)
         return True
 
@@ -274,20 +275,6 @@ class Stream:
     async def say_waiting(self, reason: str) -> None:
         """Send the worker the reason for its wait. The bytes are not counted, as their number depends on time."""
         await self.write(pb.ServerMessage(waiting=pb.Waiting(reason=reason)).SerializeToString(), is_counted=False)
-
-    def pop_bytes_read(self) -> int:
-        """Return the bytes received since the last call."""
-        num_bytes, self._bytes_read = self._bytes_read, 0
-        return num_bytes
-
-    def pop_bytes_written(self) -> int:
-        """Return the bytes sent since the last call."""
-        num_bytes, self._bytes_written = self._bytes_written, 0
-        return num_bytes
-
-    def count_out_of_band(self, num_bytes: int) -> None:
-        """Count bytes of a payload in shared memory as sent."""
-        self._bytes_written += num_bytes
 
     async def wait(self, result: Awaitable[Result], why: Callable[[], str]) -> Result:
         """Await `result`, and send the worker the reason for its wait every second."""
@@ -350,37 +337,25 @@ class Stream:
             if now - self._too_slow_at > _REFUSING_S:
                 self._too_slow_at = now
                 self.end()
-        elif (overdue := self._overdue(now)) is not None:
-            self._too_slow_at = now
-            self.end(
-                refusal(
-                    Reason.TOO_SLOW,
-                    f"{overdue} within {self._time_budget.limit_s:g} s (limits.progress_s)",
-                    fix="the worker joins again by itself; for a slower connection start ps-server with "
-                    "--set limits.progress_s=...",
-                )
-            )
-
-    def _overdue(self, now: float) -> str | None:
-        """Return the peer's missing action as a phrase, or None if the peer is in time."""
-        limit_s = self._time_budget.limit_s
-        if self._reading_since is not None:
-            waited_s = now - self._reading_since
-            if waited_s > self._time_budget.left_s and self._is_pressing():
-                return f"{self._num_missing} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
+            return
+        limit_s, overdue = self._time_budget.limit_s, ""
         is_writing = self._writing is not None and not self._writing.done()
-        if is_writing and now - self._writing_since > limit_s:
-            return f"the worker read less than {CHUNK_BYTES} bytes of a reply"
-        if self._taken_missing_since is not None and now - self._taken_missing_since > limit_s:
-            return "the worker sent no Taken for a reply in shared memory"
-        return None
+        if now - self._reading_since > self._time_budget.left_s and self._is_pressing():
+            overdue = f"{self._num_missing} bytes of an upload are missing, and less than {CHUNK_BYTES} of them came"
+        elif is_writing and now - self._writing_since > limit_s:
+            overdue = f"the worker read less than {CHUNK_BYTES} bytes of a reply"
+        elif now - self._taken_missing_since > limit_s:
+            overdue = "the worker sent no Taken for a reply in shared memory"
+        if overdue:
+            self._too_slow_at = now
+            problem = f"{overdue} within {limit_s:g} s (limits.progress_s)"
+            fix = "the worker joins again by itself; for a slower connection start ps-server with "
+            self.end(refusal(Reason.TOO_SLOW, problem, fix=f"{fix}--set limits.progress_s=..."))
 
     def exclude(self, seconds: float) -> None:
         """Do not count `seconds` in which this process itself did not run."""
-        if self._reading_since is not None:
-            self._reading_since += seconds
-        if self._taken_missing_since is not None:
-            self._taken_missing_since += seconds
+        self._reading_since += seconds
+        self._taken_missing_since += seconds
         self._writing_since += seconds
 
 

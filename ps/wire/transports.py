@@ -6,70 +6,65 @@ map. A contribution outside of messages has `in_shared_memory`, and each of its 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import ClassVar
 
-from ...common.codecs.base import Codec
 from ...common.wire.direct import OutOfBand, out_of_band_messages
-from ...common.wire.frames import frame, left_out_frame, out_of_band_frame, payload_frames
+from ...common.wire.frames import left_out_frame, out_of_band_frame, payload_frames
+from ...common.wire.messages import write_weights
+from ...common.wire.records import WeightsInfo
 from ...common.wire.segments import Segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.model import Model
 from ..tensors.replies.publication import Publication, Range, cut
-from ..tensors.staging import Payload
 from .stream import Stream
 
-# Makes the message that announces a payload: of its version, its size, and its segment, if it has one.
-Header = Callable[[int, int, pb.Segment | None], pb.ServerMessage]
+
+def announce(message: pb.ServerMessage, version: int, weights: WeightsInfo) -> pb.ServerMessage:
+    """Write into a Reply or Final which weights follow it, and return it."""
+    if message.HasField("final"):
+        message.final.version = version
+        write_weights(weights, message.final.weights)
+    else:
+        message.reply.result.version = version
+        write_weights(weights, message.reply.weights)
+    return message
 
 
 class Transport:
     """Sends payloads in the stream's messages. All workers share the frames of a version."""
 
     name: ClassVar[str] = "grpc"  # as logs and the summary show it
-    as_frames: ClassVar[bool] = True  # False: reads the weights' memory instead of shared frames
+    # All payloads are frames. False: raw contributions may be out of band, and replies read the weights' own memory.
+    as_frames: ClassVar[bool] = True
 
     def __init__(self, model: Model, stream: Stream) -> None:
         self.model = model
         self.stream = stream
+        self.segment: Segment | None = None  # the worker's shared memory, for contributions
         self.reading: Publication | None = None  # in shared memory, until the worker sends Taken
         self.left_out: Sequence[Range] = ()  # bytes of the next weights that the worker already has
 
-    def carries(self, codec: Codec) -> bool:
-        """Whether a contribution with this codec may travel outside of messages."""
-        return False
-
-    def memory(self, num_bytes: int) -> Payload | None:
-        """Return the shared memory of a contribution of `num_bytes`, or None to use the server's memory."""
-        return None
-
-    async def fetch(self, target: memoryview) -> AsyncIterator[int]:
-        """Receive an out-of-band piece into `target`. Yields the number of bytes of each part that has arrived."""
-        yield len(target)
-
-    async def send(self, header: Header, publication: Publication, num_bytes: int) -> None:
-        """Send the weights of one publication, and release it."""
+    async def send(self, message: pb.ServerMessage, publication: Publication, num_bytes: int) -> None:
+        """Send a Reply or Final with the weights of one publication, and release it."""
         try:
-            await self.stream.write(frame(header(publication.version, num_bytes, None)))
-            async for message in self._messages(publication):
-                await self.stream.write(message)
+            await self.stream.say(announce(message, publication.version, WeightsInfo(num_bytes)))
+            async for piece in self._messages(publication):
+                await self.stream.write(piece)
             await self.stream.flush()
         finally:
-            self._release(publication)
+            self.model.publisher.release(publication, self.as_frames)
 
     async def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
         """Yield the messages of a payload as soon as its weights are finished."""
         async for raw in publication.frames(self.left_out):
             yield raw
 
-    def _release(self, publication: Publication) -> None:
-        self.model.publisher.release(publication, as_frames=self.as_frames)
-
     def taken(self) -> None:
         """Release the weights in shared memory, because the worker has read them or is gone."""
         publication, self.reading = self.reading, None
         if publication is not None:
-            self._release(publication)
+            self.model.publisher.release(publication, self.as_frames)
 
 
 class DirectTransport(Transport):
@@ -77,12 +72,6 @@ class DirectTransport(Transport):
 
     name = "direct"
     as_frames = False
-
-    def carries(self, codec: Codec) -> bool:
-        return codec.is_identity
-
-    def fetch(self, target: memoryview) -> AsyncIterator[int]:
-        return self.stream.receive_into(target)
 
     async def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
         async for made in publication.progress():
@@ -107,18 +96,13 @@ class SharedTransport(DirectTransport):
         super().__init__(model, stream)
         self.segment = segment
 
-    fetch = Transport.fetch
-
-    def memory(self, num_bytes: int) -> Payload | None:
-        return self.segment.payload[:num_bytes]
-
-    async def send(self, header: Header, publication: Publication, num_bytes: int) -> None:
+    async def send(self, message: pb.ServerMessage, publication: Publication, num_bytes: int) -> None:
         """Announce the bytes of the weights as they are finished. The worker sends Taken once it has read them."""
         self.reading = publication
         stream, address = self.stream, publication.segment.address
-        await stream.write(frame(header(publication.version, num_bytes, address)))
-        async for message in self._messages(publication):
-            await stream.write(message)
+        await stream.say(announce(message, publication.version, WeightsInfo(num_bytes, segment=address)))
+        async for piece in self._messages(publication):
+            await stream.write(piece)
         if address is None:
             self.taken()  # without a segment, the worker sends no Taken
         else:
@@ -127,5 +111,5 @@ class SharedTransport(DirectTransport):
     def _pieces(self, publication: Publication, start: int, end: int) -> Iterable[bytes | OutOfBand]:
         if publication.segment.address is None:  # there was no shared memory for this version
             return payload_frames([publication.segment.bytes[start:end]], offset=start)
-        self.stream.count_out_of_band(end - start)
+        self.stream.bytes_written += end - start
         return [out_of_band_frame(start, end - start)]

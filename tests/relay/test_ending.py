@@ -38,10 +38,12 @@ class JobsOfLink:
     settings = SimpleNamespace(kind=ContributionKind.WEIGHTS)
     progress = SimpleNamespace(local_steps=4, is_done=False, num_workers=2, worker_index=0)
     num_workers, table, model, readings = 1, None, "a model", Readings()
-    send = finish = staticmethod(print)
+    send = staticmethod(print)
+    strategy = SimpleNamespace(finish=print)
 
     def __init__(self) -> None:
         self.jobs: list[Future[Any]] = []
+        self.thread = self
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         self.jobs.append(Future())

@@ -25,6 +25,8 @@ STATE = {"step": 0, "local_steps": 1}
 class Breaking:
     """A stream that is lost at message number `at`."""
 
+    bytes_written = 0
+
     def __init__(self, at: int, error: BaseException) -> None:
         self.num_left, self.error = at, error
 
@@ -37,9 +39,6 @@ class Breaking:
 
     async def flush(self) -> None:
         """Nothing waits."""
-
-    def pop_bytes_written(self) -> int:
-        return 0
 
 
 @pytest.mark.parametrize("at", range(7))

@@ -30,6 +30,8 @@ def message(item: Item) -> bytes | None:
 class Stage:
     """One worker's side, and what the run makes of contributions: `taken` says."""
 
+    bytes_written = 0
+
     def __init__(self, taken: Callable[[Stage], bool] = lambda stage: True) -> None:
         ours, self.worker = socket.socketpair()
         self.worker.setblocking(False)
@@ -50,9 +52,6 @@ class Stage:
 
     def write_now(self, raw: bytes, is_counted: bool) -> bool:
         return not self.is_stuck and not self.connection.send_now(to_buffers(raw))
-
-    def pop_bytes_written(self) -> int:
-        return 0
 
     def contribute(self, count: int = 1) -> None:
         message = pb.WorkerMessage(contribution=contribution_proto(1)).SerializeToString()
