@@ -86,7 +86,13 @@ def log_not_counted(samples: int, steps: int, meaning: str, is_sent_again: bool 
 
 
 class Link:
-    """The exchange with the server above. Its thread runs one job after another."""
+    """The exchange with the server above. Its thread runs one job after another.
+
+    `model`, with the weights of the run above, and `optimizer` exist after `start`.
+    """
+
+    model: RegionTensors
+    optimizer: OptimizerSpec
 
     def __init__(self, config: Config) -> None:
         """Join the run above. Raises UnreachableError, AuthError or the server's refusal."""
@@ -98,11 +104,10 @@ class Link:
             "reply_codec": upstream.reply_codec, "device": "cpu",
         }  # fmt: skip
         worker = config.worker.model_copy(update=changes)
-        of_worker: dict[str, Any] = {"worker": worker}
+        security = config.security
         if upstream.cert is not None:
-            names = {"cert": upstream.cert, "key": upstream.key}
-            of_worker["security"] = config.security.model_copy(update=names)
-        credentials = worker_credentials(config.model_copy(update=of_worker))
+            security = security.model_copy(update={"cert": upstream.cert, "key": upstream.key})
+        credentials = worker_credentials(config.model_copy(update={"worker": worker, "security": security}))
         self.num_workers = config.run.workers or 1  # of the region, as the server above knows it
         self._sent_first_for = -1  # `num_starts` when FirstInfo was sent
         region = upstream.region or socket.gethostname(), self.num_workers
@@ -115,8 +120,7 @@ class Link:
         self.readings = Readings()  # of the region; the server above shows them
         self._exchange.measures(self.readings.taken)
         self.thread = Helper("upstream")
-        self.model: RegionTensors | None = None
-        self.optimizer: OptimizerSpec | None = None
+        self.has_model = False
 
     @property
     def run_name(self) -> str:
@@ -139,7 +143,7 @@ class Link:
 
     def start(self, layout: Layout, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
         """Offer the model. On return `model` has the weights of the run above. Later requests wait without a limit."""
-        self.model, self.optimizer = RegionTensors(layout, weights.clone()), optimizer
+        self.model, self.optimizer, self.has_model = RegionTensors(layout, weights.clone()), optimizer, True
         self.strategy.start(self.model, optimizer)
         self._exchange.retry.give_up_s = math.inf  # only now: a new relay must not wait for a run above that is over
 
@@ -149,7 +153,6 @@ class Link:
         If weights come too late for their round, this method adds the region's steps to the newer weights, and sends
         these.
         """
-        assert self.model is not None
         while True:
             before = self.model.payload.clone() if self.settings.kind.worker_steps else None
             if self.settings.kind.holds_gradients:

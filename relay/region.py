@@ -39,25 +39,31 @@ from ..ps.tensors.replies.publication import Publication
 from ..ps.tensors.store import Store
 from ..worker.tensors.packed import pack, unpack
 from .link import OVER, Link, RegionContribution, log_not_counted, merge
-from .pace import Pace
 
 log = get_logger()
 
 _SHOW_AFTER_S = 1.0  # waits that are shorter have no number of seconds
+_AHEAD = 4  # default of `upstream.ahead`, in contributions
 
 
 class Region(Keeper):
     """Passes the versions of a region's run to the server above. Its engine uses it as `Keeper` and as `Above`.
 
     It calls `goes_back` when the run above has another position of this region, from which a new server must begin.
+
+    The region's training steps are those of its slowest worker. Unless it waits for each reply, the region trains on,
+    at most `upstream.ahead` steps beyond the oldest contribution without a reply. While one contribution is in flight,
+    later ones are queued.
     """
 
     def __init__(self, config: Config, engine: Engine, link: Link, goes_back: Callable[[], object]) -> None:
         self._config, self._engine, self._link, self._goes_back = config.upstream, engine, link, goes_back
         self._run, self._model, self._tensors = engine.run, engine.model, engine.tensors
         self._passes_gradients = link.settings.kind.holds_gradients
-        waits = self._passes_gradients or config.upstream.every == 0
-        self.pace = Pace(max(1, link.progress.local_steps), waits, config.upstream.ahead)
+        self._waits_for_each = self._passes_gradients or config.upstream.every == 0
+        self._every = max(1, link.progress.local_steps)  # training steps of one contribution
+        self._steps = 0  # at the newest contribution, sent or queued
+        self._unanswered: deque[int] = deque()  # steps at each contribution without a reply; the first one is sent
         self._num_samples = 0  # since the newest contribution
         self._queue: deque[RegionContribution] = deque()  # not sent yet; `_payloads` has their payloads
         self._sent: torch.Tensor | None = None  # the contributed weights, until their reply comes
@@ -80,7 +86,6 @@ class Region(Keeper):
         Without a state, no contribution of the region has counted yet. Its run then begins anew from these weights.
         """
         link, model, run = self._link, self._model, self._run
-        assert link.model is not None and link.optimizer is not None
         state, weights = unpack(self._state() if link.state is None else link.state), link.model.payload
         saved: dict[str, Any] = state["run"]
 
@@ -97,7 +102,7 @@ class Region(Keeper):
         payloads = {int(rank): bytes(item.numpy()) for rank, item in state["states"].items()}
         self._engine.states.restore(run.policy.rows, saved["training"]["places"], payloads)
         restore_traffic(self._engine, saved["training"])
-        self.pace.steps = run.policy.min_steps_done
+        self._steps = run.policy.min_steps_done
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
         if model.store.optimizer is not None and not self._passes_gradients:
             log.warning("moments_began_anew", meaning="the run above keeps no state of the region's optimizer")
@@ -124,12 +129,12 @@ class Region(Keeper):
             )
         else:
             has_weights = self._run.policy.has_newest_weights  # always True without all-reduce peers
-            due = self._contribution(steps) if has_weights and self.pace.is_due(steps) else None
-            is_sent = due is not None and not self.pace.has_queue
+            due = self._contribution(steps) if has_weights and self._is_due(steps) else None
+            is_sent = due is not None and len(self._unanswered) == 1
             if due is not None and not is_sent:
                 self._queue.append(due)
             # If a version already waits for a reply, later versions queue behind it on the tensor thread.
-            waits = self.pace.must_wait(steps) and not self._tensors.is_paused
+            waits = self._must_wait(steps) and not self._tensors.is_paused
             if waits and has_weights:
                 self._publication = publication
             self._has_unmerged_reply &= not has_weights
@@ -145,7 +150,7 @@ class Region(Keeper):
         policy, group = self._run.policy, reply.reply.group
         assert group is not None
         steps = policy.min_steps_done + 1
-        is_needed = self._has_unmerged_reply or self.pace.is_due(steps) or self.pace.must_wait(steps)
+        is_needed = self._has_unmerged_reply or self._is_due(steps) or self._must_wait(steps)
         uploads = group.uploads_weights or is_needed
         uploads &= group.members[:1] == (reply.rank,)
         reply.reply = replace(reply.reply, group=replace(group, uploads_weights=uploads, returns_weights=True))
@@ -182,7 +187,6 @@ class Region(Keeper):
     def _receive(self, publication: Publication) -> list[torch.Tensor]:
         """On the tensor thread: make this version from the weights of the run above."""
         store = self._model.store
-        assert self._link.model is not None
         reusable = store.receive(self._link.model.payload, publication.segment.payload)
         publication.made(store.layout.exchange_bytes)
         return reusable
@@ -201,8 +205,9 @@ class Region(Keeper):
             "region_staleness": sum(item.staleness_sum for item in self._run.roster.stats.values())
             / max(1, num_counted),
         })  # fmt: skip
-        num_steps, first = steps - self.pace.steps, self.pace.steps
-        self.pace.contribute(steps)
+        num_steps, first = steps - self._steps, self._steps
+        self._steps = steps
+        self._unanswered.append(steps)
         num_workers = self._run.options.num_workers or len(policy.members)
         record = Contribution(
             kind=self._link.settings.kind,
@@ -217,7 +222,16 @@ class Region(Keeper):
     @property
     def _num_ahead(self) -> int:
         """Training steps since the newest contribution with a reply."""
-        return self._run.policy.min_steps_done - min(self.pace.unanswered, default=self.pace.steps)
+        return self._run.policy.min_steps_done - min(self._unanswered, default=self._steps)
+
+    def _is_due(self, steps: int) -> bool:
+        """Whether to contribute the version after so many steps."""
+        return steps - self._steps >= self._every
+
+    def _must_wait(self, steps: int) -> bool:
+        """Whether the region waits, after so many steps, for the oldest reply."""
+        most = self._every * _AHEAD if self._config.ahead is None else self._config.ahead
+        return bool(self._unanswered) and (self._waits_for_each or steps - self._unanswered[0] >= most)
 
     def _send(self, contribution: RegionContribution) -> None:
         if not self._passes_gradients:
@@ -247,9 +261,11 @@ class Region(Keeper):
             self._goes_back()
             return
         self._is_over, self._is_merging = self._link.progress.is_done, True
-        has_queue = self.pace.replied(self._link.progress.local_steps) and not self._is_over
+        self._unanswered.popleft()
+        self._every = max(1, self._link.progress.local_steps)
         if self._is_over:
-            self.pace.unanswered.clear()
+            self._unanswered.clear()
+        has_queue = bool(self._unanswered)
         self._notify_run(lost=() if outcome in COUNTED else self._ranks)
         publication, self._publication = self._publication, None
         if self._passes_gradients:
@@ -269,7 +285,6 @@ class Region(Keeper):
 
     def _take_reply(self, sent: torch.Tensor, publication: Publication | None) -> None:
         """On the tensor thread: merge a reply into queued contributions, and into the version that waits."""
-        assert self._link.model is not None
         new = self._link.model.payload.clone()
         for payload in self._payloads:
             merge(self._model.store.layout, payload, sent, new)
@@ -318,13 +333,13 @@ class Region(Keeper):
     def take(self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes]) -> None:
         version = self._run.policy.version
         self._done = partial(done, version)
-        if self._link.model is None:
+        if not self._link.has_model:
             self._start(self._done)
         elif self._run.is_closed or self._run.roster.num_finished < len(self._run.roster.workers):
             done(version)  # a stop, or a snapshot that a user requested
         else:
             self._finish = partial(self._end, self._done)
-            if not (self.pace.unanswered or self._is_merging):
+            if not (self._unanswered or self._is_merging):
                 self._finish()
 
     def _start(self, done: Callable[[], object]) -> None:
@@ -336,7 +351,6 @@ class Region(Keeper):
             return
 
         def started(_: None) -> None:
-            assert self._link.model is not None
             if self._link.state is not None:
                 self._goes_back()
                 return
@@ -345,7 +359,7 @@ class Region(Keeper):
                 message = f"--upstream-every {every}, but policy.local_steps of the run above is {above}"
                 fix = f"leave out --upstream-every, or give the server above --local-steps {every}"
                 raise UsageError(message, fix=fix, reason=Reason.BAD_REQUEST)  # its workers get the same message
-            self.pace.every = max(1, above)
+            self._every = max(1, above)
             self._model.replace(self._link.model.payload, self._run.policy.version)
             self._notify_run()
             done()
@@ -355,7 +369,7 @@ class Region(Keeper):
     def _end(self, done: Callable[[], object]) -> None:
         """All workers of the region have finished: contribute the remaining steps, and wait for the final weights."""
         steps = self._run.policy.min_steps_done
-        has_rest = steps > self.pace.steps or self._num_samples
+        has_rest = steps > self._steps or self._num_samples
         if has_rest and not self._link.progress.is_done and not self._passes_gradients:
             contribution = self._contribution(steps)
             work = partial(self._step, lambda progress: [], None, merges=True, copies=True, is_sent=True)
@@ -366,11 +380,10 @@ class Region(Keeper):
             if final is None:
                 self._goes_back()
                 return
-            assert self._link.model is not None
             queued = [item.record for item in self._queue]
             if lost := self._num_samples + sum(record.counts.num_samples for record in queued):
                 first = queued[0].position if queued else None
-                log_not_counted(lost, steps - (self.pace.steps if first is None else first.step), OVER)
+                log_not_counted(lost, steps - (self._steps if first is None else first.step), OVER)
             self._model.replace(self._link.model.payload, self._run.policy.version)
             self._notify_run(is_final=True, evaluates=final.evaluate)
             done()

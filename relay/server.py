@@ -47,7 +47,7 @@ class RelayServer(Server):
 
     def _restored(self) -> None:
         self._region = Region(self._config, self.engine, self._link, self.go_back)
-        if self._link.model is not None:
+        if self._link.has_model:
             self._region.restore()
         self.engine.snapshots = self.engine.folding.above = self._region
 

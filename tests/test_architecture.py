@@ -45,7 +45,7 @@ EVERY_FILE = [*FILES, *sorted(path.relative_to(ROOT).as_posix() for path in (ROO
 PURE = [
     "common/config/option.py", "common/config/plain.py", "common/kinds.py", "common/wire/records.py", "ps/policies/*",
     "ps/core/*", "worker/session.py", "launch/plan/*", "launch/supervise/*",
-    "ps/snapshots/common.py", "simulate/machines/links.py", "relay/pace.py",
+    "ps/snapshots/common.py", "simulate/machines/links.py",
 ]  # fmt: skip
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}
 

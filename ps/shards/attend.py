@@ -22,7 +22,6 @@ from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_address
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
-from ..core.events import Event
 from ..core.replication import Coordinator, Digest, Outbox
 from ..engine.clock import until_one_ends
 from ..engine.engine import Engine
@@ -46,7 +45,7 @@ class Line:
     """One registered shard. `first` and `last` are the first and last orders of its call."""
 
     register: Register
-    outbox: Outbox[Event]
+    outbox: Outbox[events.Event]
     first: Order | None = None
     last: End | None = None
     is_ready: bool = False
@@ -221,7 +220,7 @@ class Attendance:
         async for message in reports:
             line.outbox.acknowledge(message.num_received)
             report = LINES.read(message.message)
-            if isinstance(report, Digest | Event):
+            if isinstance(report, Digest | events.Event):
                 self._coordinator.hear(shard, message.number, report)
                 continue
             if not line.outbox.hear(message.number):

@@ -9,7 +9,6 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-import grpc
 import grpc.aio
 
 from ...common.config.addresses import split_address
@@ -86,11 +85,10 @@ class Link:
         try:
             order = await self._begin_within(self._give_up_s, register)
         except LinkLost as lost:
-            raise UnreachableError(
-                f"shard {register.shard} could not register with a coordinator at {self._address} for "
-                f"{self._give_up_s:g} s (worker.give_up_s): {lost}",
-                fix="start shard 0 (ps-server --shards S), or give its address (--coordinator HOST:PORT)",
-            ) from None
+            problem = f"shard {register.shard} could not register with a coordinator at {self._address}"
+            fix = "start shard 0 (ps-server --shards S), or give its address (--coordinator HOST:PORT)"
+            limit = f"for {self._give_up_s:g} s (worker.give_up_s)"
+            raise UnreachableError(f"{problem} {limit}: {lost}", fix=fix) from None
         if isinstance(order, End):
             return order
         if not isinstance(order, BeginRun):

@@ -73,11 +73,9 @@ def with_shared(config: Config, text: str) -> tuple[Config, Options]:
         shared = Config.model_validate(config.model_dump() | sections)
         return shared, _OPTIONS.validate_python(options)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        problem = f"shard {config.server.shard} does not understand the coordinator's configuration"
         text = shown(str(error).replace("\n", " "), _MOST_SHOWN)
-        raise UsageError(
-            f"shard {config.server.shard} does not understand the coordinator's configuration: {text}",
-            fix="install the same version of paramserver everywhere",
-        ) from None
+        raise UsageError(f"{problem}: {text}", fix="install the same version of paramserver everywhere") from None
 
 
 class ShardServer:
@@ -107,20 +105,17 @@ class ShardServer:
         self._listening.bind()
 
     async def serve(self) -> None:
-        living = asyncio.create_task(self._live())
-        stop = asyncio.create_task(self.stop_requested.wait())
         try:
-            await asyncio.wait([living, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not living.done() and self._engine is not None:
-                # The coordinator is usually stopped too, and takes a last snapshot of all shards.
-                await asyncio.wait([living], timeout=self._config.server.drain_s)
+            await until_one_ends(self._live(), self._stopped())
         finally:
-            stop.cancel()
-            living.cancel()
-            await asyncio.gather(living, return_exceptions=True)
             await self._close()
-        if not living.cancelled():
-            living.result()
+
+    async def _stopped(self) -> None:
+        """Wait for a request to stop. A run that has begun gets time to end by itself."""
+        await self.stop_requested.wait()
+        if self._engine is not None:
+            # The coordinator is usually stopped too, and takes a last snapshot of all shards.
+            await asyncio.sleep(self._config.server.drain_s)
 
     async def _live(self) -> None:
         server, listening = self._config.server, self._listening

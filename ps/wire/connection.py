@@ -135,10 +135,9 @@ class Connection:
 
     async def receive_into(self, target: memoryview) -> bool:
         """Fill `target` with the bytes that follow a message. Returns False if the connection ends before."""
-        done = self._take_buffered(target)
+        done = 0
         while done < len(target):
-            self._low_water.set(1)
-            num_bytes = await self._retry(partial(self._receive, target[done:]))
+            num_bytes = await self.receive_some(target[done:])
             if not num_bytes:
                 return False
             done += num_bytes
@@ -149,18 +148,14 @@ class Connection:
 
         A cancelled call also returns only once no thread writes to `target`.
         """
-        if num_bytes := self._take_buffered(target):
+        if num_bytes := min(len(target), self._end - self._start):
+            target[:num_bytes] = self._view[self._start : self._start + num_bytes]
+            self._start += num_bytes
             return num_bytes
         if len(target) < _LEAST_HANDED_OVER:
             self._low_water.set(1)
             return await self._retry(partial(self._receive, target))
         return await self._retry(partial(self._receive_for_a_moment, target), _threads)
-
-    def _take_buffered(self, target: memoryview) -> int:
-        num_bytes = min(len(target), self._end - self._start)
-        target[:num_bytes] = self._view[self._start : self._start + num_bytes]
-        self._start += num_bytes
-        return num_bytes
 
     def _fill(self) -> bool:
         """Receive into the buffer. Returns False at the end."""

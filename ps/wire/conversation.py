@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from ...common.config.schema import Config
-from ...common.errors import Reason, refusal
+from ...common.errors import Reason, refusal, shown
 from ...common.wire.frames import INLINE_BYTES, Frame
 from ...common.wire.messages import read_topic
 from ...common.wire.records import ResidualInfo
@@ -26,6 +26,8 @@ from .joining import Joining
 from .receiver import Receiver
 from .stream import Stream, StreamLost
 from .transports import Transport
+
+_MAX_REFUSAL = 2_000  # characters
 
 
 @dataclass(eq=False)
@@ -126,9 +128,8 @@ class Conversation:
         """Let the worker join, exchange with it, and handle its goodbye."""
         stream, engine = self._stream, self._engine
         peer = self._peer = await joining.seat(stream, context)
-        delivery = Delivery(engine, stream, peer)
-        transport = await joining.meet(stream, peer, delivery.transport, context)
-        self._transport = delivery.transport = transport
+        transport = self._transport = await joining.meet(stream, peer, context)
+        delivery = Delivery(engine, stream, peer, transport)
         if not peer.is_resumed:
             await self._send_items(peer, delivery)
         goodbye = await self._exchange(peer, delivery, Receiver(engine, stream, peer, transport, joining.partials))
@@ -139,16 +140,16 @@ class Conversation:
         exit_code = min(max(1, leave.exit_code), 255)
         engine.offer(events.Left(*peer.seat, how, why, dict(leave.final_metrics), exit_code))
 
-    def close(self, refused: str) -> None:
-        """Detach the worker after its stream has ended. `refused` is the message of a refusal, or empty."""
-        peer = self._peer
+    def close(self) -> None:
+        """Detach the worker after its stream has ended, perhaps with a refusal."""
+        peer, refused = self._peer, self._stream.refused
         if peer is None:
             return
         if self._transport is not None:
             self._transport.taken()
         self._engine.detach(peer)
-        if refused:
-            self._engine.offer(events.Left(*peer.seat, "closed", refused))
+        if refused is not None:
+            self._engine.offer(events.Left(*peer.seat, "closed", shown(refused.message, _MAX_REFUSAL)))
         else:
             self._engine.offer(events.Disconnected(*peer.seat))
         # The call's traceback refers to these objects, and they to it. Break the cycle to free large memory at once.
@@ -205,11 +206,9 @@ class Conversation:
             weights = model.new_memory()
             await asyncio.to_thread(model.prepare_tables, self._config.run.seed)
         except (MemoryError, RuntimeError):  # of numpy and of torch
-            raise refusal(
-                Reason.LIMIT_EXCEEDED,
-                f"no memory for a model of {layout.total_bytes:,} bytes and its tables of rows",
-                fix="give the server more memory, or lower limits.model_bytes to the size that it can store",
-            ) from None
+            problem = f"no memory for a model of {layout.total_bytes:,} bytes and its tables of rows"
+            fix = "give the server more memory, or lower limits.model_bytes to the size that it can store"
+            raise refusal(Reason.LIMIT_EXCEEDED, problem, fix=fix) from None
         await self._stream.read_payload(first, weights.bytes)
         model.check_finite(peer.rank, weights)
         peer.weights, peer.state = weights, "finished" if model.has_weights else "waiting"

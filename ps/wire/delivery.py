@@ -33,11 +33,10 @@ def _secret_of(*group: object) -> bytes:
 class Delivery:
     """Sends replies to one worker. A START also has the frozen tensors, and always uses the stream's messages."""
 
-    def __init__(self, engine: Engine, stream: Stream, peer: Peer) -> None:
+    def __init__(self, engine: Engine, stream: Stream, peer: Peer, transport: Transport) -> None:
         self._stream, self._peer, self._model = stream, peer, engine.model
         self._tensors, self._free_buffers, self._states = engine.tensors, engine.folding.free_buffers, engine.states
-        self._frames = Transport(engine.model, stream)
-        self.transport = self._frames
+        self.transport, self._frames = transport, Transport(engine.model, stream)
         self._retained: Publication | None = None  # of the reply that is being sent, until its weights are
 
     def whole(self, item: Item) -> bytes | None:

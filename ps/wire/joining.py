@@ -133,15 +133,13 @@ class Joining:
             problem = f"the coordinator has not announced rank {rank}, incarnation {join.incarnation}, to {shard}"
             raise refusal(Reason.NOT_READY, f"{problem}, within a lease ({lease_s:g} s)") from None
 
-    async def meet(
-        self, stream: Stream, peer: Peer, transport: Transport, context: grpc.aio.ServicerContext
-    ) -> Transport:
-        """Send Welcome, and receive the worker's model.
+    async def meet(self, stream: Stream, peer: Peer, context: grpc.aio.ServicerContext) -> Transport:
+        """Send Welcome, and receive the worker's model. Returns the best transport that the worker offers.
 
-        Returns the transport of the worker's payloads: `transport`, or a better one that the worker offered. Raises
-        StreamEnded if the worker leaves instead.
+        Raises StreamEnded if the worker leaves instead.
         """
         engine, run = self._engine, self._run
+        transport = Transport(self._model, stream)
         ticket = self._port.offer(certificate_name(context)) if self._port is not None else None
         probe = self._probe.address if self._probe is not None else None
         welcome = pb.Welcome(
@@ -157,7 +155,11 @@ class Joining:
             # A relay has the model when the first worker of its region has come.
             limit_s = None if peer.is_relay else self._config.server.join_timeout_s
             second = await stream.read_within(limit_s, "model", "leave")
-            if second.kind == "model" and second.of(pb.Model).direct:
+            if second.kind == "leave":
+                engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))
+                raise StreamEnded
+            offered = second.of(pb.Model)
+            if offered.direct:
                 if ticket is None or not ticket.arrived.done():
                     raise refusal(Reason.BAD_REQUEST, "Model.direct without a direct connection")
                 stream.direct = ticket.arrived.result()
@@ -165,10 +167,6 @@ class Joining:
         finally:
             if ticket is not None:
                 ticket.drop()
-        if second.kind == "leave":
-            engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))
-            raise StreamEnded
-        offered = second.of(pb.Model)
         self._check_kind(offered)
         is_large = offered.ByteSize() > _LARGE_MODEL_BYTES
         layout, optimizer = await asyncio.to_thread(_read_model, offered) if is_large else _read_model(offered)

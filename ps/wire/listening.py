@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -76,10 +75,9 @@ class Listening:
                 tls = grpc.dynamic_ssl_server_credentials(certificates.current(), certificates, security.mutual)
                 bound = self._grpc.add_secure_port(listen, tls)
         if bound == 0:
-            raise BindError(
-                f"cannot listen on {listen}: port in use, or not an address of this machine",
-                fix="stop the other process, or choose --listen HOST:PORT with another port (0 takes a free one)",
-            )
+            problem = f"cannot listen on {listen}: port in use, or not an address of this machine"
+            fix = "stop the other process, or choose --listen HOST:PORT with another port (0 takes a free one)"
+            raise BindError(problem, fix=fix)
         self.address = join_address(split_address(listen)[0], bound)
         self.direct.bind()
 

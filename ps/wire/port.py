@@ -72,11 +72,9 @@ class Port:
             )
         except OSError as error:
             if server.direct_port:
-                raise BindError(
-                    f"cannot listen on port {server.direct_port} for direct connections (server.direct_port): "
-                    f"{error.strerror}",
-                    fix="stop the other process, or choose another port (0: any free), or --set server.direct=false",
-                ) from None
+                problem = f"cannot listen on port {server.direct_port} for direct connections (server.direct_port)"
+                fix = "stop the other process, or choose another port (0: any free), or --set server.direct=false"
+                raise BindError(f"{problem}: {error.strerror}", fix=fix) from None
             log.warning("no_direct_port", reason=str(error), meaning="workers exchange over gRPC")
             return
         self._socket.setblocking(False)

@@ -166,12 +166,10 @@ class Receiver:
             case pb.State() as state:
                 limit = self._max_state_bytes
                 if state.num_bytes > limit:
-                    raise refusal(
-                        Reason.LIMIT_EXCEEDED,
-                        f"the script of rank {peer.rank} has a state (session.state) of {state.num_bytes:,} bytes; "
-                        f"this server accepts {limit:,} (limits.state_bytes)",
-                        fix="pass less to session.state(), or start ps-server with --set limits.state_bytes=...",
-                    )
+                    problem = f"the script of rank {peer.rank} has a state (session.state) of {state.num_bytes:,} bytes"
+                    fix = "pass less to session.state(), or start ps-server with --set limits.state_bytes=..."
+                    accepts = f"this server accepts {limit:,} (limits.state_bytes)"
+                    raise refusal(Reason.LIMIT_EXCEEDED, f"{problem}; {accepts}", fix=fix)
                 self._script_state.add(state)
             case pb.EvaluationMetrics() as metrics:
                 self._offer(evaluation_event(peer.rank, metrics))
@@ -344,10 +342,8 @@ class Receiver:
             codec = only_rest(codec, self._without)
         num_bytes = store.layout.exchange_bytes if codec.is_identity else payload_bytes(codec, store.layout)
         if header.num_bytes != num_bytes:
-            raise refusal(
-                Reason.BAD_REQUEST,
-                f"a contribution of {header.num_bytes} bytes; with codec '{codec.name}' this model needs {num_bytes}",
-            )
+            problem = f"a contribution of {header.num_bytes} bytes"
+            raise refusal(Reason.BAD_REQUEST, f"{problem}; with codec '{codec.name}' this model needs {num_bytes}")
         if header.in_shared_memory and not self._can_be_out_of_band(codec):
             raise refusal(Reason.BAD_REQUEST, "a contribution in a segment that was not accepted, or not raw")
         peer.traffic.codec = codec.name

@@ -11,7 +11,6 @@ import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-import grpc
 import grpc.aio
 
 from ...common.config.addresses import is_loopback, split_address
@@ -36,6 +35,12 @@ log = get_logger()
 
 _HEALTH = "/grpc.health.v1.Health/"
 _RANK_NAME = re.compile(rf"{RANK_PREFIX}(0|[1-9][0-9]{{0,5}})")
+# The missing protection of a connection that has TLS and a token, or not.
+_LACKS = {
+    (False, False): "the connection is neither encrypted nor authenticated: no security.cert, no token",
+    (False, True): "the connection is not encrypted: no security.cert and security.key (--cert, --key)",
+    (True, False): "the connection is not authenticated: no token (--token-file, or PS_TOKEN)",
+}
 _GIVE_TOKEN = "give the worker the server's token: --token-file FILE, or PS_TOKEN in its environment"
 
 
@@ -49,24 +54,17 @@ def check_security(config: Config) -> None:
     warn_of_readable_secrets(security)
     if security.cert is None and (security.ca is not None or security.mutual):
         setting = "security.mutual" if security.mutual else "security.ca"
-        raise AuthError(
-            f"{setting} is set, but the server has no certificate of its own and would not use TLS",
-            fix="add --cert and --key (ps-certs init makes them), or leave the others out",
-        )
+        problem = f"{setting} is set, but the server has no certificate of its own and would not use TLS"
+        raise AuthError(problem, fix="add --cert and --key (ps-certs init makes them), or leave the others out")
     if config.server.shards > 1 and security.cert is not None and security.ca is None:
-        raise AuthError(
-            "a server of several shards uses TLS and has no security.ca: its shards would not trust each other",
-            fix="add --ca: ca.crt of ps-certs init",
-        )
+        problem = "a server of several shards uses TLS and has no security.ca: its shards would not trust each other"
+        raise AuthError(problem, fix="add --ca: ca.crt of ps-certs init")
     if config.server.shards > 1 and security.mutual and pem.cert is not None:
         name, expected = facts_of(pem.cert).name, f"{SHARD_PREFIX}{config.server.shard}"
         if name != expected:  # the other shards would refuse it later
-            raise AuthError(
-                f"{security.cert} is the certificate of '{name}', and this is shard {config.server.shard}: with "
-                "security.mutual, shards check each other's names",
-                fix=f"use {expected}.crt and .key: ps-certs init DIR --renew --shards {config.server.shards} makes "
-                "them",
-            )
+            problem = f"{security.cert} is the certificate of '{name}', and this is shard {config.server.shard}"
+            fix = f"use {expected}.crt and .key: ps-certs init DIR --renew --shards {config.server.shards} makes them"
+            raise AuthError(f"{problem}: with security.mutual, shards check each other's names", fix=fix)
     if (lacks := _missing(config)) is not None and not config.server.insecure:
         raise AuthError(
             f"{config.server.listen} can be reached by other machines, and {lacks}",
@@ -80,16 +78,10 @@ def _missing(config: Config) -> str | None:
 
     Raises AuthError for an unusable token.
     """
-    security, token = config.security, read_token(config.security)
+    has_tls, has_token = config.security.cert is not None, read_token(config.security) is not None
     if is_loopback(split_address(config.server.listen)[0]):
         return None
-    if security.cert is None and token is None:
-        return "the connection is neither encrypted nor authenticated: no security.cert, no token"
-    if security.cert is None:
-        return "the connection is not encrypted: no security.cert and security.key (--cert, --key)"
-    if token is None:
-        return "the connection is not authenticated: no token (--token-file, or PS_TOKEN)"
-    return None
+    return _LACKS.get((has_tls, has_token))
 
 
 def insecurity(config: Config) -> str | None:
@@ -229,18 +221,14 @@ def check_rank(context: grpc.aio.ServicerContext, requested: int | None) -> int 
         return requested
     found = _RANK_NAME.fullmatch(name)
     if found is None:
-        raise refusal(
-            Reason.PERMISSION_DENIED,
-            f"the certificate's common name '{name[:100]}' may not join: it is neither {RANK_PREFIX}N nor {ANY_RANK}",
-            fix="ps-certs init --workers N makes one for each rank",
-        )
+        problem = f"the certificate's common name '{name[:100]}' may not join: it is neither {RANK_PREFIX}N nor"
+        fix = "ps-certs init --workers N makes one for each rank"
+        raise refusal(Reason.PERMISSION_DENIED, f"{problem} {ANY_RANK}", fix=fix)
     allowed = int(found[1])
     if requested is not None and requested != allowed:
-        raise refusal(
-            Reason.PERMISSION_DENIED,
-            f"the certificate is for rank {allowed}, and the worker asks to be rank {requested}",
-            fix=f"use {RANK_PREFIX}{requested}.crt and {RANK_PREFIX}{requested}.key, or --rank {allowed}",
-        )
+        problem = f"the certificate is for rank {allowed}, and the worker asks to be rank {requested}"
+        fix = f"use {RANK_PREFIX}{requested}.crt and {RANK_PREFIX}{requested}.key, or --rank {allowed}"
+        raise refusal(Reason.PERMISSION_DENIED, problem, fix=fix)
     return allowed
 
 
@@ -252,8 +240,6 @@ def check_shard(context: grpc.aio.ServicerContext, shard: int) -> None:
     """
     name, expected = certificate_name(context), f"{SHARD_PREFIX}{shard}"
     if name is not None and name != expected:
-        raise refusal(
-            Reason.PERMISSION_DENIED,
-            f"the certificate is '{name[:100]}', and the process asks to be shard {shard}",
-            fix=f"start it with {expected}.crt and .key: ps-certs init DIR --renew --shards S makes them",
-        )
+        problem = f"the certificate is '{name[:100]}', and the process asks to be shard {shard}"
+        fix = f"start it with {expected}.crt and .key: ps-certs init DIR --renew --shards S makes them"
+        raise refusal(Reason.PERMISSION_DENIED, problem, fix=fix)

@@ -8,13 +8,12 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
-import grpc
 import grpc.aio
 import torch
 from safetensors.torch import save
 
 from ...common.config.schema import Config
-from ...common.errors import ParamServerError, Reason, refusal
+from ...common.errors import ParamServerError, Reason, refusal, shown
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import as_bytes
 from ...common.wire.checks import check_header
@@ -91,7 +90,7 @@ class ParameterServerService:
         try:
             await self._carry(stream, conversation.run(self._joining, context))
         finally:
-            conversation.close(_loggable(stream.refused.message) if stream.refused is not None else "")
+            conversation.close()
 
     async def heartbeat(
         self, heartbeats: AsyncIterator[pb.HeartbeatRequest], context: grpc.aio.ServicerContext
@@ -235,7 +234,7 @@ class ParameterServerService:
             frames = traceback.extract_tb(error.__traceback__)
             traceback.clear_frames(error.__traceback__)
             where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-            text = _loggable(f"{type(error).__name__}: {error}")
+            text = shown(f"{type(error).__name__}: {error}", _MAX_LOGGED)
             log.error("internal_error", rank=stream.rank, error=text, where=where)
             message = f"the server failed on a message: {text[:_MAX_SHOWN]}"
             await stream.abort(*refusal_to_status(refusal(Reason.INTERNAL, message)))
@@ -263,11 +262,5 @@ class ParameterServerService:
 async def refuse(call: Stream | grpc.aio.ServicerContext, error: ParamServerError, **whom: int | None) -> None:
     """End a call with a refusal. It raises gRPC's exception."""
     reason = (error.reason or Reason.BAD_REQUEST).value
-    log.warning("refused", **whom, reason=reason, message=_loggable(error.message))
+    log.warning("refused", **whom, reason=reason, message=shown(error.message, _MAX_LOGGED))
     await call.abort(*refusal_to_status(error))
-
-
-def _loggable(text: str) -> str:
-    """Return text from an untrusted sender, shortened and escaped for a log line."""
-    text = text[:_MAX_LOGGED]
-    return text if text.isprintable() else ascii(text)[1:-1]

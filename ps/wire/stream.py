@@ -13,7 +13,6 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-import grpc
 import grpc.aio
 from google.protobuf.message import Message
 

@@ -38,10 +38,9 @@ class Transport:
     # All payloads are frames. False: raw contributions may be out of band, and replies read the weights' own memory.
     as_frames: ClassVar[bool] = True
 
-    def __init__(self, model: Model, stream: Stream) -> None:
-        self.model = model
-        self.stream = stream
-        self.segment: Segment | None = None  # the worker's shared memory, for contributions
+    def __init__(self, model: Model, stream: Stream, segment: Segment | None = None) -> None:
+        self.model, self.stream = model, stream
+        self.segment = segment  # the worker's shared memory, for contributions
         self.reading: Publication | None = None  # in shared memory, until the worker sends Taken
         self.left_out: Sequence[Range] = ()  # bytes of the next weights that the worker already has
 
@@ -91,10 +90,6 @@ class SharedTransport(DirectTransport):
     """Uses shared memory: the worker's `segment` for contributions, and the weights' own memory for replies."""
 
     name = "shared memory"
-
-    def __init__(self, model: Model, stream: Stream, segment: Segment) -> None:
-        super().__init__(model, stream)
-        self.segment = segment
 
     async def send(self, message: pb.ServerMessage, publication: Publication, num_bytes: int) -> None:
         """Announce the bytes of the weights as they are finished. The worker sends Taken once it has read them."""

@@ -19,7 +19,7 @@ def a_link() -> Any:
     """What a region uses of the link before its first worker has come."""
     settings = SimpleNamespace(kind=ContributionKind.WEIGHTS)
     return SimpleNamespace(
-        run_name="run/0", incarnation=2, table=None, model=None, settings=settings,
+        run_name="run/0", incarnation=2, has_model=False, settings=settings,
         progress=SimpleNamespace(local_steps=4),
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from paramserver.ps.engine.peers import Go, Peer
 from paramserver.ps.engine.states import Kept
 from paramserver.ps.wire.delivery import Delivery
 from paramserver.ps.wire.stream import StreamLost
+from paramserver.ps.wire.transports import Transport
 
 from ..streams import Server, served
 
@@ -55,7 +56,7 @@ async def test_a_lost_stream_gives_its_version_back(
     engine.states.at = lambda rank, seq: Kept(STATE, b"x" * 10)  # type: ignore[method-assign,assignment]
     peer = Peer(0, 1, reply_codec=CODECS.load(codec)() if codec else None)
     stream: Any = Breaking(at, error())
-    delivery = Delivery(engine, stream, peer)
+    delivery = Delivery(engine, stream, peer, Transport(model, stream))
     reply = Reply(Result(outcome, 0, 0), NextWork(1, 0))
     effect = effects.SendReply(rank=0, incarnation=1, reply=reply, has_weights=True)
     publication = model.publisher.hold(peer.as_frames(effect))
