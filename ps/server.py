@@ -161,7 +161,8 @@ class Server:
         """Begin the run once all shards are here, or continue from a common snapshot."""
         assert self._attendance is not None
         try:
-            by_shard = {0: self._available.entries, **self._attendance.snapshots}
+            by_shard = {shard: line.register.snapshots for shard, line in self._attendance.lines.items()}
+            by_shard[0] = self._available.entries
             common = set.intersection(*({entry.name.version for entry in entries} for entries in by_shard.values()))
             self._found = tuple(sorted(common, reverse=True))
             name = choose_common(by_shard) if self._config.checkpoint.resume != "never" else None

@@ -56,10 +56,6 @@ class RegionTensors(ModelTensors):
         self._homes = [({"": tensor}, "") for tensor in self.tensors]
         self.places = [tensor.data_ptr() for tensor in self.tensors]
 
-    def load(self, payload: torch.Tensor) -> None:
-        """Copy exchanged tensors from `payload`, uint8 [exchange_bytes] or longer."""
-        self.payload[: self.layout.exchange_bytes].copy_(payload[: self.layout.exchange_bytes])
-
     def set_gradients(self, payload: torch.Tensor | None, without: Collection[str]) -> None:
         """Use `payload`, uint8 [exchange_bytes], as gradients of the parameters, and as values of the buffers."""
         for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
@@ -158,7 +154,8 @@ class Link:
             if self.settings.kind.holds_gradients:
                 self.model.set_gradients(contribution.payload, contribution.without)
             elif contribution.payload is not None:
-                self.model.load(contribution.payload)
+                exchanged = slice(self.model.layout.exchange_bytes)
+                self.model.payload[exchanged].copy_(contribution.payload[exchanged])
             record, counts = contribution.record, contribution.record.counts
             if self._sent_first_for == self.progress.num_starts:  # it is of a new process
                 record = replace(record, first=None)

@@ -65,11 +65,10 @@ class Region(Keeper):
         self._steps = 0  # at the newest contribution, sent or queued
         self._unanswered: deque[int] = deque()  # steps at each contribution without a reply; the first one is sent
         self._num_samples = 0  # since the newest contribution
-        self._queue: deque[RegionContribution] = deque()  # not sent yet; `_payloads` has their payloads
         self._sent: torch.Tensor | None = None  # the contributed weights, until their reply comes
-        # Used on the tensor thread: payloads of the queue, and replies that are not in a version yet, as (contributed
-        # weights, the reply's weights).
-        self._payloads: list[torch.Tensor] = []
+        # Used on the tensor thread: contributions that are not sent yet, and replies that are not in a version yet, as
+        # (contributed weights, the reply's weights).
+        self._queue: deque[RegionContribution] = deque()
         self._replies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._publication: Publication | None = None  # of the version that waits for a reply
         self._requested_at: float | None = None  # when the pending job began; None: no job
@@ -130,17 +129,14 @@ class Region(Keeper):
         else:
             has_weights = self._run.policy.has_newest_weights  # always True without all-reduce peers
             due = self._contribution(steps) if has_weights and self._is_due(steps) else None
-            is_sent = due is not None and len(self._unanswered) == 1
-            if due is not None and not is_sent:
-                self._queue.append(due)
             # If a version already waits for a reply, later versions queue behind it on the tensor thread.
             waits = self._must_wait(steps) and not self._tensors.is_paused
             if waits and has_weights:
                 self._publication = publication
             self._has_unmerged_reply &= not has_weights
             now = None if waits and has_weights else publication
-            work = partial(self._step, step, now, merges=has_weights, copies=due is not None, is_sent=is_sent)
-            self._tensors.submit(work, partial(self._stepped, due), pauses=waits)
+            work = partial(self._step, step, now, due, merges=has_weights, is_queued=len(self._unanswered) > 1)
+            self._tensors.submit(work, self._stepped, pauses=waits)
 
     def prepare(self, reply: effects.SendReply) -> None:
         """Request weights from the member of lowest rank for the next exchange. See `Above`.
@@ -157,26 +153,30 @@ class Region(Keeper):
         reply.has_weights |= reply.reply.result.outcome in COUNTED and policy.has_newest_weights
 
     def _step(
-        self, step: Callable[..., list[torch.Tensor]], publication: Publication | None, *, merges: bool, copies: bool,
-        is_sent: bool,
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:  # fmt: skip
-        """On the tensor thread: step, merge replies, publish, and copy the weights if they are contributed."""
+        self, step: Callable[..., list[torch.Tensor]], publication: Publication | None, due: RegionContribution | None,
+        *, merges: bool, is_queued: bool,
+    ) -> tuple[list[torch.Tensor], RegionContribution | None]:  # fmt: skip
+        """On the tensor thread: step, merge replies, publish, and copy the weights that are contributed.
+
+        Returns payloads that may be reused, and the contribution to send, if there is one.
+        """
         store = self._model.store
         reusable = step(progress=lambda _: None)
         if merges:
             self._merge(store)
         if publication is not None:
             publication.made(store.layout.exchange_bytes)
-        weights = store.weights.clone() if copies else None
-        if weights is not None and not is_sent:
-            self._payloads.append(weights)
-        return reusable, weights if is_sent else None
+        if due is not None:
+            due = due._replace(payload=store.weights.clone())
+            if is_queued:
+                self._queue.append(due)
+        return reusable, None if is_queued else due
 
-    def _stepped(self, due: RegionContribution | None, found: tuple[list[torch.Tensor], torch.Tensor | None]) -> None:
-        reusable, weights = found
+    def _stepped(self, found: tuple[list[torch.Tensor], RegionContribution | None]) -> None:
+        reusable, contribution = found
         self._model.staging.reclaim(reusable)
-        if due is not None and weights is not None:
-            self._send(due._replace(payload=weights))
+        if contribution is not None:
+            self._send(contribution)
 
     def _merge(self, store: Store) -> None:
         """On the tensor thread: merge replies into the region's weights."""
@@ -236,12 +236,12 @@ class Region(Keeper):
     def _send(self, contribution: RegionContribution) -> None:
         if not self._passes_gradients:
             self._sent = contribution.payload
-        if self._run.ended_by not in ("", ABOVE_IS_OVER):
-            self._link.strategy.stop(self._run.ended_by)
         self._request(partial(self._link.send, contribution), self._replied)
 
     def _request(self, job: Callable[[], Any], replied: Callable[[Any], None]) -> None:
         """Run a job on the link's thread. Its result goes to `replied`, on the event loop. An error ends the run."""
+        if self._run.ended_by not in ("", ABOVE_IS_OVER):
+            self._link.strategy.stop(self._run.ended_by)
         self._requested_at = time.monotonic()
         loop = self._engine.finished.get_loop()
 
@@ -281,22 +281,23 @@ class Region(Keeper):
         else:
             self._tensors.submit(work)
         # Behind the versions that queue on the tensor thread: the next contribution may be one of them.
-        self._tensors.submit(lambda: self._payloads.pop(0) if has_queue else None, self._after_replies)
+        self._tensors.submit(lambda: self._queue.popleft() if has_queue else None, self._after_replies)
 
     def _take_reply(self, sent: torch.Tensor, publication: Publication | None) -> None:
         """On the tensor thread: merge a reply into queued contributions, and into the version that waits."""
         new = self._link.model.payload.clone()
-        for payload in self._payloads:
-            merge(self._model.store.layout, payload, sent, new)
+        for queued in self._queue:
+            assert queued.payload is not None
+            merge(self._model.store.layout, queued.payload, sent, new)
         self._replies.append((sent, new))
         if publication is not None:
             self._merge(self._model.store)
             publication.made(self._model.store.layout.exchange_bytes)
 
-    def _after_replies(self, payload: torch.Tensor | None) -> None:
+    def _after_replies(self, contribution: RegionContribution | None) -> None:
         self._is_merging = False
-        if payload is not None:
-            self._send(self._queue.popleft()._replace(payload=payload))
+        if contribution is not None:
+            self._send(contribution)
         elif self._finish is not None:
             self._finish()
 
@@ -372,8 +373,8 @@ class Region(Keeper):
         has_rest = steps > self._steps or self._num_samples
         if has_rest and not self._link.progress.is_done and not self._passes_gradients:
             contribution = self._contribution(steps)
-            work = partial(self._step, lambda progress: [], None, merges=True, copies=True, is_sent=True)
-            self._tensors.submit(work, partial(self._stepped, contribution))
+            work = partial(self._step, lambda progress: [], None, contribution, merges=True, is_queued=False)
+            self._tensors.submit(work, self._stepped)
             return  # the reply calls this method again
 
         def finished(final: Any) -> None:
@@ -389,8 +390,6 @@ class Region(Keeper):
             done()
 
         can_evaluate = any(worker.can_evaluate for worker in self._run.roster.workers.values())
-        if self._run.ended_by not in ("", ABOVE_IS_OVER):
-            self._link.strategy.stop(self._run.ended_by)
         self._request(partial(self._link.strategy.finish, can_evaluate), finished)
 
     def give_up(self) -> None:

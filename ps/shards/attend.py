@@ -26,7 +26,6 @@ from ..core.replication import Coordinator, Digest, Outbox
 from ..engine.clock import until_one_ends
 from ..engine.engine import Engine
 from ..engine.peers import ShardState
-from ..snapshots.common import Entry
 from ..wire.limits import FirstMessages
 from ..wire.security import check_shard
 from ..wire.service import refuse
@@ -181,11 +180,6 @@ class Attendance:
             return f"shard {names} of {num} to join (ps-server --shard {absent[0]} --shards {num})"
         late = [shard for shard, line in sorted(self.lines.items()) if not line.is_ready]
         return f"shard {', '.join(map(str, late))} to be ready" if late else ""
-
-    @property
-    def snapshots(self) -> dict[int, tuple[Entry, ...]]:
-        """The snapshots from which each shard could resume."""
-        return {shard: line.register.snapshots for shard, line in self.lines.items()}
 
     def begin_run(self, order: BeginRun) -> None:
         """Order the other shards to begin, once all have registered and this one is ready."""

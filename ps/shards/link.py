@@ -58,10 +58,7 @@ class Link:
     """Sends the reports in the follower's outbox until they are acknowledged, and receives orders."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
-        self._address = config.server.coordinator
-        self._give_up_s = config.worker.give_up_s
-        self._lease_s = config.server.lease_s
-        self._is_named = config.security.mutual  # shards check the names in each other's certificates
+        self._config, self._address = config, config.server.coordinator
         self._credentials = Credentials.read(config.security)
         self._channel = open_channel(self._address, self._credentials, _OPTIONS)
         self._clock = clock
@@ -83,11 +80,11 @@ class Link:
         worker.give_up_s, and AuthError for a TLS mistake.
         """
         try:
-            order = await self._begin_within(self._give_up_s, register)
+            order = await self._begin_within(self._config.worker.give_up_s, register)
         except LinkLost as lost:
             problem = f"shard {register.shard} could not register with a coordinator at {self._address}"
             fix = "start shard 0 (ps-server --shards S), or give its address (--coordinator HOST:PORT)"
-            limit = f"for {self._give_up_s:g} s (worker.give_up_s)"
+            limit = f"for {self._config.worker.give_up_s:g} s (worker.give_up_s)"
             raise UnreachableError(f"{problem} {limit}: {lost}", fix=fix) from None
         if isinstance(order, End):
             return order
@@ -103,7 +100,7 @@ class Link:
             if self._follower is not None:
                 register = replace(register, num_received=self._follower.outbox.num_received)
             try:
-                if self._is_named:
+                if self._config.security.mutual:  # shards check the names in each other's certificates
                     certificate = await asyncio.to_thread(self._certificate)
                     await self._channel.close()
                     # The call uses a new channel on which gRPC accepts only this certificate.
@@ -157,7 +154,8 @@ class Link:
             except LinkLost as lost:
                 log.warning("coordinator_away", address=self._address, reason=str(lost))
                 try:
-                    order = await self._begin_within(self._lease_s, self._register)  # the coordinator waits for a lease
+                    # The coordinator waits for a lease.
+                    order = await self._begin_within(self._config.server.lease_s, self._register)
                 except LinkLost:
                     raise lost from None
                 except ParamServerError as refused:  # the coordinator has gone back, or continues without this shard

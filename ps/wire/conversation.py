@@ -196,8 +196,7 @@ class Conversation:
     async def _take_weights(self, peer: Peer) -> None:
         await self._stream.say(pb.ServerMessage(send_weights=pb.SendWeights()))
         first = await self._stream.read_within(self._config.server.join_timeout_s, "initial_weights")
-        model = self._model
-        layout = model.layout
+        model, layout = self._model, self._model.layout
         assert layout is not None
         num_bytes = first.of(pb.InitialWeights).payload_bytes
         if num_bytes != layout.total_bytes:

@@ -41,26 +41,34 @@ class Transport:
     def __init__(self, model: Model, stream: Stream, segment: Segment | None = None) -> None:
         self.model, self.stream = model, stream
         self.segment = segment  # the worker's shared memory, for contributions
-        self.reading: Publication | None = None  # in shared memory, until the worker sends Taken
+        self.reading: Publication | None = None  # is being sent; in shared memory, until the worker sends Taken
         self.left_out: Sequence[Range] = ()  # bytes of the next weights that the worker already has
 
     async def send(self, message: pb.ServerMessage, publication: Publication, num_bytes: int) -> None:
-        """Send a Reply or Final with the weights of one publication, and release it."""
+        """Send a Reply or Final with the weights of one publication, as they are finished, and release it.
+
+        In shared memory, the publication is released once the worker has read it and sends Taken.
+        """
+        self.reading = publication
+        address = publication.segment.address if self.segment is not None else None
         try:
-            await self.stream.say(announce(message, publication.version, WeightsInfo(num_bytes)))
+            await self.stream.say(announce(message, publication.version, WeightsInfo(num_bytes, segment=address)))
             async for piece in self._messages(publication):
                 await self.stream.write(piece)
-            await self.stream.flush()
+            if address is None:
+                await self.stream.flush()
+            else:
+                self.stream.expect_taken()
         finally:
-            self.model.publisher.release(publication, self.as_frames)
+            if address is None:
+                self.taken()
 
-    async def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
+    def _messages(self, publication: Publication) -> AsyncIterator[bytes | OutOfBand]:
         """Yield the messages of a payload as soon as its weights are finished."""
-        async for raw in publication.frames(self.left_out):
-            yield raw
+        return publication.frames(self.left_out)
 
     def taken(self) -> None:
-        """Release the weights in shared memory, because the worker has read them or is gone."""
+        """Release the weights, because they are sent, or the worker has read them or is gone."""
         publication, self.reading = self.reading, None
         if publication is not None:
             self.model.publisher.release(publication, self.as_frames)
@@ -87,21 +95,12 @@ class DirectTransport(Transport):
 
 
 class SharedTransport(DirectTransport):
-    """Uses shared memory: the worker's `segment` for contributions, and the weights' own memory for replies."""
+    """Uses shared memory: the worker's `segment` for contributions, and the weights' own memory for replies.
+
+    A reply announces the bytes of the weights as they are finished, and the worker sends Taken once it has read them.
+    """
 
     name = "shared memory"
-
-    async def send(self, message: pb.ServerMessage, publication: Publication, num_bytes: int) -> None:
-        """Announce the bytes of the weights as they are finished. The worker sends Taken once it has read them."""
-        self.reading = publication
-        stream, address = self.stream, publication.segment.address
-        await stream.say(announce(message, publication.version, WeightsInfo(num_bytes, segment=address)))
-        async for piece in self._messages(publication):
-            await stream.write(piece)
-        if address is None:
-            self.taken()  # without a segment, the worker sends no Taken
-        else:
-            stream.expect_taken()
 
     def _pieces(self, publication: Publication, start: int, end: int) -> Iterable[bytes | OutOfBand]:
         if publication.segment.address is None:  # there was no shared memory for this version

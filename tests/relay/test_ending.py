@@ -11,11 +11,11 @@ import torch
 
 from paramserver.common.config.schema import Config
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.wire.records import Outcome
+from paramserver.common.wire.records import Contribution, Outcome
 from paramserver.ps.core.effects import Commit
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.tensors.replies.publication import Publication
-from paramserver.relay.link import Link
+from paramserver.relay.link import Link, RegionContribution
 from paramserver.relay.region import Region
 from paramserver.worker.training.readings import Readings
 
@@ -73,7 +73,7 @@ def test_a_region_finishes_once_while_its_last_reply_is_being_merged() -> None:
     region = region_of(link, tensors)
     commit = Commit(4, (), (), None, 1.0, "", 1, 0.0, 4)
     region.commit(commit, list, cast(Publication, None), frozenset())
-    tensors.done.pop()(([], torch.zeros(0)))  # the version's weights, which are sent
+    tensors.done.pop()(([], RegionContribution(torch.zeros(0), Contribution(), b"")))  # the version's weights
     (sent,) = link.jobs
     sent.set_result(Outcome.APPLIED)
     region.take({}, lambda version: None, {})
