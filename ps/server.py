@@ -38,7 +38,6 @@ from .wire.service import ParameterServerService
 log = get_logger()
 
 _TICK_S = 0.2
-_STOP_S = 0.02
 
 
 def check_before_start(config: Config) -> None:
@@ -223,7 +222,7 @@ class Server:
         lost = await self._write_tables() if tensors else None
         await self._copies.best_written(is_cut_short=self.goes_back)
         await self._end_shards()
-        await self._listening.stop(_STOP_S)  # heartbeats never end by themselves
+        await self._listening.stop()
         engine.close()
         policy, stop_when = self._run.policy, self._run.options.stop_when
         if stop_when and not self._run.curve.points:

@@ -6,7 +6,7 @@ import math
 import socket
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -95,11 +95,8 @@ class Link:
         upstream = config.upstream
         assert upstream.server is not None
         self.address = upstream.server
-        changes: dict[str, Any] = {
-            "server": upstream.server, "rank": upstream.rank, "codec": upstream.codec,
-            "reply_codec": upstream.reply_codec, "device": "cpu",
-        }  # fmt: skip
-        worker = config.worker.model_copy(update=changes)
+        changes = upstream.model_dump(include={"server", "rank", "codec", "reply_codec"})
+        worker = config.worker.model_copy(update={**changes, "device": "cpu"})
         security = config.security
         if upstream.cert is not None:
             security = security.model_copy(update={"cert": upstream.cert, "key": upstream.key})

@@ -192,19 +192,17 @@ class Attendance:
 
     async def stop(self, end: End) -> None:
         """Tell the other shards that the run is over, and wait for their last reports."""
-        for line in list(self.lines.values()):
-            line.last = end
-        self.dismiss()
+        self.dismiss(end)
         try:
             await self._engine.until(lambda: not self.lines, _GOODBYE_S)
         except TimeoutError:
             log.warning("shards_left_behind", shards=sorted(self.lines))
 
-    def dismiss(self) -> None:
+    def dismiss(self, end: End | None = None) -> None:
         """End all calls, after the last order, if any. A shard without a last order goes back to a snapshot."""
         self._has_begun = False  # from now on, the end of a shard's call is not a loss
         for line in self.lines.values():
-            line.is_dismissed = True
+            line.last, line.is_dismissed = end, True
             line.changed.set()
 
     # ---- a call -----------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from ..engine.modes import make_policy, options_of
 from ..engine.resuming import go_on
 from ..observe.sinks import make_bus
 from ..snapshots.available import Available
-from ..snapshots.common import Keeper
 from ..snapshots.resume import after_going_back
 from ..snapshots.snapshots import Snapshots
 from ..wire.listening import Listening
@@ -36,11 +35,9 @@ log = get_logger()
 _TICK_S = 0.2
 _STATE_S = 1.0
 _GOODBYE_S = 1.0
-_STOP_S = 0.02
 _MOST_SHOWN = 500  # characters of an error
 _FAILED_S = 10.0  # time for the coordinator to end a run that failed on this shard
 
-_OPTIONS = TypeAdapter(Options)
 # Sections of the coordinator's configuration that hold for all shards.
 _SHARED = ("run", "policy", "store", "optimizer", "task")
 
@@ -71,7 +68,7 @@ def with_shared(config: Config, text: str) -> tuple[Config, Options]:
         options = sections.pop("options")
         sections["run"] = own_modes(config.run.modes, sections["run"])
         shared = Config.model_validate(config.model_dump() | sections)
-        return shared, _OPTIONS.validate_python(options)
+        return shared, TypeAdapter(Options).validate_python(options)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         problem = f"shard {config.server.shard} does not understand the coordinator's configuration"
         text = shown(str(error).replace("\n", " "), _MOST_SHOWN)
@@ -93,8 +90,8 @@ class ShardServer:
 
     def after(self, config: Config) -> ShardServer:
         """Return the server that replaces this one after it went back to a snapshot."""
-        snapshots = self._engine.snapshots if self._engine is not None else Keeper()
-        return ShardServer(after_going_back(config, snapshots.num_written), self._clock)
+        num_written = self._engine.snapshots.num_written if self._engine is not None else 0
+        return ShardServer(after_going_back(config, num_written), self._clock)
 
     @property
     def address(self) -> str:
@@ -210,11 +207,10 @@ class ShardServer:
 
     async def _close(self) -> None:
         await self._listening.say_healthy(False)
-        engine = self._engine
-        if engine is not None:
+        if (engine := self._engine) is not None:
             engine.let_go()
         await self._link.close()
-        await self._listening.stop(_STOP_S)
+        await self._listening.stop()
         if engine is not None:
             engine.close()
             _ = engine.error  # already reported; reading it avoids asyncio's warning

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import select
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...common.errors import Reason, refusal
 from ...common.wire.direct import (
@@ -59,7 +58,7 @@ class Connection:
         self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0  # range of received bytes in the buffer that are not used yet
         self._is_next_large = False  # the next message is larger than the buffer
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: set[asyncio.Event] = set()
         self.is_closed = False  # by this process, also at the end of the call
         self._num_running = 0  # calls on threads
         self._low_water = LowWater(connection)  # no thread blocks in `recv`
@@ -264,19 +263,19 @@ class Connection:
         return bool(ready.poll(_MOMENT_MS))
 
     async def _wait(self, is_to_send: bool) -> None:
-        """Wait until the socket is ready to send, or has bytes to receive."""
+        """Wait until the socket is ready to send, or has bytes to receive. Raises ConnectionError if it is closed."""
+        if not self.is_closed:
+            loop, ready = self._loop, asyncio.Event()
+            (loop.add_writer if is_to_send else loop.add_reader)(self._descriptor, ready.set)
+            self._waiting.add(ready)
+            try:
+                await ready.wait()
+            finally:
+                self._waiting.discard(ready)
+                if not self.is_closed:  # after a close, the descriptor may belong to another connection
+                    (loop.remove_writer if is_to_send else loop.remove_reader)(self._descriptor)
         if self.is_closed:
             raise ConnectionResetError("the connection was closed")
-        loop = self._loop
-        ready: asyncio.Future[None] = loop.create_future()
-        (loop.add_writer if is_to_send else loop.add_reader)(self._descriptor, _resolve, ready)
-        self._waiting.add(ready)
-        try:
-            await ready
-        finally:
-            self._waiting.discard(ready)
-            if not self.is_closed:  # after a close, the descriptor may belong to another connection
-                (loop.remove_writer if is_to_send else loop.remove_reader)(self._descriptor)
 
     def close(self) -> None:
         """Close at once. The peer reads the bytes that were sent, then the end. Waiting calls raise ConnectionError."""
@@ -284,8 +283,7 @@ class Connection:
             return
         self.is_closed = True
         for ready in self._waiting:
-            if not ready.done():
-                ready.set_exception(ConnectionResetError("the connection was closed"))
+            ready.set()
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
         with contextlib.suppress(OSError):
@@ -307,15 +305,10 @@ class Connection:
         certificate = self._socket.getpeercert() if isinstance(self._socket, ssl.SSLSocket) else None
         if not certificate:
             return None
-        pairs: Iterable[tuple[str, str]] = itertools.chain.from_iterable(certificate["subject"])  # type: ignore[arg-type]
-        return "".join(value for key, value in pairs if key == "commonName")
+        subject: Any = certificate["subject"]  # names, each of several (key, value)
+        return "".join(value for name in subject for key, value in name if key == "commonName")
 
 
 def is_large(pieces: Pieces) -> bool:
     """Whether a thread must send these pieces."""
     return sum(map(len, pieces)) >= _LEAST_HANDED_OVER
-
-
-def _resolve(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)

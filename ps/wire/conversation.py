@@ -13,7 +13,7 @@ import grpc.aio
 
 from ...common.config.schema import Config
 from ...common.errors import Reason, refusal, shown
-from ...common.wire.frames import INLINE_BYTES, Frame
+from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.messages import read_topic
 from ...common.wire.records import ResidualInfo
 from ...proto import parameter_server_pb2 as pb
@@ -132,8 +132,7 @@ class Conversation:
         delivery = Delivery(engine, stream, peer, transport)
         if not peer.is_resumed:
             await self._send_items(peer, delivery)
-        goodbye = await self._exchange(peer, delivery, Receiver(engine, stream, peer, transport, joining.partials))
-        leave = goodbye.of(pb.Leave)
+        leave = await self._exchange(peer, delivery, Receiver(engine, stream, peer, transport, joining.partials))
         if leave.finished:
             engine.offer(events.Finished(*peer.seat))
         how, why = ("failed", leave.failure) if leave.failure else ("goodbye", "said goodbye")
@@ -156,7 +155,7 @@ class Conversation:
         self._peer = self._transport = peer.weights = None
         peer.hang_up = lambda error: None
 
-    async def _exchange(self, peer: Peer, delivery: Delivery, receiver: Receiver) -> Frame:
+    async def _exchange(self, peer: Peer, delivery: Delivery, receiver: Receiver) -> pb.Leave:
         """Receive contributions and send replies. Returns the worker's goodbye."""
         model, stream = self._model, self._stream
         small: SmallExchanges | None = None
@@ -167,7 +166,7 @@ class Conversation:
             if small is None or not await small.until_other():
                 received = await receiver.next()
                 if received.kind == "leave":
-                    return received
+                    return received.of(pb.Leave)
                 if received.kind == "finish":
                     break
             await self._send_items(peer, delivery)
@@ -178,7 +177,7 @@ class Conversation:
         await self._send_items(peer, delivery)
         while (goodbye := await stream.read("leave", "taken")).kind == "taken":
             delivery.transport.taken()
-        return goodbye
+        return goodbye.of(pb.Leave)
 
     async def _send_items(self, peer: Peer, delivery: Delivery) -> None:
         """Send the items of the worker's outbox until the worker may continue."""

@@ -99,8 +99,7 @@ class Delivery:
 
     async def final(self, done: Done) -> None:
         """Send the run's final weights."""
-        message = pb.ServerMessage(final=pb.Final(evaluate=done.evaluate))
-        await self._send(self.transport, message, done.min_version)
+        await self._send(self.transport, pb.ServerMessage(final=pb.Final(evaluate=done.evaluate)), done.min_version)
 
     async def _send(
         self, transport: Transport, message: pb.ServerMessage, version: int, go: Go | None = None, more_bytes: int = 0
@@ -123,11 +122,6 @@ class Delivery:
         retained, self._retained = self._retained, None
         return retained or await self._model.publisher.acquire(version, as_frames)
 
-    async def _write(self, message: pb.ServerMessage, pieces: Sequence[memoryview]) -> None:
-        """Send a payload that only this worker gets. Each frame is a copy."""
-        for raw in message_frames(message, list(pieces)):
-            await self._stream.write(raw)
-
     # ---- encoded --------------------------------------------------------------------------------
 
     async def _send_update(
@@ -139,7 +133,8 @@ class Delivery:
         checked, crc = (0, None) if update.checked is None else (update.checked.number, update.checked.check)
         reference = ReferenceInfo(update.number, 0 if crc is None else checked, crc or 0, left_out)
         weights = WeightsInfo(sum(map(len, pieces)), update.codec, reference=reference)
-        await self._write(announce(message, update.version, weights), pieces)
+        for raw in message_frames(announce(message, update.version, weights), pieces):
+            await self._stream.write(raw)
 
     async def _send_encoded(self, message: pb.ServerMessage, go: Go, codec: Codec) -> None:
         """Send the weights in the worker's codec."""
@@ -157,6 +152,8 @@ class Delivery:
             finally:
                 model.publisher.release(publication, as_frames=False)
         try:
-            await self._write(announce(message, version, WeightsInfo(len(encoded), codec.name)), [as_bytes(encoded)])
+            announce(message, version, WeightsInfo(len(encoded), codec.name))
+            for raw in message_frames(message, [as_bytes(encoded)]):
+                await self._stream.write(raw)
         finally:
             self._free_buffers.give_back(encoded)

@@ -99,8 +99,7 @@ class FirstMessages:
     """
 
     def __init__(self, name: str, limit_s: float, limit: int) -> None:
-        self._name = name
-        self._limit_s, self._limit = limit_s, limit
+        self._name, self._limit_s, self._limit = name, limit_s, limit
         self._deadlines: list[asyncio.Timeout] = []  # of silent calls, oldest first
 
     async def first_of(self, messages: AsyncIterator[Message]) -> Message | None:

@@ -46,6 +46,7 @@ _OPTIONS = (
 # take 6.7 s), so `ping_timeout_ms` is longer.
 _PINGS_MS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms")
 _LEAST_PING_MS = 60_000
+_STOP_S = 0.02
 _END_S = 1.0
 _RPC_TASK = "rpc_task"  # grpc.aio's name of its tasks
 
@@ -98,9 +99,9 @@ class Listening:
         for name in ("", SERVICE):
             await self._health.set(name, status.SERVING if is_healthy else status.NOT_SERVING)
 
-    async def stop(self, grace_s: float) -> None:
-        """Stop serving. Open calls have `grace_s` seconds to end."""
-        await self._grpc.stop(grace_s)
+    async def stop(self) -> None:
+        """Stop serving. Heartbeats never end by themselves, so open calls get little time to end."""
+        await self._grpc.stop(_STOP_S)
         await self.direct.close()
         # Wait for cancelled handlers and gRPC's own tasks. If the loop ended before them, they would log a traceback.
         ending = [task for task in asyncio.all_tasks() if task.cancelling() or task.get_name() == _RPC_TASK]

@@ -130,12 +130,11 @@ class Port:
                 await connection.handshake()
                 hello = bytearray(len(HELLO) + TICKET_BYTES)
                 is_whole = await connection.receive_into(memoryview(hello))
-                ticket = self._ticket_of(bytes(hello), connection) if is_whole else None
-                if ticket is None:
+                if is_whole and (ticket := self._ticket_of(bytes(hello), connection)) is not None:
+                    ticket.arrived.set_result(connection)
+                    await connection.send([ACCEPTED])
+                else:
                     connection.close()
-                    return
-                ticket.arrived.set_result(connection)
-                await connection.send([ACCEPTED])
         except (OSError, TimeoutError, asyncio.CancelledError) as error:
             if connection is not None:
                 connection.close()

@@ -77,15 +77,13 @@ class ParameterServerService:
         }
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    def _stream(self, context: grpc.aio.ServicerContext) -> Stream:
-        model = self._model
-        return Stream(
-            context, self._config.limits, self._watch, lambda: model.has_weights and model.staging.num_waiting > 0
-        )
+    def _is_memory_wanted(self) -> bool:
+        """Whether workers wait for the memory of an upload."""
+        return self._model.has_weights and self._model.staging.num_waiting > 0
 
     async def exchange(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Serve one worker from its join to its end."""
-        stream = self._stream(context)
+        stream = Stream(context, self._config.limits, self._watch, self._is_memory_wanted)
         conversation = Conversation(self._engine, self._config, stream)
         try:
             await self._carry(stream, conversation.run(self._joining, context))
@@ -134,7 +132,7 @@ class ParameterServerService:
 
         Each call copies the tensors, so only a few calls run at once.
         """
-        stream = self._stream(context)
+        stream = Stream(context, self._config.limits, self._watch, self._is_memory_wanted)
         await self._carry(stream, self._send_snapshot(stream, request))
 
     async def _send_snapshot(self, stream: Stream, request: pb.PullRequest) -> None:

@@ -330,8 +330,14 @@ class Stream:
             if self._too_slow_at is not None:
                 self._writing.cancel()
 
-    def check(self, now: float) -> None:
-        """End the call if the peer keeps the server waiting for too long. `Watchdog` calls this."""
+    def check(self, now: float, pause_s: float) -> None:
+        """End the call if the peer keeps the server waiting for too long. `Watchdog` calls this.
+
+        `pause_s`: seconds in which this process itself did not run. They do not count.
+        """
+        self._reading_since += pause_s
+        self._taken_missing_since += pause_s
+        self._writing_since += pause_s
         if self._too_slow_at is not None:
             if now - self._too_slow_at > _REFUSING_S:
                 self._too_slow_at = now
@@ -350,12 +356,6 @@ class Stream:
             problem = f"{overdue} within {limit_s:g} s (limits.progress_s)"
             fix = "the worker joins again by itself; for a slower connection start ps-server with "
             self.end(refusal(Reason.TOO_SLOW, problem, fix=f"{fix}--set limits.progress_s=..."))
-
-    def exclude(self, seconds: float) -> None:
-        """Do not count `seconds` in which this process itself did not run."""
-        self._reading_since += seconds
-        self._taken_missing_since += seconds
-        self._writing_since += seconds
 
 
 class Watchdog:
@@ -382,7 +382,5 @@ class Watchdog:
             now = time()
             pause_s = standstill.look(now)
             for stream in list(self._streams):
-                if pause_s:
-                    stream.exclude(pause_s)
-                stream.check(now)
+                stream.check(now, pause_s)
         self._checking = None

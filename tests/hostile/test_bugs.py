@@ -43,7 +43,7 @@ def test_a_bug_ends_one_call_and_not_the_run(wire, capfd):
             assert not engine.run.roster.workers
             engine.model.check = good  # type: ignore[method-assign]
             assert await _offer(channel, wire) == "send_weights"
-        await listening.stop(0.0)
+        await listening.stop()
 
     asyncio.run(main())
     printed = "".join(capfd.readouterr())

@@ -112,11 +112,9 @@ class Stopwatch:
         self.forgiven_s = 0.0
         self.num_looks = 0
 
-    def check(self, now: float) -> None:
+    def check(self, now: float, pause_s: float) -> None:
         self.num_looks += 1
-
-    def exclude(self, seconds: float) -> None:
-        self.forgiven_s += seconds
+        self.forgiven_s += pause_s
 
 
 async def test_time_in_which_the_server_itself_stood_still_is_nobodys_fault():
