@@ -58,10 +58,9 @@ class Link:
     """Sends the reports in the follower's outbox until they are acknowledged, and receives orders."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
-        self._config, self._address = config, config.server.coordinator
+        self._config, self._clock, self._address = config, clock, config.server.coordinator
         self._credentials = Credentials.read(config.security)
         self._channel = open_channel(self._address, self._credentials, _OPTIONS)
-        self._clock = clock
         self._num_calls = 0
         self._changed = asyncio.Event()
         self._is_over = False  # no more reports follow

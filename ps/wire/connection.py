@@ -32,9 +32,9 @@ from ...common.wire.frames import MAX_MESSAGE_BYTES
 
 Result = TypeVar("Result")
 
+LEAST_HANDED_OVER = 256 << 10  # the loop transfers less itself, as the change to a thread would cost as much
 _BUFFER_BYTES = 64 << 10
 _NUM_THREADS = 4
-_LEAST_HANDED_OVER = 256 << 10  # the loop transfers less itself, as the change to a thread would cost as much
 _MOMENT_MS = 1
 _RECORDS_BYTES = 32 << 10  # bytes that TLS may have read already, as part of an incomplete record
 _WAITS = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -151,7 +151,7 @@ class Connection:
             target[:num_bytes] = self._view[self._start : self._start + num_bytes]
             self._start += num_bytes
             return num_bytes
-        if len(target) < _LEAST_HANDED_OVER:
+        if len(target) < LEAST_HANDED_OVER:
             self._low_water.set(1)
             return await self._retry(partial(self._receive, target))
         return await self._retry(partial(self._receive_for_a_moment, target), _threads)
@@ -217,7 +217,7 @@ class Connection:
         """
         while pieces:
             num_bytes = sum(map(len, pieces))
-            if is_large(pieces):
+            if num_bytes >= LEAST_HANDED_OVER:
                 pieces = await self._on_a_thread(_threads, partial(self._send_for_a_moment, pieces))
             else:
                 pieces = self.send_now(pieces)
@@ -307,8 +307,3 @@ class Connection:
             return None
         subject: Any = certificate["subject"]  # names, each of several (key, value)
         return "".join(value for name in subject for key, value in name if key == "commonName")
-
-
-def is_large(pieces: Pieces) -> bool:
-    """Whether a thread must send these pieces."""
-    return sum(map(len, pieces)) >= _LEAST_HANDED_OVER

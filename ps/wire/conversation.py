@@ -78,7 +78,7 @@ class SmallExchanges:
             if not self._stream.take_now(raw, self._receiver.take_now):
                 self._connection.unread(raw)
                 self._end(False)
-            elif self._connection.has_more and not self._is_due:
+            elif not self._is_due and self._connection.has_more:
                 asyncio.get_running_loop().call_soon(self._readable)
         except EOFError:
             self._end(False)

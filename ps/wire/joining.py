@@ -201,8 +201,7 @@ class Joining:
         try:
             if self._probe is None:
                 raise SegmentError("the server shares no memory (server.shared_memory)")
-            if offered.num_bytes < layout.exchange_bytes:
-                needed = layout.exchange_bytes
+            if offered.num_bytes < (needed := layout.exchange_bytes):
                 raise SegmentError(f"the segment has {offered.num_bytes} bytes, and a contribution needs {needed}")
             transport = SharedTransport(known.model, known.stream, open_segment(offered))
         except SegmentError as error:

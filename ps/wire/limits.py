@@ -18,9 +18,7 @@ class RateLimiter:
     """A token-bucket rate limit: `per_s` units per second, with bursts of the units of `burst_s` seconds."""
 
     def __init__(self, per_s: float, now: Callable[[], float] = time.monotonic, burst_s: float = 1.0) -> None:
-        self._s_per_unit = 1 / per_s
-        self._burst_s = burst_s
-        self._now = now
+        self._s_per_unit, self._burst_s, self._now = 1 / per_s, burst_s, now
         self._free_at = float("-inf")
 
     def consume(self, count: int) -> None:
@@ -112,9 +110,8 @@ class FirstMessages:
                     oldest.reschedule(asyncio.get_running_loop().time())
                 return await anext(messages, None)
         except TimeoutError:
-            when = f"before {self._limit} newer calls"
-            if deadline in self._deadlines:
-                when = f"within {self._limit_s:g} s (server.join_timeout_s)"
+            limit = f"within {self._limit_s:g} s (server.join_timeout_s)"
+            when = limit if deadline in self._deadlines else f"before {self._limit} newer calls"
             raise refusal(Reason.BAD_REQUEST, f"no {self._name} {when}") from None
         finally:
             if deadline in self._deadlines:

@@ -34,8 +34,7 @@ class Ticket:
     """
 
     def __init__(self, name: str | None) -> None:
-        self.name = name
-        self.secret = secrets.token_bytes(TICKET_BYTES)
+        self.name, self.secret = name, secrets.token_bytes(TICKET_BYTES)
         self.arrived: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
 
     def drop(self) -> None:

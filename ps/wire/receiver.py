@@ -128,9 +128,8 @@ class Receiver:
 
         Returns False for other messages, and for a contribution that has to wait for memory.
         """
-        if not isinstance(received.header, pb.Contribution):
-            return False
-        return self._take_whole(self._announced(received.header), received)
+        header = received.header
+        return isinstance(header, pb.Contribution) and self._take_whole(self._announced(header), received)
 
     # ---- messages ---------------------------------------------------------------------------------
 

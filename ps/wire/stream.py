@@ -23,7 +23,7 @@ from ...common.wire.checks import check_header
 from ...common.wire.direct import OutOfBand, to_buffers
 from ...common.wire.frames import CHUNK_BYTES, Frame, PayloadReader, parse
 from ...proto import parameter_server_pb2 as pb
-from .connection import Connection, is_large
+from .connection import LEAST_HANDED_OVER, Connection
 from .limits import RateLimiter, TimeBudget
 
 Result = TypeVar("Result")
@@ -245,8 +245,9 @@ class Stream:
 
     def _write_direct(self, connection: Connection, message: bytes | OutOfBand) -> None:
         pieces = to_buffers(message)
+        is_large = sum(map(len, pieces)) >= LEAST_HANDED_OVER
         try:
-            unsent = pieces if is_large(pieces) else connection.send_now(pieces)
+            unsent = pieces if is_large else connection.send_now(pieces)
         except OSError as error:
             raise StreamLost from error
         if unsent:
@@ -377,10 +378,12 @@ class Watchdog:
     async def _check_all(self) -> None:
         time, standstill = asyncio.get_running_loop().time, Standstill(_CHECK_INTERVAL_S)
         standstill.look(time())
-        while self._streams:
-            await asyncio.sleep(_CHECK_INTERVAL_S)
-            now = time()
-            pause_s = standstill.look(now)
-            for stream in list(self._streams):
-                stream.check(now, pause_s)
-        self._checking = None
+        try:
+            while self._streams:
+                await asyncio.sleep(_CHECK_INTERVAL_S)
+                now = time()
+                pause_s = standstill.look(now)
+                for stream in list(self._streams):
+                    stream.check(now, pause_s)
+        finally:
+            self._checking = None
