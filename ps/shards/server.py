@@ -23,6 +23,7 @@ from ..engine.modes import make_policy, options_of
 from ..engine.resuming import go_on
 from ..observe.sinks import make_bus
 from ..snapshots.available import Available
+from ..snapshots.common import Keeper
 from ..snapshots.resume import after_going_back
 from ..snapshots.snapshots import Snapshots
 from ..wire.listening import Listening
@@ -38,6 +39,7 @@ _GOODBYE_S = 1.0
 _MOST_SHOWN = 500  # characters of an error
 _FAILED_S = 10.0  # time for the coordinator to end a run that failed on this shard
 
+_OPTIONS = TypeAdapter(Options)
 # Sections of the coordinator's configuration that hold for all shards.
 _SHARED = ("run", "policy", "store", "optimizer", "task")
 
@@ -68,7 +70,7 @@ def with_shared(config: Config, text: str) -> tuple[Config, Options]:
         options = sections.pop("options")
         sections["run"] = own_modes(config.run.modes, sections["run"])
         shared = Config.model_validate(config.model_dump() | sections)
-        return shared, TypeAdapter(Options).validate_python(options)
+        return shared, _OPTIONS.validate_python(options)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         problem = f"shard {config.server.shard} does not understand the coordinator's configuration"
         text = shown(str(error).replace("\n", " "), _MOST_SHOWN)
@@ -90,8 +92,8 @@ class ShardServer:
 
     def after(self, config: Config) -> ShardServer:
         """Return the server that replaces this one after it went back to a snapshot."""
-        num_written = self._engine.snapshots.num_written if self._engine is not None else 0
-        return ShardServer(after_going_back(config, num_written), self._clock)
+        snapshots = self._engine.snapshots if self._engine is not None else Keeper()
+        return ShardServer(after_going_back(config, snapshots.num_written), self._clock)
 
     @property
     def address(self) -> str:

@@ -34,8 +34,7 @@ class LogThrottle:
     """Limits log lines to one per second, so that a peer that calls repeatedly cannot fill the disk."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._next_s, self._num_suppressed = float("-inf"), 0
+        self._now, self._next_s, self._num_suppressed = now, float("-inf"), 0
 
     def log(self, write: Callable[..., object], event: str, **fields: object) -> None:
         """Write a line with `left_out`, the number of lines suppressed since the last one, or suppress it too."""

@@ -82,12 +82,8 @@ class PartialTransfers:
         """Whether an upload of this rank is kept."""
         return rank in self._uploads
 
-    def drop(self, rank: int) -> None:
-        """Drop the upload of this rank, if there is one."""
-        if (kept := self._uploads.pop(rank, None)) is not None:
-            kept[1].close()
-
-    def drop_all(self) -> None:
-        """Drop the uploads of all ranks."""
-        for rank in list(self._uploads):
-            self.drop(rank)
+    def drop(self, *ranks: int) -> None:
+        """Drop the uploads of these ranks, or of all ranks if none is named."""
+        for rank in ranks or tuple(self._uploads):
+            if (kept := self._uploads.pop(rank, None)) is not None:
+                kept[1].close()

@@ -254,7 +254,7 @@ class Receiver:
         self._partials.drop(self._peer.rank)
         if (payload := self._try_borrow()) is not None:
             return payload
-        self._partials.drop_all()
+        self._partials.drop()
         request = staging.request(self._position)
         try:
             return await self._stream.wait(
