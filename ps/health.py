@@ -36,12 +36,12 @@ def check(
 ) -> None:
     """Ask a server whether it is serving: exit code 0 if it is."""
     split_address(address)
+    options = proxy_options(address)
     if ca is None:
-        channel = grpc.insecure_channel(address, options=proxy_options(address))
+        channel = grpc.insecure_channel(address, options)
     else:
-        channel = grpc.secure_channel(
-            address, grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert)), proxy_options(address)
-        )
+        tls = grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert))
+        channel = grpc.secure_channel(address, tls, options)
     try:
         with channel:
             stub = health_pb2_grpc.HealthStub(channel)

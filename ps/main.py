@@ -15,17 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..common.config import quiet  # noqa: F401  (before the slow imports)
-from ..common.config.cli import (
-    ConfigOption,
-    Drained,
-    Flags,
-    PrintConfigOption,
-    SetOption,
-    after_torch,
-    before_torch,
-    resolve,
-    run_command,
-)
+
+# isort: split
+from ..common.config import cli
 from ..common.config.option import SERVER
 from ..common.config.preflight.files import check_optimizer
 from ..common.config.schema import Config
@@ -41,7 +33,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def serve(
-    flags: Flags, config: ConfigOption = None, sets: SetOption = None, print_config: PrintConfigOption = False
+    flags: cli.Flags,
+    config: cli.ConfigOption = None,
+    sets: cli.SetOption = None,
+    print_config: cli.PrintConfigOption = False,
 ) -> None:
     """Serve the weights and the optimizer of a training run to its workers.
 
@@ -51,7 +46,7 @@ def serve(
       ps-server --mode sync --workers 4 --steps 1000 --optimizer adamw --lr 1e-3
       ps-server --mode localsgd --local-steps 16 --save weights.safetensors
     """
-    resolved = resolve(config, flags, sets, print_config)
+    resolved = cli.resolve(config, flags, sets, print_config)
     resolved.check_options([resolved.config.run.mode])
     check_optimizer(resolved.config.optimizer.name)
     setup_logging(resolved.config.log, SERVER)
@@ -81,13 +76,11 @@ def _keep_memory() -> None:
     faults, 10 to 20 ms. Other threads wait 0.5 ms instead of 5 for the GIL of a thread that frames a reply.
     """
     sys.setswitchinterval(0.0005)
-    try:
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return  # not glibc
-    mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-    mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-    mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 class _Signals:
@@ -123,21 +116,20 @@ async def _serve(resolved: Resolved) -> None:
     # torch and gRPC take a second to load, so the configuration is checked first.
     signals = _Signals()
     sys.excepthook, sys.unraisablehook = _uncaught, _unraisable
-    before_torch()
+    cli.before_torch()
     gc.disable()
     _keep_memory()
     # Raise the limit of open files to the system's maximum. With the usual limit of 1,024, 1,500 silent connections
     # prevented workers from connecting.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     from ..common.tensors.optimizers import without_compiler
     from .server import check_before_start
     from .snapshots.available import locked_dir
     from .snapshots.files import sole_server
 
-    after_torch()
+    cli.after_torch()
     without_compiler()
     check_before_start(resolved.config)
     try:
@@ -173,19 +165,16 @@ async def _serve_alone(config: Config, signals: _Signals) -> None:
         await server.start()
         await server.serve()
     if signals.received:
-        get_logger().info("stopped", signal=signal.Signals(signals.received[0]).name, **_how_to_go_on(config))
-        raise KeyboardInterrupt if signals.received[0] == signal.SIGINT else Drained
-
-
-def _how_to_go_on(config: Config) -> dict[str, str]:
-    if config.checkpoint.dir is None or config.log.format == "json":
-        return {}
-    return {"snapshots": config.checkpoint.dir, "to_go_on": shlex.join((SERVER, *sys.argv[1:]))}
+        how = {"signal": signal.Signals(signals.received[0]).name}
+        if config.checkpoint.dir is not None and config.log.format != "json":
+            how |= {"snapshots": config.checkpoint.dir, "to_go_on": shlex.join((SERVER, *sys.argv[1:]))}
+        get_logger().info("stopped", **how)
+        raise KeyboardInterrupt if signals.received[0] == signal.SIGINT else cli.Drained
 
 
 def main() -> None:
     """Entry point of `ps-server`."""
-    run_command(SERVER, serve)
+    cli.run_command(SERVER, serve)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,8 @@ def check_before_start(config: Config) -> None:
             check_writable(path)
     check_security(config)
     if config.run.epochs is not None and config.run.workers is None:
-        raise UsageError(
-            f"run.epochs is {config.run.epochs}: the length of an epoch depends on the number of workers",
-            fix="add --workers N, or give the length with --steps",
-        )
+        problem = f"run.epochs is {config.run.epochs}: the length of an epoch depends on the number of workers"
+        raise UsageError(problem, fix="add --workers N, or give the length with --steps")
 
 
 class Server:
@@ -63,29 +61,29 @@ class Server:
 
     def __init__(self, config: Config, before: Server | None = None, clock: Clock | None = None) -> None:
         """`before` is a server that went back; this one continues its run, even without a snapshot."""
-        self._config = config
-        self._clock = clock or Clock()
+        self._config, self._clock = config, clock or Clock()
         self.stop_requested = asyncio.Event()
         self.goes_back = False  # True: a new server in this process resumes from the newest common snapshot
         self._has_begun = False
         self._was_done = asyncio.Event()  # set if the run had all its steps already at the start
         self._bus = make_bus(config)
-        old = before.engine.run if before is not None else None
+        old = before.engine if before is not None else None
         self.engine: Engine = Engine(
             config,
             make_policy(config),
-            name=old.name if old is not None else secrets.token_hex(6),
-            incarnation=old.incarnation + 1 if old is not None else 1,
+            name=old.run.name if old is not None else secrets.token_hex(6),
+            incarnation=old.run.incarnation + 1 if old is not None else 1,
             publish=self._bus.publish,
             now=self._clock.now,
         )
         self._run, self._model, self._tensors = self.engine.run, self.engine.model, self.engine.tensors
         self._copies = self.engine.copies
-        if old is not None:
-            self._run.roster.restore(old.roster.num_joins)
-            self.engine.parent = before.engine.parent if before is not None else None
         self._found: tuple[int, ...] = ()  # versions for which all shards have snapshots, also unusable ones
-        self._evicted = tuple(sorted(old.roster.evicted)) if old is not None else ()
+        self._evicted: tuple[int, ...] = ()
+        if old is not None:
+            roster = old.run.roster
+            self._run.roster.restore(roster.num_joins)
+            self.engine.parent, self._evicted = old.parent, tuple(sorted(roster.evicted))
         self._listening = Listening(config)
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
@@ -115,17 +113,11 @@ class Server:
             self._begin()
         self._bus.begin(engine)
         await self._listening.serve(service.handler())
-        optional = {"shards": config.server.shards} if self._attendance is not None else {}
-        optional |= {"direct_port": port} if (port := self._listening.direct.number) else {}
-        optional |= {name: steps for name in ("steps", "epochs") if (steps := getattr(config.run, name)) is not None}
-        log.info(
-            "listening",
-            address=self.address,
-            security=security_text(config),
-            mode=self._run.mode,
-            run=self._run.name,
-            **optional,
-        )
+        about: dict[str, object] = {"mode": self._run.mode, "run": self._run.name}
+        about |= {"shards": config.server.shards} if self._attendance is not None else {}
+        about |= {"direct_port": port} if (port := self._listening.direct.number) else {}
+        about |= {name: steps for name in ("steps", "epochs") if (steps := getattr(config.run, name)) is not None}
+        log.info("listening", address=self.address, security=security_text(config), **about)
 
     def _begin(self) -> None:
         """Begin the run, whose state is complete now."""
@@ -133,15 +125,12 @@ class Server:
         if config.checkpoint.dir is not None:
             engine.snapshots = Snapshots(model, self._tensors, config, engine.tell)
         self._restored()
-        engine.tell(
-            RunStarted(
-                run.name, run.incarnation, run.mode, run.policy.version, dict(run.policy.committed),
-                config.run.workers, run.policy.staleness_bound, source=model.source or None,
-                skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
-                common=asdict(run.policy.common),
-                found=self._found,
-            )
-        )  # fmt: skip
+        engine.tell(RunStarted(
+            run.name, run.incarnation, run.mode, run.policy.version, dict(run.policy.committed),
+            config.run.workers, run.policy.staleness_bound, source=model.source or None,
+            skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
+            common=asdict(run.policy.common), found=self._found,
+        ))  # fmt: skip
         self._has_begun = True
         if run.has_weights and run.was_over_before:
             self._was_done.set()
@@ -179,12 +168,9 @@ class Server:
     def _lost(self, shard: int) -> None:
         """Handle a lost shard: all go back to the newest common snapshot; without snapshots the run ends."""
         if self._config.checkpoint.dir is None:
-            self.engine.end_with(
-                UnreachableError(
-                    f"shard {shard} was lost at version {self._run.policy.version}, and no snapshots are kept",
-                    fix="start everything again, with --checkpoint-dir to keep snapshots",
-                )
-            )
+            message = f"shard {shard} was lost at version {self._run.policy.version}, and no snapshots are kept"
+            fix = "start everything again, with --checkpoint-dir to keep snapshots"
+            self.engine.end_with(UnreachableError(message, fix=fix))
             return
         log.error("shard_lost", shard=shard, meaning="all go back to the newest snapshot that every shard has")
         self.goes_back = True
@@ -297,8 +283,8 @@ class Server:
         """Write the tables beside the weights; returns the error of a failure."""
         if self._model.store.tables is not None and not self._tensors.is_broken:
             try:
-                addresses = self.engine.shard_addresses
-                await write_tables(self._config, self._run, self._model, self._tensors, addresses)
+                shards = self.engine.shard_addresses
+                await write_tables(self._config, self._run, self._model, self._tensors, shards)
             except ParamServerError as error:
                 log.error("not_saved", reason=error.message)
                 return error

@@ -16,14 +16,13 @@ from ...common.errors import Reason, refusal
 from ...common.tensors.judgement import SOUND, halted, rejected_too_often
 from ...common.wire import records
 from ...common.wire.records import COUNTED, Contribution, Outcome
-from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refuse, Reply
-from ..policies.shared.decisions import Wait
+from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refuse, Reply, Wait
 from ..policies.shared.late import momentum_left
 from . import effects
-from .counting.announced import Data, Rates, Schedules, first_difference
+from .counting.announced import Data, Groups, Rates, difference_of, first_difference
 from .counting.stats import WorkerStats, bin_of, restored_bins
 from .effects import Effect, Log
-from .events import AskedAgain, Contributed
+from .events import Contributed
 from .roster import Roster, Worker
 from .snapshot_rhythm import Rhythm
 
@@ -40,40 +39,33 @@ _REASONS = {
 }
 _ASKED_FOR = 2  # replies
 _NUM_NAMED = 8  # ranks in one warning
+_LESS_MOMENTUM = "late gradients act as momentum themselves; policy.late_momentum=false uses the configured momentum"
 
 
 @dataclass(slots=True)
 class Pending:
     """A contribution that counts and that no version has yet. Folding gives it its weight."""
 
+    rank: int
     contribution: Contribution
-    hyperparameters: tuple[dict[str, Any], ...] | None  # the newest of its worker
+    hyperparameters: Groups | None  # the newest of its worker
     is_taken: bool  # False: the server has skipped it
     scale: float  # multiplies its payload
     staleness: int
     weight: float = 0.0
-
-    @property
-    def rank(self) -> int:
-        return self.contribution.id.rank
-
-    @property
-    def clip_norm(self) -> float:
-        return self.contribution.training.clip_norm
 
 
 class Contributions:
     """The contributions of all workers of one run."""
 
     def __init__(self, policy: Policy, roster: Roster, rhythm: Rhythm, mode: str, max_rejected: int) -> None:
-        self.policy = policy
-        self._roster, self._rhythm = roster, rhythm
-        self._mode = mode
-        self._max_rejected = max_rejected
+        self.policy, self._roster, self._rhythm = policy, roster, rhythm
+        self._mode, self._max_rejected = mode, max_rejected
         self._pending: dict[int, Pending] = {}  # by rank, until the policy folds it
-        self._schedules = Schedules()
-        self.data = Data()
-        self.rates = Rates()
+        # Hyperparameters of what counts since the newest commit, with the rank, by the steps of the rank and of its
+        # process: one that replaced another may have begun its schedule anew, one whose scaler skipped a step is ahead.
+        self._schedules: dict[tuple[int, int], tuple[int, Groups]] = {}
+        self.data, self.rates = Data(), Rates()
         # Contributions whose decision is pending, by rank, with the version at arrival.
         self._undecided: dict[int, tuple[Worker, Contributed, int]] = {}
         # Since the newest commit; several of one rank where the mode replies before that.
@@ -123,7 +115,8 @@ class Contributions:
             found += self.data.record(rank, contribution.base.version, first.digest)
         groups = worker.hyperparameters if policy.steps_jointly and training.iteration else None
         at_step = policy.steps_done(rank), training.iteration
-        if groups is not None and (differ := self._schedules.differ(rank, at_step, groups)) is not None:
+        known = self._schedules.get(at_step)
+        if groups and known and (differ := difference_of(rank, groups, *known)) is not None:
             return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, differ)]
         worker.staleness = policy.staleness(rank, contribution)
         num_counted, version = policy.rows[rank].seq, policy.version
@@ -135,7 +128,7 @@ class Contributions:
             found.append(self._note(event, outcome, version))
             self._counted(worker, stats, event, found)
             if groups is not None:
-                self._schedules.counted(rank, at_step, groups)
+                self._schedules.setdefault(at_step, (rank, groups))
         else:
             outcome = "repeated" if contribution.id.seq == num_counted else "dropped"
             if any(isinstance(decision, Refuse) for decision in decisions):
@@ -152,7 +145,7 @@ class Contributions:
         rank, judged, contribution = worker.rank, event.judgement, event.contribution
         counts, hyperparameters, staleness = contribution.counts, worker.hyperparameters, worker.staleness
         is_taken = judged.is_taken
-        self._pending[rank] = Pending(contribution, hyperparameters, is_taken, judged.scale, staleness)
+        self._pending[rank] = Pending(rank, contribution, hyperparameters, is_taken, judged.scale, staleness)
         samples, steps = self._done
         self._done = samples + (counts.new_samples or 0), steps + counts.num_steps
         self.rates.counted(rank, hyperparameters, contribution.first.rates if contribution.first is not None else ())
@@ -187,16 +180,6 @@ class Contributions:
         else:
             self._rejected_for[rank] = f"{found.problem}: nothing folded"
             yield from self.perform(self.policy.rejected(rank, event.at), event.at)
-
-    def asked_again(self, worker: Worker, event: AskedAgain) -> list[Effect]:
-        """Reply again to a contribution that counts."""
-        at, version = event.at, self.policy.version
-        worker.waiting_since = at
-        contribution_id = records.ContributionId(worker.rank, worker.incarnation, event.seq)
-        contribution = Contribution(contribution_id, base=records.Base(version), counts=records.Counts(0, 0, 0))
-        decisions = self.policy.contributed(worker.rank, contribution, at)
-        repeated = effects.ContributionTaken(contribution, version, "repeated", -1.0)
-        return [repeated, *self.perform(decisions, at)]
 
     def _note(self, event: Contributed, outcome: str, version: int) -> Effect:
         rank, incarnation, _ = event.contribution.id
@@ -235,8 +218,8 @@ class Contributions:
 
     def _commit(self, decision: Commit, found: list[Effect]) -> None:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
-        self._rhythm.committed()
-        self._schedules.committed()
+        self._rhythm.has_committed = True
+        self._schedules.clear()
         hyperparameters, clip_norm, iteration = self._newest_schedule(in_mean)
         if len(in_mean) > 1 and policy.has_rounds and policy.kind.holds_gradients:
             self._compare(in_mean, hyperparameters or (), clip_norm, found)
@@ -261,7 +244,9 @@ class Contributions:
             self._momentum_among = decision.momentum_among
             configured = max(group.get("momentum", 0.0) for group in hyperparameters)
             if configured:
-                found.append(self._less_momentum(configured))
+                fields = {"configured": configured, "used": round(momentum_left(configured, self._momentum_among), 4)}
+                fields |= {"workers": self._momentum_among, "meaning": _LESS_MOMENTUM}
+                found.append(Log("info", "momentum", fields))
         scale = decision.lr_scale((item.rank, item.weight if item.is_taken else 0.0) for item in in_mean)
         lr_scale = self.lr_scale * scale * (1.0 if decision.numbers else part)
         found.append(effects.Commit(
@@ -271,20 +256,19 @@ class Contributions:
         ))  # fmt: skip
 
     @staticmethod
-    def _newest_schedule(in_mean: list[Pending]) -> tuple[tuple[dict[str, Any], ...] | None, float, int]:
+    def _newest_schedule(in_mean: list[Pending]) -> tuple[Groups | None, float, int]:
         """Returns the commit's hyperparameters, clip_norm and iteration: those of the process with the most steps, then
         of the lowest rank. A replacement may have begun its schedule anew, and must not set the run back."""
         candidates = [pending for pending in in_mean if pending.hyperparameters is not None]
         newest = max(candidates, key=lambda item: (item.contribution.training.iteration, -item.rank), default=None)
         if newest is None:
             return None, 0.0, 0
-        return newest.hyperparameters, newest.clip_norm, newest.contribution.training.iteration
+        training = newest.contribution.training
+        return newest.hyperparameters, training.clip_norm, training.iteration
 
-    def _compare(
-        self, in_mean: list[Pending], groups: tuple[dict[str, Any], ...], used: float, found: list[Effect]
-    ) -> None:
+    def _compare(self, in_mean: list[Pending], groups: Groups, used: float, found: list[Effect]) -> None:
         """Warn once in a run when workers of a round have other hyperparameters or clip to other norms than those that
-        are used. `Schedules` refuses others at the same step of their processes."""
+        are used. Others at the same step of their processes are refused (`difference_of`)."""
         if not self._schedules_differed:
             others = [it.rank for it in in_mean if it.hyperparameters and first_difference(groups, it.hyperparameters)]
             if others:
@@ -292,20 +276,13 @@ class Contributions:
                 meaning = "these ranks are at another place of their schedules, for example after a replacement: the "
                 meaning += "round uses the hyperparameters of the process with the most steps"
                 found.append(Log("warning", "schedules_differ", {"ranks": others[:_NUM_NAMED], "meaning": meaning}))
-        if not self._clip_norms_differed and any(pending.clip_norm != used for pending in in_mean):
+        if not self._clip_norms_differed and any(it.contribution.training.clip_norm != used for it in in_mean):
             self._clip_norms_differed = True
-            by_rank = sorted((pending.rank, pending.clip_norm) for pending in in_mean)
+            by_rank = sorted((pending.rank, pending.contribution.training.clip_norm) for pending in in_mean)
             norms = ", ".join(f"{norm or 'none'} (rank {rank})" for rank, norm in by_rank[:_NUM_NAMED])
             meaning = "a round is clipped to one norm: give optimizer.clip_grad_norm() the same norm on every worker"
             fields = {"norms": norms, "used": f"{used or 'none'}", "meaning": meaning}
             found.append(Log("warning", "clip_norms_differ", fields))
-
-    def _less_momentum(self, configured: float) -> Effect:
-        num_workers = self._momentum_among
-        used = round(momentum_left(configured, num_workers), 4)
-        meaning = "late gradients act as momentum themselves; policy.late_momentum=false uses the configured momentum"
-        fields = {"configured": configured, "used": used, "workers": num_workers, "meaning": meaning}
-        return Log("info", "momentum", fields)
 
     def _reply(self, decision: Reply, at: float, found: list[Effect]) -> None:
         rank, outcome = decision.rank, decision.outcome
@@ -343,7 +320,7 @@ class Contributions:
                 self.data.twins.pop(rank, None) if self.data.twins else None,
             ),
             group=self._group(rank, at) if has_peers else None,
-            start=records.StartInfo(row.batches, row.part, self.rates.of(rank)) if is_start else None,
+            start=records.StartInfo(row.batches, row.part, self.rates.of_rank.get(rank)) if is_start else None,
         )  # fmt: skip
         is_wanted = is_start or (not has_peers and (worker.wants_weights or outcome is not Outcome.APPLIED))
         found.append(effects.SendReply(rank, worker.incarnation, reply, is_wanted, worker.evaluates))
@@ -358,7 +335,7 @@ class Contributions:
         group = replace(group, rendezvous=self._roster.workers[lowest].rendezvous)
         if rank != lowest:
             return group
-        uploads = group.uploads_weights or self._rhythm.is_due(lambda: policy.min_steps_done + 1, at)
+        uploads = group.uploads_weights or self._rhythm.is_due(policy.min_steps_done + 1, at)
         # The last snapshot has the optimizer's state too, and any step may be the last.
         uploads |= keeps and policy.training_steps is None
         return replace(group, uploads_weights=uploads, uploads_optimizer=keeps)
@@ -370,11 +347,9 @@ class Contributions:
         """Seconds of one training step of each worker, measured once all have taken their first; 0.0: unknown.
 
         The time of a single contribution would mislead: a worker dropped from rounds contributes in bursts."""
-        if self._first is None or self._ended_at is None:
-            return 0.0
-        at, steps, *_ = self._first
-        num_steps = self.policy.min_steps_done - steps
-        return (self._ended_at - at) / num_steps if num_steps > 0 else 0.0
+        steady_s, *_ = self.steady()
+        num_steps = self.policy.min_steps_done - self._first[1] if self._first is not None else 0
+        return steady_s / num_steps if num_steps > 0 else 0.0
 
     def uncommitted(self) -> list[Pending]:
         """Returns what counts and is in no version yet."""

@@ -34,21 +34,23 @@ class CannotError(Exception):
 
 def offered(run: Ending) -> list[str]:
     """Names of the controls that this run accepts."""
-    settings = [*([LR_SCALE] if run.policy.kind.server_steps else []), *run.policy.changeable]
     kept = ["snapshot"] if run.rhythm.is_kept else []
-    return [*kept, "drain", "pause", "resume", "evict", *(f"set {name}" for name in settings)]
+    return [*kept, "drain", "pause", "resume", "evict", *(f"set {name}" for name in _settings(run))]
+
+
+def _settings(run: Ending) -> list[str]:
+    return [*([LR_SCALE] if run.policy.kind.server_steps else []), *run.policy.changeable]
 
 
 def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
     """Yields the fact that the control was taken or refused, then its effects."""
-    known = {"drain": _drain, "evict": _evict, "pause": _pause, "resume": _resume, "snapshot": _snapshot, "set": _set}
     found: list[Effect] = []
     try:
-        if event.do not in known:
+        if event.do not in ("drain", "evict", "pause", "resume", "snapshot", "set"):
             raise CannotError(f"nothing is called '{event.do[:40]}'; there are: {', '.join(offered(run))}")
         if run.is_closed or run.is_done or run.policy.is_stopping:
             raise CannotError("the run is ending")
-        result = known[event.do](run, event, found)
+        result = _set(run, event, found) if event.do == "set" else _result_of(run, event, found)
     except CannotError as why:
         yield effects.ControlTaken(event, str(why), False)
         return
@@ -57,47 +59,41 @@ def follow(run: Ending, event: Controlled) -> Iterator[Effect]:
     yield from found
 
 
-def _drain(run: Ending, event: Controlled, found: list[Effect]) -> str:
-    found += run.stop("drained by a user", event.at)
-    return "the next reply of every worker is the last"
-
-
-def _evict(run: Ending, event: Controlled, found: list[Effect]) -> str:
-    rank = _member(run, event.rank)
+def _result_of(run: Ending, event: Controlled, found: list[Effect]) -> str:
+    """Carry out a control other than `set`. Returns its result, as a sentence, and adds its effects to `found`."""
+    rank, policy, at = event.rank, run.policy, event.at
+    if event.do == "drain":
+        found += run.stop("drained by a user", at)
+        return "the next reply of every worker is the last"
+    if event.do == "snapshot":
+        if not run.rhythm.is_kept:
+            raise CannotError("this server keeps no snapshots; start it with --checkpoint-dir DIR")
+        run.rhythm.is_asked = True
+        return "a snapshot is taken with the next commit"
+    if event.do == "resume":
+        if rank not in policy.paused:
+            raise CannotError(f"worker {rank} is not paused; paused: {_ranks(policy.paused)}")
+        found += run.performed(policy.resume(rank, at), at)
+        return f"worker {rank} is resumed"
+    if rank is None or rank not in policy.members:
+        raise CannotError(f"no worker {rank} is in the run; there are: {_ranks(policy.members)}")
+    if event.do == "pause":
+        policy.paused.add(rank)
+        return f"worker {rank} is paused: its next reply waits for a resume"
     worker = run.roster.workers[rank]
     run.roster.evicted.add(rank)
     found.append(Log("warning", "evicted", {"rank": rank}))
     found.append(effects.WorkerLeft(rank, worker.incarnation, "finished", ""))
-    found += run.performed(run.policy.finished(rank, event.at), event.at)
-    found += run.expel(worker, evicted(rank), event.at)
+    found += run.performed(policy.finished(rank, at), at)
+    found += run.expel(worker, evicted(rank), at)
     return f"worker {rank} is evicted"
-
-
-def _pause(run: Ending, event: Controlled, found: list[Effect]) -> str:
-    rank = _member(run, event.rank)
-    run.policy.paused.add(rank)
-    return f"worker {rank} is paused: its next reply waits for a resume"
-
-
-def _resume(run: Ending, event: Controlled, found: list[Effect]) -> str:
-    if event.rank not in run.policy.paused:
-        raise CannotError(f"worker {event.rank} is not paused; paused: {_ranks(run.policy.paused)}")
-    found += run.performed(run.policy.resume(event.rank, event.at), event.at)
-    return f"worker {event.rank} is resumed"
-
-
-def _snapshot(run: Ending, event: Controlled, found: list[Effect]) -> str:
-    if not run.rhythm.is_kept:
-        raise CannotError("this server keeps no snapshots; start it with --checkpoint-dir DIR")
-    run.rhythm.is_asked = True
-    return "a snapshot is taken with the next commit"
 
 
 def _set(run: Ending, event: Controlled, found: list[Effect]) -> str:
     policy, name, value = run.policy, event.name, event.value
     if isinstance(value, int) and abs(value) > _MOST_WHOLE:
         raise CannotError(f"'{name[:40]}' must be at most 2^53, got a whole number of {value.bit_length()} bits")
-    if name == LR_SCALE and run.policy.kind.server_steps:
+    if name == LR_SCALE and policy.kind.server_steps:
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= MOST_LR_SCALE:
             raise CannotError(f"lr_scale must be a number from 0 to {MOST_LR_SCALE:,.0f}, got {value!r:.40}")
         before: Any = run.contributions.lr_scale
@@ -110,7 +106,7 @@ def _set(run: Ending, event: Controlled, found: list[Effect]) -> str:
         run.changed[name] = run.changed.get(name, (before,))[0], getattr(options, name)
         found += run.performed(policy.change(options, event.at), event.at)
     else:
-        names = ", ".join(text.removeprefix("set ") for text in offered(run) if text.startswith("set ")) or "nothing"
+        names = ", ".join(_settings(run)) or "nothing"
         raise CannotError(f"'{name[:40]}' cannot be changed while {run.mode} runs; changeable: {names}")
     return f"{name} is {value}, was {before}"
 
@@ -127,12 +123,6 @@ def _options(run: Ending, name: str, value: Any) -> Any:
     if policy.common.delayed_update and getattr(options, "staleness", least) < least:
         raise CannotError(f"with delayed_update {name} must be {least} or more, got {value}: all would wait")
     return options
-
-
-def _member(run: Ending, rank: int | None) -> int:
-    if rank is None or rank not in run.policy.members:
-        raise CannotError(f"no worker {rank} is in the run; there are: {_ranks(run.policy.members)}")
-    return rank
 
 
 def _ranks(ranks: Any) -> str:

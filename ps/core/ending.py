@@ -1,4 +1,4 @@
-"""Effects of decisions, snapshots, workers that leave, and the end of a run.
+"""Effects of decisions, snapshots, workers that leave, evaluations, and the end of a run.
 
     all workers have finished   `_end_if_over`: a last snapshot, then the workers are notified, and leave
     a stop of the server        `_close`: a last snapshot
@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...common.errors import DivergedError, ParamServerError, Reason, UsageError, refusal
+from ...common.reporting.curve import Point, metric_fields
+from ...common.reporting.metrics import total_or_unknown
 from ..policies.base import Decision
 from . import effects, events
 from .effects import Effect, Log
@@ -20,7 +22,7 @@ from .state import RunState, not_json
 
 
 class Ending(RunState):
-    """A run that carries out decisions, releases workers, and ends."""
+    """A run that carries out decisions, releases workers, takes the metrics of evaluations, and ends."""
 
     def performed(self, decisions: list[Decision], at: float) -> list[Effect]:
         return self._after(self.contributions.perform(decisions, at), at)
@@ -30,7 +32,7 @@ class Ending(RunState):
         if found and isinstance(end := found[-1], effects.End):
             found += self._close(end.error or stopping(), at)
         may = self.rhythm.is_kept and not self.is_closed and self.policy.has_newest_weights
-        if may and not self.policy.is_within_step and self.rhythm.is_due(lambda: self.policy.min_steps_done, at):
+        if may and not self.policy.is_within_step and self.rhythm.is_due(self.policy.min_steps_done, at):
             found += self._take_snapshot(at)
         return found
 
@@ -67,10 +69,8 @@ class Ending(RunState):
             account = f"failed after the last training step: {reason}"
             if how != "failed":
                 account = f"was lost while it evaluated the final weights: {reason}"
-            self.failure = ParamServerError(f"rank {rank} {account}")
-            self.failure.exit_code = exit_code
-            self.ended_by = self.failure.message
-            yield Log("error", "run_failed", {"rank": rank, "reason": self.ended_by, "exit_code": exit_code})
+            self.ended_by = f"rank {rank} {account}"
+            yield self._note_failure(ParamServerError(self.ended_by), rank, exit_code)
         if not self.has_weights:
             yield from self._pass_on(worker)
         elif self.initializer is worker:
@@ -90,7 +90,7 @@ class Ending(RunState):
         """Ask another worker for the initial weights when the initializer left; without another, drop the model."""
         if self.initializer is departed:
             self.initializer = None
-        if any(worker.has_offered for worker in self.roster.workers.values()):
+        if any(worker.model is not None for worker in self.roster.workers.values()):
             yield from self._ask_the_first()
         elif self.model is not None:
             self.model = None
@@ -101,14 +101,66 @@ class Ending(RunState):
 
         Until training can start, the others wait for it. Without it, ask the lowest rank of those that are to start.
         """
-        offered = [worker for _, worker in sorted(self.roster.workers.items()) if worker.has_offered]
+        offered = [worker for _, worker in sorted(self.roster.workers.items()) if worker.model is not None]
         num_expected = self.policy.common.num_workers or 0
         if self.initializer is None and offered and (not offered[0].rank or len(offered) >= num_expected):
-            yield self._ask_for_weights(offered[0])
+            self.initializer = offered[0]
+            yield effects.AskForWeights(offered[0].rank, offered[0].incarnation)
 
-    def _ask_for_weights(self, worker: Worker) -> Effect:
-        self.initializer = worker
-        return effects.AskForWeights(worker.rank, worker.incarnation)
+    # ---- evaluations ----------------------------------------------------------------------
+
+    def _metrics_received(self, event: events.MetricsReceived) -> Iterator[Effect]:
+        """Take an evaluation during the run. Its metrics may stop the run; a failed evaluation ends it."""
+        if self.is_closed or self.is_done or event.version > self.policy.version:
+            return  # too late, or from before the run went back
+        worker = None if event.rank is None else self.roster.workers.get(event.rank)
+        if event.rank is not None and (worker is None or not worker.num_asked):
+            reason = "the server did not ask this rank; it asks the evaluator process, or else the lowest rank"
+            yield Log("warning", "metrics_ignored", {"rank": event.rank, "reason": reason})
+        elif event.failure:
+            if self.failure is None:
+                source = "the evaluator" if event.rank is None else f"rank {event.rank}"
+                message = f"{source} failed in the evaluation at step {event.step}: {event.failure}"
+                yield self._note_failure(ParamServerError(message), event.rank, event.exit_code)
+                yield from self.stop(message, event.at)
+        elif all(point.version != event.version for point in self.curve.points):
+            yield from self._evaluated(event.step, event.metrics, event.at, event.version)
+            why = self.curve.why_enough
+            if why and not self.policy.is_stopping:
+                yield Log("info", "run_stopped", {"reason": why, "version": self.policy.version})
+                yield from self.stop(f"stopped: {why}", event.at)
+
+    def _evaluated(self, step: int, metrics: dict[str, float], at: float, version: int | None) -> Iterator[Effect]:
+        """Yields the effects of an evaluation of this version; None: the final one, perhaps evaluated before."""
+        policy, curve = self.policy, self.curve
+        of_version = policy.version if version is None else version
+        if curve.points and curve.points[-1].version == of_version:
+            return
+        elapsed_s = round(self.contributions.elapsed_s(at, self.has_training_ended), 3)
+        samples = total_or_unknown([policy.row(rank).samples for rank in policy.rows])
+        point = Point(step=step, version=of_version, elapsed_s=elapsed_s, metrics=metrics, samples=samples)
+        is_best = curve.add(point)
+        yield effects.Evaluated(point, is_best)
+        if version is not None:
+            fields = {"step": step, "version": of_version, "best": is_best, **metric_fields(point.metrics)}
+            yield Log("info", "evaluated", fields)
+        if len(curve.points) > 1:
+            return
+        why, fix = curve.unclear()
+        wants_best = self.options.patience is not None or self.options.best is not None
+        if why and version is not None and self.failure is None and wants_best:
+            message = f"run.patience and run.best need a best evaluation; {why}"
+            error = UsageError(message, fix=fix)
+            yield self._note_failure(error, None, error.exit_code, step=step, fix=fix)
+            yield from self.stop(message, at)
+        elif why:
+            yield Log("info", "no_best", {"reason": why, "fix": fix})
+        if lacks := curve.lacks():
+            yield Log("warning", "no_such_metric", {"reason": lacks})
+
+    def _note_failure(self, error: ParamServerError, rank: int | None, exit_code: int, **fields: object) -> Effect:
+        self.failure, error.exit_code = error, exit_code
+        return Log("error", "run_failed", {"rank": rank, "reason": error.message, "exit_code": exit_code, **fields})
 
     # ---- the end --------------------------------------------------------------------------
 
@@ -121,8 +173,8 @@ class Ending(RunState):
         self.has_finished = True
         stats.transfer_s += event.transfer_s
         stats.note_residual(event.residual)
-        self.roster.finished(worker)
-        worker.can_evaluate, worker.waiting_since = event.can_evaluate, None
+        self.roster.num_finished += not worker.is_finished
+        worker.is_finished, worker.can_evaluate, worker.waiting_since = True, event.can_evaluate, None
         yield Log("routine", "finished", {"rank": worker.rank, "steps": policy.steps_done(rank)})
         if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
             yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
@@ -153,8 +205,9 @@ class Ending(RunState):
         if not self.is_done and self.absent(at):
             return
         if not roster.workers:
-            is_through = self.is_done or self.has_finished or self.is_any_rank_through
-            if roster.was_anyone_here and is_through:
+            # The script of a rank that has taken all its training steps may leave without a goodbye.
+            is_through = self.is_done or self.has_finished or any(map(self.policy.is_through, self.policy.rows))
+            if roster.processes and is_through:
                 yield from self.performed(self.policy.last_commit(), at)
                 self.is_closed = True
                 yield effects.End(self.failure)
@@ -179,7 +232,8 @@ class Ending(RunState):
         workers, holders = self.roster.workers, sorted(self.policy.newest_holders)
         having = [workers[rank] for rank in holders if rank in workers and not workers[rank].is_away]
         if having and not self.rhythm.keeps_optimizer:
-            yield self._ask_for_weights(having[0])
+            self.initializer = having[0]
+            yield effects.AskForWeights(having[0].rank, having[0].incarnation)
         elif not any(rank in workers for rank in holders) or self.rhythm.keeps_optimizer:
             fix = "keep snapshots (--checkpoint-dir) to continue from; set --steps to the length of the loops"
             if self.options.is_region:
@@ -198,17 +252,16 @@ class Ending(RunState):
 
     def _failed(self, event: events.Failed) -> Iterator[Effect]:
         """Something outside of the run failed; its state must not go into a snapshot."""
-        if event.exit_code == DivergedError.exit_code:
-            error: ParamServerError = DivergedError(event.message, fix=event.fix, reason=Reason.DIVERGED)
-        else:
-            error = ParamServerError(event.message, fix=event.fix)
-            error.exit_code = event.exit_code
+        is_diverged = event.exit_code == DivergedError.exit_code
+        kind, reason = (DivergedError, Reason.DIVERGED) if is_diverged else (ParamServerError, None)
+        error = kind(event.message, fix=event.fix, reason=reason)
+        error.exit_code = event.exit_code
         yield from self._fail(error)
 
     def _fail(self, error: ParamServerError) -> Iterator[Effect]:
         """End the run with an error, and without a snapshot."""
         self.is_closed = True
-        self.rhythm.give_up()
+        self.rhythm.is_kept = self.rhythm.is_writing = False
         for worker in self.roster.workers.values():
             yield effects.Refuse(worker.rank, worker.incarnation, error)
         yield effects.End(error)

@@ -251,12 +251,10 @@ class Failed(Event):
     fix: str = ""
 
 
-KINDS: tuple[type[Event], ...] = (
-    Joined, Disconnected, Left, Expelled, Finished, StopAsked, MetricsReceived, CopyAsked, HeartbeatBegan,
-    HeartbeatStopped, Heartbeat,
-    Offered, Brought, Contributed, AskedAgain, Measured, Stored, UpstreamReplied, Controlled, Ticked, Stopped,
-    Failed,
-)  # fmt: skip
+_BASES = (Event, OfAWorker)
+KINDS: tuple[type[Event], ...] = tuple(
+    kind for kind in vars().values() if isinstance(kind, type) and issubclass(kind, Event) and kind not in _BASES
+)
 
 
 # ---- of several shards --------------------------------------------------------------------------------
@@ -278,17 +276,13 @@ def key_of(event: Event) -> tuple[Any, ...]:
     return type(event).__name__, *(getattr(event, name, None) for name in names)
 
 
-def differences(event: Event, other: Event) -> list[str]:
+def differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """Returns the fields in which two shards' events differ, as phrases; empty where they agree."""
-    return _differences(asdict(event), asdict(other))
-
-
-def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for name in mine.keys() - _OWN:
         own_value, other_value = mine[name], theirs[name]
         if isinstance(own_value, dict) and isinstance(other_value, dict):
-            found += _differences(own_value, other_value)
+            found += differences(own_value, other_value)
         elif own_value != other_value:
             found.append(f"{name} {own_value} and {other_value}")
     return sorted(found)

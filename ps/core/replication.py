@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from ...common.errors import Reason, refusal
@@ -34,8 +34,7 @@ class Sequencer:
     sequencer calls `happens`. This class is for a server of one process: each offered event happens at once."""
 
     def __init__(self, happens: Callable[[Event], None], now: Callable[[], float]) -> None:
-        self._happens = happens
-        self._now = now
+        self._happens, self._now = happens, now
 
     def offer(self, event: Event) -> None:
         """Take an event that has arrived at this process."""
@@ -93,45 +92,6 @@ class Outbox(Generic[Message]):
         return True
 
 
-class Gather:
-    """Collects each shard's report of an event until all shards have reported it."""
-
-    def __init__(self, num_shards: int) -> None:
-        self._num_shards = num_shards
-        # By rank (None: no worker) and key of the event: the event of each shard.
-        self._found: dict[int | None, dict[tuple[Any, ...], dict[int, Event]]] = {}
-        self._fenced: dict[int, int] = {}
-
-    def add(self, shard: int, event: Event) -> list[Event]:
-        """Returns the events of all shards, in their order, when this one completes them; empty otherwise."""
-        if isinstance(event, events.AboutAWorker) and event.incarnation <= self._fenced.get(event.rank, 0):
-            return []
-        key, rank = events.key_of(event), event.rank if isinstance(event, events.AboutAWorker) else None
-        of_rank = self._found.setdefault(rank, {})
-        found = of_rank.setdefault(key, {})
-        found[shard] = event
-        if len(found) < self._num_shards:
-            return []
-        del of_rank[key]
-        if not of_rank:
-            del self._found[rank]
-        return [found[index] for index in range(self._num_shards)]
-
-    def fence(self, rank: int, incarnation: int) -> None:
-        """Drop reports of a worker that is gone, or that begins again as another incarnation."""
-        self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
-        of_rank = self._found.pop(rank, {})
-        if newer := {key: found for key, found in of_rank.items() if key[2] > incarnation}:
-            self._found[rank] = newer
-
-    def missing(self, rank: int) -> tuple[str, list[int]]:
-        """Returns the kind of this rank's event that is incomplete, and the shards without it."""
-        for found in self._found.get(rank, {}).values():
-            name = type(next(iter(found.values()))).__name__
-            return name, [shard for shard in range(self._num_shards) if shard not in found]
-        return "", []
-
-
 @dataclass(frozen=True, slots=True)
 class Digest:
     """The state of a shard after so many events."""
@@ -141,17 +101,18 @@ class Digest:
 
 
 # The missing thing of each incomplete event, in a phrase for people.
-_WHAT = {
-    "Contributed": "its part of the contribution",
-    "Brought": "its part of the initial weights",
-    "Offered": "this worker's connection",
-    "AskedAgain": "this worker's question",
+_WHAT: dict[type[Event], str] = {
+    events.Contributed: "its part of the contribution",
+    events.Brought: "its part of the initial weights",
+    events.Offered: "this worker's connection",
+    events.AskedAgain: "this worker's question",
 }
 
 
 class Coordinator(Sequencer):
-    """Shard 0: orders the events for itself and the other shards. `judge` combines the parts' judgements of a
-    contribution."""
+    """Shard 0: collects the shards' reports of gathered events, and orders all events for itself and the other shards.
+
+    `judge` combines the parts' judgements of a contribution."""
 
     def __init__(
         self,
@@ -164,9 +125,10 @@ class Coordinator(Sequencer):
     ) -> None:
         super().__init__(happens, now)
         self.outboxes: dict[int, Outbox[Event]] = {shard: Outbox() for shard in range(1, num_shards)}
-        self._judge = judge
-        self._digest = digest
-        self._gather = Gather(num_shards)
+        self._judge, self._digest = judge, digest
+        # By rank (None: no worker) and key of the event: the report of each shard, until all have reported the event.
+        self._reports: dict[int | None, dict[tuple[Any, ...], dict[int, Event]]] = {}
+        self._fenced: dict[int, int] = {}
         self._num_applied = 0
         self._digests: dict[int, dict[int, str]] = {}  # by number of events and shard
         self._do_differ = False  # reported once
@@ -187,35 +149,53 @@ class Coordinator(Sequencer):
 
     def _take(self, shard: int, event: Event) -> None:
         """Let the event happen if it concerns one shard, or if all shards have reported it."""
-        if parts := self._gather.add(shard, event) if event.is_gathered else [event]:
-            event = self._one_of(parts)
-            event.at = self._now()
-            for outbox in self.outboxes.values():
-                outbox.put(event)
-            self._happens(event)
+        if event.is_gathered:
+            rank = event.rank if isinstance(event, events.AboutAWorker) else None
+            if isinstance(event, events.AboutAWorker) and event.incarnation <= self._fenced.get(event.rank, 0):
+                return
+            of_rank = self._reports.setdefault(rank, {})
+            reports = of_rank.setdefault(key := events.key_of(event), {})
+            reports[shard] = event
+            if len(reports) <= len(self.outboxes):
+                return
+            del of_rank[key]
+            if not of_rank:
+                del self._reports[rank]
+            event = self._one_of([reports[index] for index in sorted(reports)])
+        event.at = self._now()
+        for outbox in self.outboxes.values():
+            outbox.put(event)
+        self._happens(event)
 
-    def _one_of(self, parts: list[Event]) -> Event:
+    def _one_of(self, parts: list[Any]) -> Event:
         """Returns the event that follows from the reports of all shards."""
-        first = parts[0]
+        first: Event = parts[0]
         for shard, other in enumerate(parts[1:], 1):
-            if isinstance(first, events.AboutAWorker) and (differences := events.differences(first, other)):
-                message = f"shards 0 and {shard} received different messages: {'; '.join(differences)}"
+            if isinstance(first, events.AboutAWorker) and (differ := events.differences(asdict(first), asdict(other))):
+                message = f"shards 0 and {shard} received different messages: {'; '.join(differ)}"
                 return events.Expelled(first.rank, first.incarnation, Reason.BAD_REQUEST.value, message)
-        if isinstance(first, events.Contributed):
-            judgements = [part.judgement for part in parts if isinstance(part, events.Contributed)]
-            return replace(first, judgement=self._judge(judgements))
-        if isinstance(first, events.Measured):
-            return replace(first, norm=math.hypot(*(part.norm for part in parts if isinstance(part, events.Measured))))
-        if isinstance(first, events.Stored):
-            return replace(first, durable=min(part.durable for part in parts if isinstance(part, events.Stored)))
+        match first:
+            case events.Contributed():
+                return replace(first, judgement=self._judge([part.judgement for part in parts]))
+            case events.Measured():
+                return replace(first, norm=math.hypot(*(part.norm for part in parts)))
+            case events.Stored():
+                return replace(first, durable=min(part.durable for part in parts))
         return first
 
     def fenced(self, rank: int, incarnation: int) -> None:
-        self._gather.fence(rank, incarnation)
+        """Drop reports of a worker that is gone, or that begins again as another incarnation."""
+        self._fenced[rank] = max(incarnation, self._fenced.get(rank, 0))
+        of_rank = self._reports.pop(rank, {})
+        if newer := {key: found for key, found in of_rank.items() if key[2] > incarnation}:
+            self._reports[rank] = newer
 
     def missing(self, rank: int) -> str:
-        kind, shards = self._gather.missing(rank)
-        return f"shard {', '.join(map(str, shards))} to have {_WHAT[kind]}" if kind else ""
+        reports = next(iter(self._reports.get(rank, {}).values()), None)
+        if reports is None:
+            return ""
+        shards = [str(shard) for shard in range(len(self.outboxes) + 1) if shard not in reports]
+        return f"shard {', '.join(shards)} to have {_WHAT[type(next(iter(reports.values())))]}"
 
     # ---- are all in the same state? ---------------------------------------------------------
 
@@ -242,8 +222,7 @@ class Follower(Sequencer):
 
     def __init__(self, *, happens: Callable[[Event], None], digest: Callable[[], str]) -> None:
         self.outbox: Outbox[object] = Outbox()  # events, digests, and reports about the shard itself
-        self._happens = happens
-        self._digest = digest
+        self._happens, self._digest = happens, digest
         self._num_applied = 0
 
     def offer(self, event: Event) -> None:

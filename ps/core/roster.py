@@ -20,7 +20,7 @@ from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 from ...common.errors import ParamServerError, Reason, refusal
@@ -40,7 +40,7 @@ class Worker:
     rank: int
     incarnation: int
     process: str = ""  # the process whose heartbeats count
-    model: tuple[str, str] = ("", "")  # names of the model and optimizer that it offered, on all shards
+    model: tuple[str, str] | None = None  # names of the model and optimizer, once it has offered them on all shards
     rendezvous: str = ""  # HOST:PORT where a group meets when this is its lowest rank
     is_resumed: bool = False  # continues where it was: no START is due
     is_away: bool = False  # its stream is lost and its process lives; or it is coming back
@@ -52,10 +52,6 @@ class Worker:
     evaluates: bool = False  # the weights of that reply
     num_asked: int = 0  # replies during which it may send the metrics of a requested evaluation
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # the newest ones that it sent
-
-    @property
-    def has_offered(self) -> bool:
-        return bool(self.model[0])
 
     def goes_on_from(self, old: Worker) -> None:
         """Continue as the same process on a new stream."""
@@ -79,14 +75,12 @@ class Roster:
         self.heard_at: OrderedDict[int, float] = OrderedDict()
         self.stats: dict[int, WorkerStats] = {}
         self.num_joins: dict[int, int] = {}  # per rank; the incarnation of its newest process
-        self._limit = limit
-        self._lease_s = lease_s
-        self._processes: dict[int, str] = {}  # the process of each rank's newest join
+        self._limit, self._lease_s = limit, lease_s
+        self.processes: dict[int, str] = {}  # the process of each rank's newest join to this server
         self._unknown_joins = 0  # joins of a rank that this server may not know of
         self.evaluators: set[str] = set()  # processes that evaluate and do not train
         self.heartbeats: Counter[str] = Counter()  # heartbeat streams that are open, by process
         self._standstill = Standstill(_LOOK_S)
-        self.was_anyone_here = False
         self.evicted: set[int] = set()  # ranks that may not come back
         self.num_behind: dict[int, int] = {}  # by rank: workers of a region whose relay has the rank; otherwise 1
         # Of a region: workers of other regions that come before this one's, and workers of all other regions.
@@ -111,24 +105,20 @@ class Roster:
         RANK_OUT_OF_RANGE, RUN_FULL, and REPLACED when a newer process holds the rank.
         """
         if joined.rank not in self.workers and len(self.workers) >= self._limit:
-            raise refusal(
-                Reason.LIMIT_EXCEEDED,
-                f"{len(self.workers)} workers are here, and this server takes {self._limit} (limits.workers)",
-                fix="start ps-server with --workers N, or --set limits.workers=N",
-            )
+            problem = f"{len(self.workers)} workers are here, and this server takes {self._limit} (limits.workers)"
+            fix = "start ps-server with --workers N, or --set limits.workers=N"
+            raise refusal(Reason.LIMIT_EXCEEDED, problem, fix=fix)
         rank = self._free_rank() if joined.rank is None else joined.rank
         if self.num_workers is not None and rank >= self.num_workers:
-            raise refusal(
-                Reason.RANK_OUT_OF_RANGE,
-                f"no rank {rank}: the run has {self.num_workers} workers, ranks 0 to {self.num_workers - 1}",
-                fix=f"use --rank 0 to {self.num_workers - 1}, or start ps-server with --workers {rank + 1} or more",
-            )
+            problem = f"no rank {rank}: the run has {self.num_workers} workers, ranks 0 to {self.num_workers - 1}"
+            fix = f"use --rank 0 to {self.num_workers - 1}, or start ps-server with --workers {rank + 1} or more"
+            raise refusal(Reason.RANK_OUT_OF_RANGE, problem, fix=fix)
         if rank in self.evicted:
             raise evicted(rank)
         newest, previous = self.num_joins.get(rank, 0), joined.incarnation
         if newest < previous <= newest + self._unknown_joins:
             newest = previous
-        known = self._processes.get(rank, "")
+        known = self.processes.get(rank, "")
         is_newest = joined.process == known if joined.process and known else previous == newest
         if previous and not is_newest:
             raise replaced(rank, previous)
@@ -137,14 +127,13 @@ class Roster:
         worker = self.workers[rank] = Worker(rank, newest + 1, joined.process)
         insort(self._ranks, rank)
         self._ranks_of.setdefault(joined.process, {})[rank] = None
-        self.num_joins[rank], self._processes[rank] = worker.incarnation, joined.process
+        self.num_joins[rank], self.processes[rank] = worker.incarnation, joined.process
         if joined.num_workers > 1 or (joined.num_workers and rank in self.num_behind):
             self.num_behind[rank] = joined.num_workers
         stats = self.stats.setdefault(rank, WorkerStats(rank))
         if not previous:  # a join of the same process is not a restart
             stats.joined_anew(joined.at)
         stats.is_lost = False
-        self.was_anyone_here = True
         return worker, old
 
     def _free_rank(self) -> int:
@@ -153,11 +142,8 @@ class Roster:
         if self.evicted:
             rank = next(free for free in count(rank) if free not in self.workers and free not in self.evicted)
         if self.num_workers is not None and rank >= self.num_workers:
-            raise refusal(
-                Reason.RUN_FULL,
-                f"all {self.num_workers} ranks of the run are taken",
-                fix=f"start ps-server with --workers {self.num_workers + 1} or more",
-            )
+            fix = f"start ps-server with --workers {self.num_workers + 1} or more"
+            raise refusal(Reason.RUN_FULL, f"all {self.num_workers} ranks of the run are taken", fix=fix)
         return rank
 
     def remove(self, worker: Worker) -> None:
@@ -172,11 +158,6 @@ class Roster:
             del self._ranks_of[worker.process]
         self.heard_at.pop(rank, None)
         self.num_finished -= worker.is_finished
-
-    def finished(self, worker: Worker) -> None:
-        """Note that the worker takes no more training steps."""
-        self.num_finished += not worker.is_finished
-        worker.is_finished = True
 
     def division(self, rank: int) -> tuple[int, int]:
         """Returns (num_workers, index): this rank's share of the data."""
@@ -210,7 +191,8 @@ class Roster:
     def heartbeat(self, rank: int, process: str, now: float) -> None:
         """Note a heartbeat. From its first one on, the worker has a lease."""
         if self.is_member(rank, process):
-            self._heard(rank, now)
+            self.heard_at[rank] = now
+            self.heard_at.move_to_end(rank)
 
     def is_member(self, rank: int, process: str) -> bool:
         """Whether this process holds the rank."""
@@ -219,11 +201,8 @@ class Roster:
     def spoke(self, worker: Worker, now: float) -> None:
         """Note a message of the worker's exchange, which renews its lease as a heartbeat does."""
         if worker.rank in self.heard_at:
-            self._heard(worker.rank, now)
-
-    def _heard(self, rank: int, now: float) -> None:
-        self.heard_at[rank] = now
-        self.heard_at.move_to_end(rank)
+            self.heard_at[worker.rank] = now
+            self.heard_at.move_to_end(worker.rank)
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:
         """Returns the workers whose lease has ended, by rank, with the seconds since their last message.
@@ -232,24 +211,18 @@ class Roster:
         if pause_s := self._standstill.look(now):
             for rank, heard_at in self.heard_at.items():
                 self.heard_at[rank] = min(now, heard_at + pause_s)
-        found = []
-        for rank, heard_at in self.heard_at.items():
-            if now - heard_at <= self._lease_s:
-                break  # the others sent something later
-            found.append((self.workers[rank], now - heard_at))
-        return sorted(found, key=lambda silent: silent[0].rank)
+        # Those heard from earliest come first.
+        silent = list(takewhile(lambda item: now - item[1] > self._lease_s, self.heard_at.items()))
+        return [(self.workers[rank], now - heard_at) for rank, heard_at in sorted(silent)]
 
 
 def replaced(rank: int, incarnation: int) -> ParamServerError:
     """Returns the refusal of an older process of a rank."""
-    return refusal(
-        Reason.REPLACED,
-        f"another process joined as rank {rank} (this one was incarnation {incarnation}): only the newest may go on",
-        fix="give every worker its own --rank",
-    )
+    problem = f"another process joined as rank {rank} (this one was incarnation {incarnation})"
+    fix = "give every worker its own --rank"
+    return refusal(Reason.REPLACED, f"{problem}: only the newest may go on", fix=fix)
 
 
 def evicted(rank: int) -> ParamServerError:
     """Returns the refusal of an evicted worker."""
-    fix = "a restarted server admits it again"
-    return refusal(Reason.EVICTED, f"rank {rank} was evicted from this run", fix=fix)
+    return refusal(Reason.EVICTED, f"rank {rank} was evicted from this run", fix="a restarted server admits it again")

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from ...common.errors import ParamServerError, Reason, refusal
+from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ..policies.base import Policy
-from . import controls, effects, evaluations, events
+from . import controls, effects, events
 from .effects import Effect, Log
 from .ending import Ending, stopping
 from .roster import Worker, replaced
@@ -27,26 +28,8 @@ class Run(Ending):
 
     def __init__(self, options: Options, policy: Policy, name: str, incarnation: int = 1) -> None:
         super().__init__(options, policy, name, incarnation)
-        self._happens = self._handlers()
-
-    # ---- one event ------------------------------------------------------------------------
-
-    def apply(self, event: events.Event) -> list[Effect]:
-        """Changes the state by one event, and returns the effects in order."""
-        handle = self._happens[type(event)]
-        if not isinstance(event, events.OfAWorker):
-            found = handle(event)
-            return found if isinstance(found, list) else list(found)
-        worker = self.roster.find(event.rank, event.incarnation)
-        if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
-            return []  # it was released or replaced, or the run has ended; it was notified
-        if not isinstance(event, events.Disconnected | events.Left):
-            self.roster.spoke(worker, event.at)
-        return list(handle(worker, event))
-
-    def _handlers(self) -> dict[type[events.Event], Callable[..., Iterable[Effect]]]:
-        """The method that handles each kind of event; those of an `OfAWorker` get its worker too."""
-        return {
+        # The method that handles each kind of event; those about a worker get it too.
+        self._happens: dict[type[events.Event], Callable[..., Iterable[Effect]]] = {
             events.AskedAgain: self._asked_again,
             events.Disconnected: self._disconnected,
             events.Left: self._left,
@@ -62,7 +45,7 @@ class Run(Ending):
             events.HeartbeatBegan: self._heartbeat_began,
             events.HeartbeatStopped: self._heartbeat_stopped,
             events.Heartbeat: self._heartbeat,
-            events.MetricsReceived: partial(evaluations.received, self),
+            events.MetricsReceived: self._metrics_received,
             events.CopyAsked: lambda event: (
                 [effects.KeepWeights(self.policy.version, event.reader)] if self.has_weights else ()
             ),
@@ -75,14 +58,32 @@ class Run(Ending):
             events.Failed: self._failed,
         }
 
+    # ---- one event ------------------------------------------------------------------------
+
+    def apply(self, event: events.Event) -> list[Effect]:
+        """Changes the state by one event, and returns the effects in order."""
+        handle = self._happens[type(event)]
+        if isinstance(event, events.AboutAWorker):
+            worker = self.roster.find(event.rank, event.incarnation)
+            if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
+                # It was released or replaced, or the run has ended; it was notified.
+                return self.contributions.refuse(event) if isinstance(event, events.Contributed) else []
+            if not isinstance(event, events.Disconnected | events.Left):
+                self.roster.spoke(worker, event.at)
+            found = handle(worker, event)
+        else:
+            found = handle(event)
+        return found if isinstance(found, list) else list(found)
+
     def _left(self, worker: Worker, event: events.Left) -> Iterator[Effect]:
         metrics = event.metrics
         if metrics and worker.rank != (self.evaluator if self.is_done else min(self.roster.workers)):
             metrics = {}
-            yield evaluations.ignored(worker.rank, "another worker evaluates the final weights")
+            reason = "another worker evaluates the final weights"
+            yield Log("warning", "metrics_ignored", {"rank": worker.rank, "reason": reason})
         self.final |= metrics
         if self.is_done and metrics:
-            yield from evaluations.evaluated(self, self.policy.min_steps_done, metrics, event.at)
+            yield from self._evaluated(self.policy.min_steps_done, metrics, event.at, None)
         yield from self._leave(worker, event.how, event.reason, event.at, event.exit_code)
 
     def _heartbeat_began(self, event: events.HeartbeatBegan) -> Iterator[Effect]:
@@ -117,16 +118,13 @@ class Run(Ending):
             if may_resume:
                 worker.goes_on_from(old)
             yield from self._displace(old, worker, joined.at)
-        number = self.policy.seq(worker.rank)
-        yield effects.Seated(joined.stream, worker.rank, worker.incarnation, may_resume, number)
+        rank = worker.rank
+        yield effects.Seated(joined.stream, rank, worker.incarnation, may_resume, self.policy.seq(rank))
 
     def _check_join(self, joined: events.Joined, may_resume: bool) -> None:
         if joined.run and joined.run != self.name:
-            raise refusal(
-                Reason.RUN_MISMATCH,
-                f"this worker belongs to run {joined.run}, and the restarted server runs {self.name}",
-                fix="start the worker again to join the new run",
-            )
+            problem = f"this worker belongs to run {joined.run}, and the restarted server runs {self.name}"
+            raise refusal(Reason.RUN_MISMATCH, problem, fix="start the worker again to join the new run")
         if self.is_closed:
             raise stopping()
         if self.is_done and not may_resume:
@@ -175,8 +173,9 @@ class Run(Ending):
         self.may_change_optimizer = False
         if worker.is_resumed:
             worker.is_away = False
-            yield self._moved(worker, "back")
-            yield Log("info", "resumed", {"rank": worker.rank, "seq": self.policy.seq(worker.rank)})
+            seq = self.policy.seq(worker.rank)
+            yield effects.WorkerMoved(worker.rank, worker.incarnation, "back", seq)
+            yield Log("info", "resumed", {"rank": worker.rank, "seq": seq})
         elif not self.is_holding:
             if self.has_weights and self.initializer is None:
                 yield from self._enter(worker, event.at)
@@ -204,7 +203,7 @@ class Run(Ending):
     def _enter_all(self, at: float) -> Iterator[Effect]:
         self.is_holding = False
         for worker in list(self.roster.workers.values()):
-            if worker.has_offered and not worker.is_finished and worker.rank not in self.policy.members:
+            if worker.model is not None and not worker.is_finished and worker.rank not in self.policy.members:
                 yield from self._enter(worker, at)
 
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
@@ -218,36 +217,32 @@ class Run(Ending):
         self.lost_at.pop(worker.rank, None)
         worker.waiting_since = at
         decisions = self.policy.joined(worker.rank, at)
-        yield self._moved(worker, "enter")
-        yield Log("routine", "admitted", {"rank": worker.rank, "seq": self.policy.seq(worker.rank)})
+        seq = self.policy.seq(worker.rank)
+        yield effects.WorkerMoved(worker.rank, worker.incarnation, "enter", seq)
+        yield Log("routine", "admitted", {"rank": worker.rank, "seq": seq})
         yield from self.performed(decisions, at)
-
-    def _moved(self, worker: Worker, how: str) -> Effect:
-        return effects.WorkerMoved(worker.rank, worker.incarnation, how, self.policy.seq(worker.rank))
 
     # ---- contributions --------------------------------------------------------------------
 
-    def _contributed(self, event: events.Contributed) -> Iterable[Effect]:
-        rank, incarnation, _ = event.contribution.id
-        worker = self.roster.find(rank, incarnation)
-        if worker is None or self.is_closed:
-            return self.contributions.refuse(event)
-        self.roster.spoke(worker, event.at)
+    def _contributed(self, worker: Worker, event: events.Contributed) -> Iterable[Effect]:
+        rank, first = worker.rank, event.contribution.first
         if rank not in self.policy.members:
             error = refusal(Reason.NOT_JOINED, f"rank {rank} has no weights to compute on yet")
             return [*self.contributions.refuse(event), *self.expel(worker, error, event.at)]
-        first = event.contribution.first
-        run_steps = first.run_steps if first is not None else 0
-        announced = list(self.length.announced(rank, run_steps)) if run_steps else []
-        found = self._after(self.contributions.taken(worker, event), event.at)
-        return announced + found if announced else found
+        announced = list(self.length.announced(rank, first.run_steps)) if first is not None and first.run_steps else []
+        return announced + self._after(self.contributions.taken(worker, event), event.at)
 
     def _asked_again(self, worker: Worker, event: events.AskedAgain) -> Iterable[Effect]:
-        seq, counted = event.seq, self.policy.seq(worker.rank)
-        if worker.rank not in self.policy.members or seq != counted:
-            message = f"rank {worker.rank} asks again about contribution {seq}; the last that counts is {counted}"
-            return self.expel(worker, refusal(Reason.SEQ_GAP, message), event.at)
-        return self._after(self.contributions.asked_again(worker, event), event.at)
+        """Reply again to a contribution that counts."""
+        rank, seq, policy, at = worker.rank, event.seq, self.policy, event.at
+        if rank not in policy.members or seq != policy.seq(rank):
+            message = f"rank {rank} asks again about contribution {seq}; the last that counts is {policy.seq(rank)}"
+            return self.expel(worker, refusal(Reason.SEQ_GAP, message), at)
+        worker.waiting_since = at
+        id, base = ContributionId(rank, worker.incarnation, seq), Base(policy.version)
+        repeated = Contribution(id, base=base, counts=Counts(0, 0, 0))
+        taken = effects.ContributionTaken(repeated, policy.version, "repeated", -1.0)
+        return [taken, *self.performed(policy.contributed(rank, repeated, at), at)]
 
     # ---- snapshots ------------------------------------------------------------------------
 
@@ -273,8 +268,7 @@ class Run(Ending):
             self.policy.uncount(rank, (stats.recent[-1].samples or 0) if stats.recent else 0)
         if event.is_final:
             self.rhythm.needs_final, self.may_evaluate = False, event.evaluates
-        ranks = self.policy.rows
-        is_through = ranks and all(map(self.policy.is_through, ranks))
+        is_through = self.policy.rows and all(map(self.policy.is_through, self.policy.rows))
         if event.is_over and not (is_through or self.policy.is_stopping):
             return self.stop(ABOVE_IS_OVER, event.at)
         return ()
@@ -289,12 +283,11 @@ class Run(Ending):
         worker.is_away = True
         self.policy.disconnected(worker.rank)
         yield effects.Fence(worker.rank, worker.incarnation)
-        yield self._moved(worker, "away")
+        yield effects.WorkerMoved(worker.rank, worker.incarnation, "away", self.policy.seq(worker.rank))
         yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": event.reason})
 
     def _ticked(self, event: events.Ticked) -> Iterator[Effect]:
-        at = event.at
-        silent = self.roster.silent(at)
+        at, silent = event.at, self.roster.silent(event.at)
         if self.is_closed:
             return
         for worker, silent_s in silent:
@@ -308,4 +301,4 @@ class Run(Ending):
 
 
 # Events that a closed run ignores.
-_BEFORE_THE_END = events.Offered | events.Brought | events.AskedAgain | events.StopAsked
+_BEFORE_THE_END = events.Offered | events.Brought | events.Contributed | events.AskedAgain | events.StopAsked

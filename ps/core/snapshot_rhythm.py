@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 DEFAULT_EVERY_S = 30.0
@@ -13,9 +12,7 @@ class Rhythm:
 
     The server above has the snapshots of a region (`is_region`), without the state of the region's optimizer."""
 
-    def __init__(
-        self, is_kept: bool, every_steps: int | None = None, every_s: float | None = None, is_region: bool = False
-    ) -> None:
+    def __init__(self, is_kept: bool, every_steps: int | None, every_s: float | None, is_region: bool) -> None:
         self.is_kept, self._is_region = is_kept, is_region
         self.is_writing = False
         self.is_asked = False  # a user wants one with the next commit
@@ -27,7 +24,7 @@ class Rhythm:
         self._attempted_version = 0  # of the newest attempt
         self._last_steps = 0  # training steps of the slowest rank then
         self._last_at: float | None = None
-        self._has_committed = False  # since the newest attempt
+        self.has_committed = False  # since the newest attempt
 
     @property
     def keeps_optimizer(self) -> bool:
@@ -39,22 +36,17 @@ class Rhythm:
         self.durable_version = self._attempted_version = version
         self._last_steps = min_training_steps
 
-    def committed(self) -> None:
-        """Note a new version."""
-        self._has_committed = True
-
-    def is_due(self, min_training_steps: Callable[[], int], at: float) -> bool:
+    def is_due(self, min_training_steps: int, at: float) -> bool:
         """Whether a snapshot of the newest version is due."""
-        if not self.is_kept or self.is_writing or not self._has_committed:
+        if not self.is_kept or self.is_writing or not self.has_committed:
             return False
         if self.is_asked:
             return True
         if self._last_at is None:  # the time since the start of this process counts from its first commit
             self._last_at = at
         if self._every_steps is not None:
-            least = min_training_steps()
-            self._last_steps = min(self._last_steps, least)  # a rank that comes back may be far behind
-            if least - self._last_steps >= self._every_steps:
+            self._last_steps = min(self._last_steps, min_training_steps)  # a rank that comes back may be far behind
+            if min_training_steps - self._last_steps >= self._every_steps:
                 return True
         return self._every_s is not None and at - self._last_at >= self._every_s
 
@@ -62,7 +54,7 @@ class Rhythm:
         """Begin an attempt; returns its number."""
         self._attempt += 1
         self._attempted_version, self._last_steps, self._last_at = version, min_training_steps, at
-        self.is_writing, self._has_committed, self.is_asked = True, False, False
+        self.is_writing, self.has_committed, self.is_asked = True, False, False
         return self._attempt
 
     def ended(self, attempt: int, durable: int) -> bool:
@@ -76,10 +68,6 @@ class Rhythm:
     def wants_last(self, version: int) -> bool:
         """Whether the run's end needs a snapshot: the newest version is not durable, and no attempt at it failed."""
         return self.is_kept and (self.is_writing or self.needs_final or self._attempted_version < version)
-
-    def give_up(self) -> None:
-        """Take no more snapshots."""
-        self.is_kept = self.is_writing = False
 
     def state(self) -> list[Any]:
         """Returns the whole state, to be compared between shards."""

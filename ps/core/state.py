@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +52,8 @@ class RunState:
     """One run from the first join to the final weights. `name` and `incarnation` (of the server) identify it."""
 
     def __init__(self, options: Options, policy: Policy, name: str, incarnation: int = 1) -> None:
-        self.options = options
-        self.mode = options.mode
-        self.policy = policy
-        self.name = name
-        self.incarnation = incarnation
+        self.options, self.mode, self.policy = options, options.mode, policy
+        self.name, self.incarnation = name, incarnation
         self.roster = Roster(options.num_workers, options.max_workers, options.lease_s)
         self.rhythm = Rhythm(options.keeps_snapshots, options.every_steps, options.every_s, options.is_region)
         self.contributions = Contributions(policy, self.roster, self.rhythm, options.mode, options.max_rejected)
@@ -81,21 +79,14 @@ class RunState:
 
     def absent(self, at: float) -> list[int]:
         """Returns the ranks that were lost recently, before their last training step."""
-        since = at - self.options.absent_s
-        return sorted(rank for rank, lost_at in self.lost_at.items() if lost_at > since)
-
-    @property
-    def is_any_rank_through(self) -> bool:
-        """Whether some rank has taken all its training steps: its script may then leave without a goodbye."""
-        return any(map(self.policy.is_through, self.policy.rows))
+        return sorted(rank for rank, lost_at in self.lost_at.items() if lost_at > at - self.options.absent_s)
 
     @property
     def was_over_before(self) -> bool:
         """Whether the snapshot was taken at the end: every needed rank had taken all its training steps, or had
         finished by itself. With another configured length, ranks of the second kind are asked again."""
-        counted = self.policy.rows
-        is_complete = len(counted) >= (self.options.num_workers or 1)
-        ranks = counted.keys() - (() if self.length.is_reconfigured else self.policy.finished_ranks)
+        is_complete = len(self.policy.rows) >= (self.options.num_workers or 1)
+        ranks = self.policy.rows.keys() - (() if self.length.is_reconfigured else self.policy.finished_ranks)
         return is_complete and all(map(self.policy.is_through, ranks))
 
     @property
@@ -146,11 +137,10 @@ class RunState:
             rows = {int(rank): Row(*row) for rank, row in saved["rows"].items()}
             self.policy.restore(version, rows, saved["policy"])
         except Exception as error:
-            raise CheckpointError(
-                f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of {saved['policy']!r:.80} "
-                f"raised {type(error).__name__}: {error}",
-                fix="correct the mode's restore, or start a new run with --resume never",
-            ) from error
+            problem = f"mode {self.options.mode} cannot go on from snapshot {source}: its restore of "
+            problem += f"{saved['policy']!r:.80} raised {type(error).__name__}: {error}"
+            fix = "correct the mode's restore, or start a new run with --resume never"
+            raise CheckpointError(problem, fix=fix) from error
         self.length.restore(saved["training"])
         self.contributions.restore(saved["training"])
         self.curve.restore(saved["training"].get("curve"))
@@ -169,22 +159,18 @@ class RunState:
             self.contributions.lr_scale = float(scale)
         configured = policy.options.model_dump(mode="json")
         for name, pair in changed.items() if isinstance(changed, dict) else ():
-            is_pair = isinstance(pair, list) and len(pair) == 2
-            if is_pair and (name not in policy.changeable or configured.get(name) == pair[0]):
-                self.changed[name] = pair[0], pair[1]
-        values = {name: self.changed[name][1] for name in self.changed.keys() & policy.changeable}
-        if values:
-            try:
-                options = policy.options_with(values)
-            except ValueError:
-                return
-            policy.change(options, 0.0)
+            match pair:
+                case [before, after] if name not in policy.changeable or configured.get(name) == before:
+                    self.changed[name] = before, after
+        if values := {name: self.changed[name][1] for name in self.changed.keys() & policy.changeable}:
+            with suppress(ValueError):
+                policy.change(policy.options_with(values), 0.0)
 
     def digest(self) -> str:
         """Returns a digest of everything that decides; equal on all shards after the same events."""
+        workers = self.roster.workers.items()
         seats = {
-            rank: [worker.incarnation, worker.model, worker.is_away, worker.is_finished, worker.hyperparameters]
-            for rank, worker in self.roster.workers.items()
+            rank: [it.incarnation, it.model, it.is_away, it.is_finished, it.hyperparameters] for rank, it in workers
         }
         initializer = self.initializer and [self.initializer.rank, self.initializer.incarnation]
         evicted, scale = sorted(self.roster.evicted), self.contributions.lr_scale
@@ -192,8 +178,7 @@ class RunState:
         flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model, initializer, self.lost_at]
         end = [self.has_finished, self.evaluator, self.ended_by, self.length.by, len(self.curve.points)]
         state = [self.policy.full_state(), seats, set_, self.roster.num_joins, flags, end, self.rhythm.state()]
-        text = json.dumps(state, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(state, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def not_json(state: dict[str, Any]) -> str:

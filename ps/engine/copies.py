@@ -42,7 +42,6 @@ class Copies:
         self._model, self._tensors = model, tensors
         self._payloads: dict[int, torch.Tensor] = {}  # uint8 [total_bytes]
         self._holders: dict[int, set[str]] = {}  # by version, including copies that are still being made
-        self._readers: dict[str, int] = {}  # the version retained for each reader
         self._best: tuple[int, torch.Tensor] | None = None  # written, or pulled by the coordinator
         self._writing: asyncio.Future[None] | None = None
 
@@ -50,11 +49,10 @@ class Copies:
         """Copy the newest version, whose number is `version`: for a reader process with a lease, or for an evaluation.
 
         A reader has at most one version."""
-        holder = _EVALUATION
+        holder = f"reader {reader}" if reader else _EVALUATION
         if reader:
             self.release_reader(reader)
-            self._readers[reader], holder = version, f"reader {reader}"
-            asyncio.get_running_loop().call_later(_LEASE_S, self._lease_ended, reader, version)
+            asyncio.get_running_loop().call_later(_LEASE_S, self.release, version, holder)
         is_new = version not in self._holders
         self._holders.setdefault(version, set()).add(holder)  # before submit: an idle tensor thread calls back at once
         if is_new:
@@ -83,16 +81,12 @@ class Copies:
 
     def release_reader(self, reader: str) -> None:
         """Release the version of a reader that has fetched it or has disconnected."""
-        if (version := self._readers.pop(reader, None)) is not None:
+        for version in [version for version, holders in self._holders.items() if f"reader {reader}" in holders]:
             self.release(version, f"reader {reader}")
 
     def num_readers_beside(self, reader: str) -> int:
         """Returns the number of other readers with a retained version."""
-        return len(self._readers.keys() - {reader})
-
-    def _lease_ended(self, reader: str, version: int) -> None:
-        if self._readers.get(reader) == version:
-            self.release_reader(reader)
+        return len(set[str]().union(*self._holders.values()) - {_EVALUATION, f"reader {reader}"})
 
     # ---- the best ---------------------------------------------------------------------------
 

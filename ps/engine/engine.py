@@ -14,24 +14,26 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from ...common.codecs.shared.by_tensor import ByTensor
+from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
+from ...common.wire.frames import INLINE_BYTES
 from ..core import effects, events
 from ..core.counting.stats import Traffic
 from ..core.effects import Fact
 from ..core.replication import Sequencer
 from ..core.run import Run
 from ..core.state import Options
-from ..policies.base import Policy
+from ..policies.base import Policy, names
 from ..snapshots.common import Keeper
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .copies import Copies
-from .folding import Folding
+from .folding import Folding, States
 from .modes import options_of
-from .peers import Peer, ShardState, Streams, reasons
-from .states import States
+from .peers import Done, Go, Peer, ShardState
 
 log = get_logger()
 
@@ -57,8 +59,7 @@ class Engine:
         self.shard_states: dict[int, ShardState] = {}  # the newest report of each other shard
         self.why_not_ready: Callable[[], str] = lambda: ""  # the reason that workers cannot join yet, as a phrase
         self.run = Run(options or options_of(config), policy, name, incarnation)
-        self.publish = publish
-        self.now = now
+        self.publish, self.now = publish, now
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self.broke("tensors", error))
         self.model = Model(config, self.tensors, policy)
@@ -67,8 +68,8 @@ class Engine:
         )
         self.states = States()
         self.copies = Copies(config, self.run.options.keeps_best, self.model, self.tensors, self.notify)
-        self.streams = Streams(self.model, self.tensors, config.server.shards > 1)
-        self.peers, self.traffic = self.streams.peers, self.streams.traffic
+        self.peers: dict[tuple[int, int], Peer] = {}  # the streams of all workers here, by rank and incarnation
+        self.traffic: dict[int, Traffic] = {}
         self.sequencer = Sequencer(self.happens, now)
         self.snapshots = Keeper()  # keeps nothing, until another takes its place
         self.released: Callable[[int], object] = lambda rank: None  # called when another process has a rank, or none
@@ -77,7 +78,7 @@ class Engine:
         self.bytes_when: dict[int, int] = {}  # bytes exchanged until the evaluation of this version came
         self.skipped_snapshots: list[str] = []  # damaged snapshots, newer than the one that was loaded
         self.is_broken = False  # an event was partly applied, or tensor work failed: no snapshot is taken
-        self._joining: dict[int, effects.Seated | effects.NotSeated | None] = {}  # by stream
+        self._seating: effects.Seated | effects.NotSeated | None = None  # what the newest join led to
         self._num_streams = 0
         self._events: deque[events.Event] = deque()
         self._is_applying = False
@@ -99,27 +100,25 @@ class Engine:
         self._is_applying = True
         try:
             while self._events and not self.is_broken:
-                self._apply(self._events.popleft())
+                event = self._events.popleft()
+                try:
+                    found = self.run.apply(event)
+                    for effect in found:
+                        if (carry_out := self._carry_out.get(type(effect))) is not None:
+                            carry_out(effect)
+                        if isinstance(effect, Fact):
+                            self.publish(event.at, effect)
+                    self.sequencer.applied(found)
+                except Exception as error:
+                    self.broke("event", error, at_event=events.LINES.write(event))
+                    break
+                if isinstance(event, events.Failed):
+                    self.snapshots.drop()
+                if self.model.has_weights:
+                    self.model.staging.look_again()  # the worker that left may have been folded before others
         finally:
             self._is_applying = False
         self.notify()
-
-    def _apply(self, event: events.Event) -> None:
-        try:
-            found = self.run.apply(event)
-            for effect in found:
-                if (carry_out := self._carry_out.get(type(effect))) is not None:
-                    carry_out(effect)
-                if isinstance(effect, Fact):
-                    self.publish(event.at, effect)
-            self.sequencer.applied(found)
-        except Exception as error:
-            self.broke("event", error, at_event=events.LINES.write(event))
-            return
-        if isinstance(event, events.Failed):
-            self.snapshots.drop()
-        if self.model.has_weights:
-            self.model.staging.look_again()  # the worker that left may have been folded before others
 
     def broke(self, task: str, error: BaseException, **fields: object) -> None:
         """End the run without a snapshot: its state or its weights may be partly changed.
@@ -137,8 +136,12 @@ class Engine:
         self.end_with(ParamServerError(f"the server failed on {task}: {text}"))
 
     def end_with(self, error: ParamServerError) -> None:
-        self.streams.end(error)
+        self._end_streams(error)
         self._resolve(error)
+
+    def _end_streams(self, error: ParamServerError) -> None:
+        for peer in list(self.peers.values()):
+            peer.end(error)
 
     @property
     def error(self) -> BaseException | None:
@@ -157,7 +160,7 @@ class Engine:
 
     def let_go(self) -> None:
         """Refuse all workers before this process stops, so that they need not detect it themselves."""
-        self.streams.end(refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again"))
+        self._end_streams(refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again"))
 
     def close(self) -> None:
         """Stop tensor work and snapshots; waits for those that are in progress."""
@@ -174,13 +177,38 @@ class Engine:
         now = self.now()
         if now - self._said_waiting_at >= _SAY_WAITING_S:
             self._said_waiting_at = now
-            self.streams.say_why(self.waiting(now))
+            why = self.waiting(now)
+            for peer in self.peers.values():
+                if peer.state in ("waiting", "finished") and peer.outbox.empty():
+                    peer.say(why.get(peer.rank, ""))
 
     def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
         """Returns the reason that each of these workers (None: all) waits, by rank; empty for one that does not."""
-        found = reasons(self.run, self.peers, self.sequencer, now, ranks)
-        if self.folding.above is not None and (why := self.folding.above.reason()):
-            found = {rank: text or why for rank, text in found.items()}
+        run, workers, above = self.run, self.run.roster.workers, self.folding.above
+        to_finish = ""
+        if run.roster.num_finished:
+            busy = sorted(rank for rank, worker in workers.items() if not worker.is_finished)
+            absent = run.absent(now)
+            to_finish = f"rank {names(busy or absent)} to {'finish' if busy else 'come back'}" if busy or absent else ""
+        if ranks is not None:
+            workers = {rank: workers[rank] for rank in ranks if rank in workers}
+        by_policy = run.policy.waiting(now, workers) if run.has_weights else {}
+        for_above, found = above.reason() if above is not None else "", {}
+        for rank, worker in workers.items():
+            peer, why = self.peers.get((rank, worker.incarnation)), ""
+            if worker.is_finished:
+                why = to_finish
+            elif worker.is_away:
+                why = "its connection"
+            elif shard := self.sequencer.missing(rank) if peer is not None and peer.state == "waiting" else "":
+                why = shard
+            elif run.is_holding:
+                why = "" if run.options.is_region else "the first snapshot on all shards"
+            elif run.has_weights:
+                why = by_policy.get(rank, "")
+            elif run.initializer not in (None, worker):
+                why = f"initial weights from rank {run.initializer.rank}"
+            found[rank] = why or for_above
         return found
 
     async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
@@ -206,10 +234,9 @@ class Engine:
     def join(self, joined: events.Joined) -> Peer:
         """Request a rank for a stream's process, and number the stream. Raises the refusal."""
         self._num_streams += 1
-        joined.stream = self._num_streams
-        self._joining[joined.stream] = None
+        joined.stream, self._seating = self._num_streams, None
         self.offer(joined)
-        match self._joining.pop(joined.stream):
+        match self._seating:
             case effects.NotSeated(error=error):
                 raise error
             case effects.Seated(rank=rank, incarnation=incarnation, is_resumed=is_resumed, number=number):
@@ -244,13 +271,15 @@ class Engine:
     def may_return(self, peer: Peer) -> bool:
         """Whether the stream's process is a member, on this stream or already on a newer one."""
         worker, incarnation = self.run.roster.workers.get(peer.rank), peer.incarnation
-        return worker is not None and (
-            worker.incarnation == incarnation or (worker.is_resumed and worker.incarnation == incarnation + 1)
-        )
+        return worker is not None and worker.incarnation in (incarnation, incarnation + worker.is_resumed)
 
     def detach(self, peer: Peer) -> None:
-        """Remove a stream that is over."""
-        self.streams.detach(peer)
+        """Remove a stream that is over, and release the weights that were still to be sent on it."""
+        self.peers.pop(peer.seat, None)
+        while not peer.outbox.empty():
+            item = peer.outbox.get_nowait()
+            if isinstance(item, Go) and item.publication is not None:
+                self.model.publisher.release(item.publication, peer.as_frames(item.effect))
         self.notify()
 
     # ---- effects --------------------------------------------------------------------------
@@ -262,7 +291,7 @@ class Engine:
             effects.NotSeated: self._seat,
             effects.Adopt: self._adopt,
             effects.ForgetModel: lambda _: self.model.forget(),
-            effects.AskForWeights: self.streams.ask_for_weights,
+            effects.AskForWeights: self._ask_for_weights,
             effects.Begin: self._begin,
             effects.ContributionTaken: self._taken,
             effects.Fold: self.folding.fold,
@@ -271,18 +300,17 @@ class Engine:
             effects.SendReply: self._reply,
             effects.KeepWeights: lambda effect: self.copies.keep(effect.version, effect.reader),
             effects.Evaluated: self._evaluated,
-            effects.Refuse: self.streams.refuse,
+            effects.Refuse: self._refuse,
             effects.Fence: self._fence,
             effects.TakeSnapshot: self._take_snapshot,
             effects.Prune: lambda prune: self.snapshots.prune(prune.version),
-            effects.TellDone: self.streams.tell_done,
+            effects.TellDone: self._tell_done,
             effects.End: lambda end: self._resolve(end.error),
             effects.Log: self._log,
         }
 
     def _seat(self, effect: effects.Seated | effects.NotSeated) -> None:
-        if effect.stream in self._joining:
-            self._joining[effect.stream] = effect
+        self._seating = effect
         self._make_room()
 
     def _adopt(self, adopt: effects.Adopt) -> None:
@@ -299,9 +327,54 @@ class Engine:
         if self.folding.above is not None and reply.reply.group is not None:
             self.folding.above.prepare(reply)
         if self.folding.above is not None and self.tensors.is_paused:  # the worker waits for the server above
-            self.tensors.then(partial(self.streams.reply, reply))
+            self.tensors.then(partial(self._send, reply))
         else:
-            self.streams.reply(reply)
+            self._send(reply)
+
+    def _send(self, effect: effects.SendReply) -> None:
+        """Queue a reply. With several shards each retains this version for it, so that all parts are of one version."""
+        version, model = effect.reply.result.version, self.model
+        if effect.has_weights:  # on all shards, even without a stream here
+            model.references.replies(version, effect.is_start)
+        peer = self.peers.get((effect.rank, effect.incarnation))
+        if peer is None or self.tensors.is_broken:
+            return  # its stream has just ended: the worker asks again, or gets the refusal that ends the run
+        peer.state = "computing"
+        if not effect.has_weights:
+            self.tensors.then(partial(peer.say, Go(effect)))
+        elif peer.encodes(effect) and moves_reference(peer.reply_codec):
+            assert isinstance(peer.reply_codec, ByTensor)
+            reference = model.references.of(peer.reply_codec, version)
+            update = reference.update_from(0 if effect.is_start else peer.reference)
+            effect.reference_version = update.version
+            self.tensors.then(partial(peer.say, Go(effect, update=update)))
+        elif model.store.layout.exchange_bytes <= INLINE_BYTES:
+            self.tensors.then(lambda: peer.say(Go(effect, payload=model.small_payload())))
+        elif self.config.server.shards > 1 or effect.is_evaluated:  # the weights must be of this version
+            peer.say(Go(effect, publication=model.publisher.hold(as_frames=peer.as_frames(effect))))
+        else:
+            peer.say(Go(effect))
+
+    def _ask_for_weights(self, effect: effects.AskForWeights) -> None:
+        if (peer := self.peers.get((effect.rank, effect.incarnation))) is not None:
+            peer.state = "uploading"
+            peer.say(effect)
+
+    def _refuse(self, refused: effects.Refuse) -> None:
+        peer, error = self.peers.get((refused.rank, refused.incarnation)), refused.error
+        if peer is None:
+            return
+        if error.reason in (Reason.MODEL_MISMATCH, Reason.OPTIMIZER_MISMATCH) and peer.offer is not None:
+            try:
+                self.model.check(peer.rank, *peer.offer)
+            except ParamServerError as explained:  # it names the difference
+                error = explained
+        peer.end(error)
+
+    def _tell_done(self, done: effects.TellDone) -> None:
+        for seat in done.workers:
+            if (peer := self.peers.get(seat)) is not None:
+                self.tensors.then(partial(peer.say, Done(done.version, peer.rank == done.evaluator)))
 
     def _begin(self, begin: effects.Begin) -> None:
         weights = self.peers[begin.rank, begin.incarnation].weights
@@ -344,8 +417,9 @@ class Engine:
         self.folding.fence(rank, incarnation)
         if rank not in self.run.roster.workers:
             self.released(rank)
-        if fenced.ends_streams:
-            self.streams.fence(rank, incarnation)
+        for peer in list(self.peers.values()) if fenced.ends_streams else ():
+            if peer.rank == rank and peer.incarnation <= incarnation:
+                peer.end()
 
     def _take_snapshot(self, effect: effects.TakeSnapshot) -> None:
         if not self.is_broken:
@@ -356,24 +430,18 @@ class Engine:
         """Add what the run does not know to `Run.saved`: traffic, bytes of evaluations and positions.
 
         Also returns the scripts' states."""
-        stats = {rank: dict(values) for rank, values in saved["training"]["stats"].items()}
+        training = saved["training"]
         for rank, traffic in self.traffic.items():
-            if str(rank) in stats:
-                stats[str(rank)] |= {"bytes_sent": traffic.num_sent, "bytes_received": traffic.num_received}
-                stats[str(rank)]["peer_bytes"] = traffic.num_peers
+            if (stats := training["stats"].get(str(rank))) is not None:
+                stats.update(bytes_sent=traffic.num_sent, bytes_received=traffic.num_received)
+                stats["peer_bytes"] = traffic.num_peers
         states = self.states.saved({rank: row.seq for rank, row in saved["rows"].items()})
-        places = {str(rank): kept.position for rank, kept in states.items()}
-        curve, num_bytes = saved["training"]["curve"], self.bytes_when
-        points = [{**item, "num_bytes": num_bytes.get(item["version"], item["num_bytes"])} for item in curve["points"]]
-        training = {**saved["training"], "stats": stats, "places": places, "curve": {**curve, "points": points}}
-        return {**saved, "training": training}, {rank: kept.payload for rank, kept in states.items()}
+        training["places"] = {str(rank): kept.position for rank, kept in states.items()}
+        for point in training["curve"]["points"]:
+            point["num_bytes"] = self.bytes_when.get(point["version"], point["num_bytes"])
+        return saved, {rank: kept.payload for rank, kept in states.items()}
 
     # ---- how it stands ----------------------------------------------------------------------
-
-    @property
-    def durable_version(self) -> int:
-        """The version of the newest snapshot that all shards have."""
-        return self.run.rhythm.durable_version
 
     @property
     def is_writing(self) -> bool:

@@ -1,19 +1,19 @@
-"""Memory of complete contributions until they are folded or discarded."""
+"""Memory of complete contributions until they are folded or discarded, and the scripts' states that come with them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ...common.codecs.base import FreeBuffers
 from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import overflowed
-from ...common.wire.records import ContributionId
+from ...common.wire.records import ContributionId, Row
 from ..core import effects
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
@@ -22,7 +22,6 @@ from ..tensors.sanity import Unsound
 from ..tensors.store import Step
 from ..tensors.tables import Rows
 from ..tensors.thread import TensorThread
-from .states import StagedState
 
 log = get_logger()
 
@@ -45,6 +44,11 @@ class Above(Protocol):
 
     def reason(self) -> str:
         """Why workers wait for the server above, as a phrase; empty: they do not."""
+
+
+# The beginning of a contribution that came: a position, and the script's state. Without a state it repeats that of the
+# rank's contribution before.
+StagedState = tuple[dict[str, int], bytes | None]
 
 
 @dataclass(slots=True)
@@ -75,8 +79,7 @@ class Folding:
         measured: Callable[[int, float], None] = lambda version, norm: None,
     ) -> None:
         """`measured` receives the norm of this shard's part of each mean."""
-        self._model = model
-        self._tensors = tensors
+        self._model, self._tensors, self._measured = model, tensors, measured
         self._replies_before_commit = replies_before_commit
         self.free_buffers = FreeBuffers(_MAX_FREE_BUFFERS)  # for encoded payloads
         self._staged: dict[ContributionId, Staged] = {}
@@ -84,7 +87,6 @@ class Folding:
         self.above: Above | None = None
         self._without: frozenset[str] | None = None  # parameters without a gradient in all folded contributions
         self._are_few = False  # contributions of the newest commit
-        self._measured = measured
         self._steps: dict[int, partial[list[torch.Tensor]]] = {}  # of commits whose mean is measured, by version
 
     def is_fenced(self, rank: int, incarnation: int) -> bool:
@@ -184,8 +186,7 @@ class Folding:
         self._tensors.submit(store.measure, partial(self._measured, commit.version), pauses=True)
 
     def clip(self, clip: effects.Clip) -> None:
-        work = self._steps.pop(clip.version)
-        self._tensors.go_on(partial(work, norm=clip.norm), self._model.staging.reclaim)
+        self._tensors.go_on(partial(self._steps.pop(clip.version), norm=clip.norm), self._model.staging.reclaim)
 
 
 def _sound(commit: effects.Commit, step: Callable[..., list[torch.Tensor]], **options: Any) -> list[torch.Tensor]:
@@ -197,3 +198,50 @@ def _sound(commit: effects.Commit, step: Callable[..., list[torch.Tensor]], **op
         if "lr" in numbers:
             numbers["lr"] *= commit.lr_scale
         raise overflowed(commit.version, str(unsound), commit.contributions, numbers) from None
+
+
+class Kept(NamedTuple):
+    """The beginning of a contribution: fields of Position in the proto, and the script's state."""
+
+    position: dict[str, int]
+    payload: bytes
+
+
+class States:
+    """Keeps the scripts' states that come with contributions, for the next process of a rank. The bytes are opaque.
+
+    A state counts when its contribution does. States that a snapshot may need are kept."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
+
+    def counted(self, id: ContributionId, staged: StagedState | None, num_committed: int) -> None:
+        """Keep the state of a contribution that counts. `num_committed` of its rank's are in a version."""
+        rank, kept = id.rank, self._of_rank.get(id.rank, {})
+        position, payload = staged or (None, None)
+        if payload is None and kept:
+            payload = kept[max(kept)].payload
+        if position is None or payload is None:
+            self._of_rank.pop(rank, None)  # the script has no state
+            return
+        kept[id.seq] = Kept(position, payload)
+        oldest = max((number for number in kept if number <= num_committed), default=0)
+        self._of_rank[rank] = {number: snapshot for number, snapshot in kept.items() if number >= oldest}
+
+    def at(self, rank: int, number: int) -> Kept | None:
+        """Returns the state at the beginning of this contribution of the rank, or of the newest one before it."""
+        kept = self._of_rank.get(rank, {})
+        found = max((snapshot for snapshot in kept if snapshot <= number), default=None)
+        return kept[found] if found is not None else None
+
+    def saved(self, contributions: Mapping[int, int]) -> dict[int, Kept]:
+        """Returns the states for a snapshot that has so many contributions of each rank."""
+        found = {rank: self.at(rank, number) for rank, number in contributions.items()}
+        return {rank: item for rank, item in found.items() if item is not None}
+
+    def restore(self, rows: Mapping[int, Row], places: Any, payloads: Mapping[int, bytes]) -> None:
+        """Restore the states of a snapshot; malformed positions are dropped."""
+        for rank, payload in payloads.items():
+            position = places.get(str(rank)) if isinstance(places, dict) else None
+            if isinstance(position, dict) and all(type(number) is int and number >= 0 for number in position.values()):
+                self._of_rank[rank] = {rows[rank].seq if rank in rows else 0: Kept(position, payload)}

@@ -21,27 +21,20 @@ def make_policy(config: Config) -> Policy:
     check(choices_of(config, run.mode))
     check_values(config, run.mode)
     settings = {name: getattr(policy, name) for name in type(policy).model_fields}
-    codecs = _codecs(config)
     settings |= {"training_steps": run.steps, "num_workers": run.workers}
-    settings["rounds"] = bool(codecs)
-    settings["keeps_most"] = bool(codecs) and not codecs[0].suits_outer_momentum
+    settings["rounds"] = {config.worker.codec, config.worker.reply_codec} != {"raw"}
+    # A codec is loaded only where one is used, so that a simulation of raw payloads needs no torch.
+    settings["keeps_most"] = settings["rounds"] and not CODECS.load(config.worker.codec)().suits_outer_momentum
     settings["max_staged"] = config.server.max_staged if config.server.shards == 1 else None  # `make_room`
     return policy_of(run.mode, {**settings, **options.model_dump()})
-
-
-def _codecs(config: Config) -> tuple[Any, ...]:
-    """Returns the codecs up and down; none where both are raw, so that a simulation needs no torch."""
-    names = config.worker.codec, config.worker.reply_codec
-    return tuple(CODECS.load(name)() for name in names) if set(names) != {"raw"} else ()
 
 
 def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
     """Returns the mode's state machine, with the settings that are fields of `Common` or of its options."""
     kind: type[Policy] = MODES.load(mode)
     common = Common(**{field.name: settings[field.name] for field in fields(Common) if field.name in settings})
-    return kind(
-        common, kind.Options(**{name: settings[name] for name in kind.Options.model_fields if name in settings})
-    )
+    options = {name: settings[name] for name in kind.Options.model_fields if name in settings}
+    return kind(common, kind.Options(**options))
 
 
 def options_of(config: Config) -> Options:

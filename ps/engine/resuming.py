@@ -57,6 +57,5 @@ def restore_traffic(engine: Engine, training: dict[str, Any]) -> None:
     """Restore the bytes of each rank; absent and malformed values count from zero."""
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         for rank, values in training["stats"].items():
-            engine.traffic[int(rank)] = Traffic(
-                int(values["bytes_sent"]), int(values["bytes_received"]), int(values.get("peer_bytes", 0))
-            )
+            sent, received = int(values["bytes_sent"]), int(values["bytes_received"])
+            engine.traffic[int(rank)] = Traffic(sent, received, int(values.get("peer_bytes", 0)))

@@ -12,6 +12,7 @@ from ...common.reporting.metrics import OF_WORKER, Tense, Value, part_of_time, v
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary
 from ...common.runstore.ran import Ran, label_of, optimizer_settings, read_work, settings_of
+from ...common.wire.records import NO_ROW
 from ..core.counting.stats import Traffic, WorkerSource, work_of
 from ..core.run import Run
 from ..engine.engine import Engine
@@ -66,12 +67,12 @@ def _of_run(engine: Engine, workers: list[WorkerSource]) -> dict[str, Value]:
 
 def _listed(run: Run) -> list[int]:
     """Return the ranks to list in a status, ascending. Of many ranks, these are the slowest ones."""
-    policy, stats = run.policy, run.roster.stats
+    rows, stats = run.policy.rows, run.roster.stats
     if len(stats) <= _MOST_LISTED:
         return sorted(stats)
-    if policy.members:
-        return sorted(policy.slowest_members(_MOST_LISTED))
-    return sorted(nsmallest(_MOST_LISTED, stats, key=policy.steps_done))
+    # Within a round, these are the live ranks that it waits for.
+    ranks = run.policy.members or stats
+    return sorted(nsmallest(_MOST_LISTED, ranks, key=lambda rank: rows.get(rank, NO_ROW).steps))
 
 
 def _at_this_moment(engine: Engine, source: WorkerSource, why: str) -> WorkerStatus:
@@ -112,7 +113,7 @@ def _waiting_for_all(engine: Engine, now: float) -> str:
     if missing := engine.why_not_ready():
         return missing
     if not run.roster.workers:
-        return "" if run.is_any_rank_through else "a worker to join"
+        return "" if any(map(run.policy.is_through, run.policy.rows)) else "a worker to join"
     if run.has_weights:
         return run.policy.waiting_reason(now)
     is_known = run.initializer is not None or 0 in run.roster.workers or not run.policy.common.num_workers

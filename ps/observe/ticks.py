@@ -104,7 +104,7 @@ class TickSink(Sink):
             cost=reports.cost(engine, status),
             final=dict(self._run.final),
             staleness=dict(self._run.contributions.staleness),
-            durable_version=engine.durable_version if self._has_snapshot else None,
+            durable_version=self._run.rhythm.durable_version if self._has_snapshot else None,
             waits=_waits(self._run.policy, status.workers),
             spans=spans,
             events=self._events,

@@ -29,9 +29,8 @@ from pydantic import Field
 from ...common.config.option import Section
 from ...common.kinds import ContributionKind
 from ...common.wire.records import Counts, GroupInfo, Row
-from .base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, Refuse, names
-from .rules import GroupRule
-from .shared.decisions import Wait
+from .base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, Refuse, Wait, names
+from .rules import RoundRule
 
 
 class AllreduceOptions(Section):
@@ -55,7 +54,7 @@ class AllreducePolicy(Policy):
     options: AllreduceOptions
     kind = ContributionKind.COMPLETION
     has_rounds = True
-    rules = (GroupRule,)
+    rules = (RoundRule,)
 
     def __init__(self, common: Common, options: AllreduceOptions) -> None:
         super().__init__(common, options)
@@ -65,8 +64,6 @@ class AllreducePolicy(Policy):
         self.over_generation = 0  # the newest generation that lost a member
         self._reports: dict[int, _Report] = {}  # of the open round, by rank
         self._outside: set[int] = set()  # live ranks that join the next group
-        self._is_over = False  # a member of the generation has left
-        self._turn = 0  # grows with every generation and every round
         self._brought = 0  # the newest version whose weights the server has
 
     @classmethod
@@ -112,13 +109,10 @@ class AllreducePolicy(Policy):
         return super().contributed(rank, contribution, now)
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
-        rank = member.rank
-        if self.version - contribution.base.version > self.outstanding and not contribution.completion.failed:
-            message = f"on version {contribution.base.version}, and version {self.version + 1} is to be made of it"
-            return [
-                Discard(rank),
-                Refuse(rank, "BAD_REQUEST", f"computed {message}: {self.outstanding} may lie between"),
-            ]
+        rank, base = member.rank, contribution.base.version
+        if self.version - base > self.outstanding and not contribution.completion.failed:
+            message = f"computed on version {base}, and version {self.version + 1} is to be made of it"
+            return [Discard(rank), Refuse(rank, "BAD_REQUEST", f"{message}: {self.outstanding} may lie between")]
         self._owe(member, Outcome.DROPPED)  # until all others have completed too
         generation = contribution.completion.generation or self.generation
         if rank in self._outside or generation != self.generation or contribution.counts.part:
@@ -136,12 +130,14 @@ class AllreducePolicy(Policy):
     def _left(self, rank: int) -> list[Decision]:
         self._reports.pop(rank, None)
         if rank not in self._outside:
-            self._is_over, self.over_generation = True, self.generation
+            self.over_generation = self.generation
         self._outside.discard(rank)
         return []
 
     def _advance(self, now: float) -> list[Decision]:
-        if self._is_over or not self.group or (self._outside and self._is_through):
+        # No round follows for which the workers outside of the group could wait.
+        is_through = self._outside and self._ranks and not self.next_local_steps(self._ranks[0])
+        if self.generation == self.over_generation or not self.group or is_through:
             return self._form()
         if len(self._reports) < len(self.group):
             return []
@@ -150,16 +146,11 @@ class AllreducePolicy(Policy):
         decisions = self._close()
         return decisions + self._form() if self._outside else decisions
 
-    @property
-    def _is_through(self) -> bool:
-        """Whether no round follows."""
-        return bool(self._ranks) and not self.next_local_steps(self._ranks[0])
-
     def _form(self) -> list[Decision]:
         """Start a generation with all live workers; completions of the one before are discarded."""
         if not self._ranks:
             return []
-        self.generation, self._turn, self._is_over = self.generation + 1, self._turn + 1, False
+        self.generation += 1
         self.group = tuple(self._ranks)
         self._outside.clear()
         dropped, self._reports = sorted(self._reports), {}
@@ -175,14 +166,14 @@ class AllreducePolicy(Policy):
         if any(report.has_weights for report in self._reports.values()):
             self._brought = self.version
         self.newest_holders = frozenset(self.group)
-        self._reports, self._turn = {}, self._turn + 1
+        self._reports = {}
         return [*folds, commit]
 
     def _gate(self, member: Member, now: float) -> Closed | None:
         if member.rank in self._reports:
-            return Closed(self._turn + 1, self._why_open)
+            return Closed(self._progress() + 1, self._why_open)
         if member.rank in self._outside:
-            return Closed(self._turn + 1, lambda: "the end of the others' step: this worker joins the next group")
+            return Closed(self._progress() + 1, lambda: "the end of the others' step: this worker joins the next group")
         return None
 
     def _why_open(self) -> str:
@@ -191,7 +182,7 @@ class AllreducePolicy(Policy):
         return f"{message}; missing rank {names(missing)}"
 
     def _progress(self) -> int:
-        return self._turn
+        return self.generation + self.version  # it grows with every generation and every round
 
 
 ENTRY = AllreducePolicy

@@ -1,8 +1,8 @@
 """The state machine of a mode: events come in, each with the time, and decisions come out (`shared/decisions.py`).
 
-Each class extends the one before: `Traits` (abilities of the mode), `Ledger` (counting), `Policy` (events, and waiting
-workers with the reasons). A policy is pure: the same state and event give the same decisions, without a clock,
-input, output or randomness. A worker waits until a decision replies to it.
+`Policy` (events, and waiting workers with the reasons) extends `Ledger` (abilities of the mode, and counting). A policy
+is pure: the same state and event give the same decisions, without a clock, input, output or randomness. A worker waits
+until a decision replies to it.
 
     joined(rank)         a worker has the model and asks for weights to start from
     contributed(rank)    a whole, finite contribution is staged
@@ -27,6 +27,7 @@ The cost of an event does not grow with the number of workers: sums over members
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
@@ -36,25 +37,13 @@ from pydantic import ValidationError
 
 from ...common.config.option import Section
 from ...common.wire.records import Contribution, Counts, Outcome
-from .shared.decisions import Commit, Decision, Discard, Fold, Outer, Refuse, Reply
+from .shared.decisions import Commit, Decision, Discard, Fold, Outer, Refuse, Reply, Wait
 from .shared.ledger import Ledger
-from .shared.members import Closed, Common, Member, Waiting, canonical, names
+from .shared.members import Closed, Common, Member, Waiting, names, plain
 
 __all__ = [
-    "Closed",
-    "Commit",
-    "Common",
-    "Contribution",
-    "Decision",
-    "Discard",
-    "Fold",
-    "Member",
-    "Outcome",
-    "Outer",
-    "Policy",
-    "Refuse",
-    "Reply",
-    "names",
+    "Closed", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Outcome", "Outer", "Policy",
+    "Refuse", "Reply", "Wait", "names",
 ]  # fmt: skip
 
 
@@ -71,11 +60,11 @@ class Policy(Ledger, ABC):
         self.paused: set[int] = set()  # live ranks whose replies wait for a resume
         self._waiting = Waiting()
 
-    def full_state(self) -> dict[str, Any]:
+    def full_state(self) -> str:
         """The whole state as JSON, to compare two policies after the same events. Takes time in proportion to the
         members."""
-        settings = ("common", "options")
-        return {name: canonical(value) for name, value in sorted(vars(self).items()) if name not in settings}
+        state = {name: value for name, value in vars(self).items() if name not in ("common", "options")}
+        return json.dumps(state, default=plain, sort_keys=True)
 
     # ---- events ------------------------------------------------------------------------
 
@@ -140,8 +129,7 @@ class Policy(Ledger, ABC):
             return [Discard(rank), Refuse(rank, "OPTIMIZER_UNSUPPORTED", message)]
         decisions = self._take(member, contribution, now)
         member.is_fresh = False
-        decisions += self._settle(now)
-        return decisions
+        return decisions + self._settle(now)
 
     def rejected(self, rank: int, now: float) -> list[Decision]:
         """Note that the rank's next contribution cannot be used, and that nothing of it is staged. It does not count.
@@ -190,8 +178,8 @@ class Policy(Ledger, ABC):
         return None
 
     def _progress(self) -> int:
-        """The number that `Closed` gates wait for."""
-        return 0
+        """The number that `Closed` gates wait for: versions, unless the mode counts something else."""
+        return self.version
 
     def _advance(self, now: float) -> list[Decision]:
         """Returns commits that became possible; called after every event, before any reply."""
@@ -254,12 +242,26 @@ class Policy(Ledger, ABC):
         return Refuse(rank, "SEQ_GAP", reason)
 
     def _settle(self, now: float) -> list[Decision]:
-        """Commit all that is possible, then reply to the workers that may continue."""
+        """Commit all that is possible, then reply to the workers whose gate is open."""
         if len(self.members) < self._needed:
             return []
         self.has_started = True
-        decisions = self._advance(now)
-        decisions += self._let_go(now)
+        decisions, waiting = self._advance(now), self._waiting
+        are_open = self.is_stopping and not self.has_rounds
+        for rank in waiting.due(self._progress()):
+            member = self.members[rank]
+            if member.pending is None:
+                continue
+            if rank in self.paused:
+                waiting.shut(rank, None)
+                continue
+            gate = None if are_open else self._gate(member, now)
+            if gate is None:
+                decisions.append(Reply(rank, member.pending))
+                waiting.ranks.discard(rank)
+                member.pending = None
+            else:
+                waiting.shut(rank, gate.until if isinstance(gate, Closed) else None)
         return decisions
 
     # ---- gates: which workers wait before they compute again, and why -----------------------------
@@ -271,26 +273,6 @@ class Policy(Ledger, ABC):
             return 0
         to_start = 0 if self.has_started else self.common.num_workers or 0
         return max(1, max(to_start, self.common.min_workers) - len(self.finished_ranks))
-
-    def _let_go(self, now: float) -> list[Reply]:
-        """Returns replies to all workers whose gate is open."""
-        replies, waiting = list[Reply](), self._waiting
-        are_open = self.is_stopping and not self.has_rounds
-        for rank in waiting.due(self._progress()):
-            member = self.members[rank]
-            if member.pending is None:
-                continue
-            if rank in self.paused:
-                waiting.shut(rank, None)
-                continue
-            gate = None if are_open else self._gate(member, now)
-            if gate is None:
-                replies.append(Reply(rank, member.pending))
-                waiting.ranks.discard(rank)
-                member.pending = None
-            else:
-                waiting.shut(rank, gate.until if isinstance(gate, Closed) else None)
-        return replies
 
     def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
         """Returns the reason of each waiting worker, or of those in `ranks`."""
@@ -326,8 +308,6 @@ class Policy(Ledger, ABC):
         if live >= self._needed:
             return None
         if not self.has_started and num_workers is not None and live < num_workers:
-            missing = (
-                rank for rank in range(num_workers) if rank not in self.members and rank not in self.finished_ranks
-            )
+            missing = sorted(set(range(num_workers)) - self.members.keys() - self.finished_ranks)
             return f"{live} of {num_workers} workers have joined; missing rank {names(missing)}"
         return f"{live} of at least {self.common.min_workers} workers (policy.min_workers) are live"

@@ -30,10 +30,7 @@ class BufferedPolicy(Policy):
     Options = BufferedOptions
     options: BufferedOptions
     rules = (BufferRule,)
-    steps_jointly = True
-    replies_before_commit = True
-    may_scale = True
-    skipped_is_zeros = True
+    steps_jointly = replies_before_commit = may_scale = skipped_is_zeros = True
     may_sum = False  # the weight of a contribution is more than its samples
 
     def __init__(self, common: Common, options: BufferedOptions) -> None:
@@ -59,9 +56,9 @@ class BufferedPolicy(Policy):
         return [Fold(member.rank, weight * scale)]
 
     def _advance(self, now: float) -> list[Decision]:
-        if not self._buffer or (len(self._buffer) < self.size and not self._is_last):
-            return []
-        return [self._step()]
+        # The last step may be of fewer, as no worker will contribute any more.
+        is_last = self.is_stopping or (self.training_steps is not None and self.min_steps_done >= self.training_steps)
+        return [self._step()] if self._buffer and (is_last or len(self._buffer) >= self.size) else []
 
     def _left(self, rank: int) -> list[Decision]:
         """Close the last step when the last worker leaves, since scripts decide themselves when they have finished."""
@@ -69,11 +66,6 @@ class BufferedPolicy(Policy):
 
     def last_commit(self) -> list[Decision]:
         return [self._step()] if self._buffer else []
-
-    @property
-    def _is_last(self) -> bool:
-        """Whether no worker will contribute any more."""
-        return self.is_stopping or (self.training_steps is not None and self.min_steps_done >= self.training_steps)
 
     def _step(self) -> Decision:
         ranks, self._buffer = tuple(self._buffer), []

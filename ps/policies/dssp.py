@@ -57,7 +57,16 @@ class DsspPolicy(SspPolicy):
         if self.seq(rank) > number:
             before = self._times.get(rank)
             self._times[rank] = now, before[0] if before is not None else None
-            self._allow(rank)
+            # May the worker go on beyond a lead of `staleness`?
+            self._begins.discard(rank)
+            if self._ahead(rank) <= self.options.staleness:
+                self._extra.pop(rank, None)
+                return decisions
+            if not self._extra.get(rank) and self._standing.most == self.steps_done(rank):
+                self._extra[rank] = self._most_useful(rank)
+            if self._extra.get(rank):
+                self._extra[rank] -= 1
+                self._begins.add(rank)
         return decisions
 
     def _left(self, rank: int) -> list[Decision]:
@@ -65,19 +74,6 @@ class DsspPolicy(SspPolicy):
         self._extra.pop(rank, None)
         self._begins.discard(rank)
         return super()._left(rank)
-
-    def _allow(self, rank: int) -> None:
-        """Decide after a contribution whether the worker may continue beyond a lead of `staleness`."""
-        self._begins.discard(rank)
-        ahead = self._ahead(rank)
-        if ahead <= self.options.staleness:
-            self._extra.pop(rank, None)
-            return
-        if not self._extra.get(rank) and self._standing.most == self.steps_done(rank):
-            self._extra[rank] = self._most_useful(rank)
-        if self._extra.get(rank):
-            self._extra[rank] -= 1
-            self._begins.add(rank)
 
     def _most_useful(self, rank: int) -> int:
         """Returns the extra contributions after which this worker would wait least; 0 while times are unknown."""

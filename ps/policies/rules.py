@@ -38,34 +38,22 @@ class Rule:
 
 
 class RoundRule(Rule):
-    """A version is one contribution of every live worker, unless rounds may close without some."""
+    """A version is one contribution of every live worker, or group member, unless rounds may close without some."""
 
     def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
-        if base_version == version:
+        bound = int(self.options.get("staleness", 0))  # of allreduce: means that may be outstanding
+        if base_version <= version <= base_version + bound:
             return None
-        return (
-            f"rank {rank} contribution {number} has base version {base_version} and is accepted in the round "
-            f"after version {version}"
-        )
+        message = f"rank {rank} contribution {number} has base version {base_version} and is accepted"
+        if not bound:
+            return f"{message} in the round after version {version}"
+        return f"{message} at {version}: at most {bound} may lie between"
 
     def committed(self, version: int, num_contributions: int, missing: Sequence[int]) -> str | None:
         may_lack = any(self.options.get(name) for name in ("straggler_timeout_s", "straggler_mad", "backup_workers"))
         if not missing or may_lack:
             return None
         return f"version {version} was made without the live rank {', '.join(map(str, missing))}"
-
-
-class GroupRule(RoundRule):
-    """A version is one contribution of every member of a group. A new worker is a member from the next round on."""
-
-    def counted(self, rank: int, number: int, base_version: int, version: int) -> str | None:
-        bound = int(self.options["staleness"])
-        if version - base_version <= bound:
-            return None
-        if not bound:
-            return super().counted(rank, number, base_version, version)
-        message = f"rank {rank} contribution {number} has base version {base_version} and is accepted at {version}"
-        return f"{message}: at most {bound} may lie between"
 
 
 class SingleRule(Rule):

@@ -19,10 +19,8 @@ class SinglePolicy(Policy):
     def __init__(self, common: Common, options: Section) -> None:
         super().__init__(common, options)
         late = options if isinstance(options, LateOptions) else LateOptions(late_momentum=False)
-        self._cut = late.late_cut
-        self._has_less_momentum = late.late_momentum
-        self._scale, self._few = late.scale
-        most = common.num_workers
+        self._cut, self._has_less_momentum = late.late_cut, late.late_momentum
+        (self._scale, self._few), most = late.scale, common.num_workers
         self.may_scale = self.may_scale or (self._scale != "none" and (most is None or most > self._few))
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:

@@ -63,10 +63,8 @@ class SspPolicy(SinglePolicy):
 
     def _why_ahead(self, ahead: int) -> str:
         counted, bound = " with the one in flight" if self.common.delayed_update else "", self.options.staleness
-        return (
-            f"{ahead} contributions ahead{counted}; the next may begin at most {bound} ahead; slowest is "
-            f"rank {names(self._standing.slowest_ranks)} at {self.min_steps_done}"
-        )
+        slowest = f"rank {names(self._standing.slowest_ranks)} at {self.min_steps_done}"
+        return f"{ahead} contributions ahead{counted}; the next may begin at most {bound} ahead; slowest is {slowest}"
 
     def _progress(self) -> int:
         return self.min_steps_done

@@ -6,15 +6,11 @@ when their batches differ. A gradient on older weights would break that, so sync
 
 from __future__ import annotations
 
-from ...common.kinds import ContributionKind
 from .shared.rounds import RoundPolicy
 
 
 class SyncPolicy(RoundPolicy):
-    kind = ContributionKind.GRADIENT
-    steps_jointly = True
-    may_aggregate = True
-    may_step_by_turns = True
+    steps_jointly = may_aggregate = may_step_by_turns = True
 
 
 ENTRY = SyncPolicy

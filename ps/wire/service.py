@@ -116,7 +116,7 @@ class ParameterServerService:
                 yield pb.HeartbeatReply(
                     is_gone=run.is_done or run.is_closed if heartbeat.evaluates else not is_member,
                     lease_s=self._config.server.lease_s,
-                    durable_version=engine.durable_version,
+                    durable_version=run.rhythm.durable_version,
                     over_generation=run.policy.over_generation,
                     server_incarnation=run.incarnation,
                 )

@@ -11,7 +11,7 @@ from ....common.wire.records import RateInfo
 from ...policies.base import Policy
 from ..effects import Effect, Log
 
-_Groups = tuple[dict[str, Any], ...]
+Groups = tuple[dict[str, Any], ...]
 _ROUNDINGS = 1e-9  # relative
 
 
@@ -43,13 +43,11 @@ class Data:
         if not num_samples or self.num_samples in (None, num_samples):
             self.num_samples = num_samples or self.num_samples
             return None
-        return refusal(
-            Reason.RUN_MISMATCH,
-            f"the data set that rank {rank} gives to session.shard() has {num_samples:,} samples, and the run's has "
-            f"{self.num_samples:,}: the ranks' positions in it would not fit",
-            fix="give every worker the whole data set, the same as before a resume; or a DataLoader of its own instead "
-            "of session.shard(); worker.accept_other_data=true (PS_WORKER__ACCEPT_OTHER_DATA=1) goes on with it",
-        )
+        problem = f"the data set that rank {rank} gives to session.shard() has {num_samples:,} samples, and the run's "
+        problem += f"has {self.num_samples:,}: the ranks' positions in it would not fit"
+        fix = "give every worker the whole data set, the same as before a resume; or a DataLoader of its own instead "
+        fix += "of session.shard(); worker.accept_other_data=true (PS_WORKER__ACCEPT_OTHER_DATA=1) goes on with it"
+        return refusal(Reason.RUN_MISMATCH, problem, fix=fix)
 
 
 class Length:
@@ -57,8 +55,7 @@ class Length:
     kept in `policy.training_steps`. `by` is the rank that set it; None: no worker did."""
 
     def __init__(self, policy: Policy, epochs: int | None) -> None:
-        self.policy = policy
-        self._epochs = epochs
+        self.policy, self._epochs = policy, epochs
         self._configured = [policy.training_steps, epochs]  # of the configuration
         self.by: int | None = None
         self.is_reconfigured = False  # the snapshot's run had another configured length
@@ -88,41 +85,22 @@ class Length:
                 self.policy.training_steps, self.by = steps, min(self.policy.rows, default=0)
 
 
-class Schedules:
-    """The hyperparameters of what counts since the newest commit. Refuses ranks whose hyperparameters differ, where one
-    step is made of the contributions of several.
-
-    They are compared between processes that are at the same training step, and in as many steps of their own: a process
-    that replaced another one may have begun its schedule anew, and one whose scaler skipped a step is ahead.
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int], tuple[int, _Groups]] = {}  # by the steps of the rank and of its process
-
-    def committed(self) -> None:
-        self._found.clear()
-
-    def counted(self, rank: int, at: tuple[int, int], groups: _Groups) -> None:
-        self._found.setdefault(at, (rank, groups))
-
-    def differ(self, rank: int, at: tuple[int, int], groups: _Groups) -> ParamServerError | None:
-        """Returns the refusal of a contribution with other hyperparameters than one that counts, of another rank."""
-        other, known = self._found.get(at, (rank, groups))
-        if (difference := first_difference(known, groups)) is None:
-            return None
-        number, name = difference
-        theirs, mine = (item[number].get(name) if number < len(item) else None for item in (known, groups))
-        where = f" of parameter group {number}" if len(groups) > 1 else ""
-        return refusal(
-            Reason.OPTIMIZER_MISMATCH,
-            f"rank {rank} has {name} {mine}{where} and rank {other} has {theirs}, at the same training step: one step "
-            "is made of the contributions of both",
-            fix="give all ranks the same hyperparameters and schedules (a schedule that follows a loss: the mean of "
-            "all ranks); or use a mode whose workers step by themselves, such as localsgd",
-        )
+def difference_of(rank: int, groups: Groups, other: int, known: Groups) -> ParamServerError | None:
+    """Returns the refusal of a rank whose hyperparameters differ from those of another one at the same training step,
+    where one step is made of the contributions of both; None where they agree."""
+    if (difference := first_difference(known, groups)) is None:
+        return None
+    number, name = difference
+    theirs, mine = (item[number].get(name) if number < len(item) else None for item in (known, groups))
+    where = f" of parameter group {number}" if len(groups) > 1 else ""
+    problem = f"rank {rank} has {name} {mine}{where} and rank {other} has {theirs}, at the same training step: "
+    problem += "one step is made of the contributions of both"
+    fix = "give all ranks the same hyperparameters and schedules (a schedule that follows a loss: the mean of all "
+    fix += "ranks); or use a mode whose workers step by themselves, such as localsgd"
+    return refusal(Reason.OPTIMIZER_MISMATCH, problem, fix=fix)
 
 
-def first_difference(known: _Groups, groups: _Groups) -> tuple[int, str] | None:
+def first_difference(known: Groups, groups: Groups) -> tuple[int, str] | None:
     """Returns the number of the first group that differs, and the name of a value that does; None: none does.
 
     Up to roundings, which differ between machines: schedules compute with `math.cos`."""
@@ -149,32 +127,28 @@ class Rates:
     continues or begins anew."""
 
     def __init__(self) -> None:
-        self._of_rank: dict[int, RateInfo] = {}
-        self._newest: dict[int, _Groups] = {}  # by rank: the hyperparameters that its newest rates were taken from
+        self.of_rank: dict[int, RateInfo] = {}
+        self._newest: dict[int, Groups] = {}  # by rank: the hyperparameters that its newest rates were taken from
 
-    def counted(self, rank: int, hyperparameters: _Groups | None, first: Sequence[float]) -> None:
+    def counted(self, rank: int, hyperparameters: Groups | None, first: Sequence[float]) -> None:
         """Note the rates of a contribution that counts. `first` has the rates of its process's first step."""
         if hyperparameters is None or self._newest.get(rank) is hyperparameters:
             return
         self._newest[rank] = hyperparameters
         last = tuple(rate_of(group) for group in hyperparameters)
-        known = self._of_rank.get(rank) or RateInfo(tuple(first) or last, last, 0)
-        self._of_rank[rank] = RateInfo(known.first, last, known.num_changes + (last != known.last))
-
-    def of(self, rank: int) -> RateInfo | None:
-        return self._of_rank.get(rank)
+        known = self.of_rank.get(rank) or RateInfo(tuple(first) or last, last, 0)
+        self.of_rank[rank] = RateInfo(known.first, last, known.num_changes + (last != known.last))
 
     def saved(self) -> dict[str, list[Any]]:
-        return {
-            str(rank): [list(item.first), list(item.last), item.num_changes] for rank, item in self._of_rank.items()
-        }
+        known = self.of_rank.items()
+        return {str(rank): [list(item.first), list(item.last), item.num_changes] for rank, item in known}
 
     def restore(self, saved: Any) -> None:
         """Restore the rates of a snapshot; absent and malformed values are unknown."""
         for rank, groups in saved.items() if isinstance(saved, dict) else ():
             match groups:
                 case [list(first), list(last), int(num_changes)] if rank.isdecimal() and _are_rates(first + last):
-                    self._of_rank[int(rank)] = RateInfo(tuple(first), tuple(last), num_changes)
+                    self.of_rank[int(rank)] = RateInfo(tuple(first), tuple(last), num_changes)
 
 
 def rate_of(group: dict[str, Any]) -> float:

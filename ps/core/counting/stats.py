@@ -17,7 +17,7 @@ from ...policies.base import Policy
 _RECENT = 20
 _MOST_BINS = 64  # of the staleness; the last one holds what is beyond
 # Of this process alone.
-_NOT_SAVED = {"rank", "recent", "recent_samples", "loss", "exchange_before", "joined_at", "is_lost"}
+_NOT_SAVED = {"rank", "recent", "loss", "exchange_before", "joined_at", "is_lost"}
 
 
 class Accepted(NamedTuple):
@@ -64,7 +64,6 @@ class WorkerStats:
     residual_told: float = 0.0
     loss: float = math.nan
     exchange_before: tuple[int, float] = (0, 0.0)  # incarnation, its seconds in exchanges up to its last contribution
-    recent_samples: int = 0  # of `recent`
     recent: deque[Accepted] = field(default_factory=lambda: deque(maxlen=_RECENT))
     joined_at: float = -math.inf  # its present process; what is now counts from then
     is_lost: bool = False  # it left, and not in good order
@@ -76,10 +75,7 @@ class WorkerStats:
         if lead > self.lead_max:
             self.lead_max = lead
         self.rejected_in_a_row = 0
-        if len(self.recent) == _RECENT:
-            self.recent_samples -= self.recent[0].samples or 0
         self.recent.append(Accepted(now, num_samples, self.compute_s, self.transfer_s, self.wait_s))
-        self.recent_samples += num_samples or 0
 
     def joined_anew(self, at: float) -> None:
         """Another process has the rank: the residual of the earlier process is lost."""
@@ -123,11 +119,8 @@ class WorkerStats:
         since = self._since()
         if since is None or now <= since.at or self.recent[-1] is since:
             return 0.0
-        samples = self.recent_samples - (since.samples or 0)
-        if since is not self.recent[0]:
-            mine = [accepted.samples or 0 for accepted in self.recent if accepted.at >= self.joined_at]
-            samples = sum(mine) - (since.samples or 0)
-        return samples / (now - since.at)
+        samples = sum(accepted.samples or 0 for accepted in self.recent if accepted.at >= self.joined_at)
+        return (samples - (since.samples or 0)) / (now - since.at)
 
     def recent_s(self, now: float, waiting_since: float | None) -> tuple[float, float, float]:
         """Returns the seconds of computing, transfer and waiting in the time of `samples_per_s`, until now."""
@@ -136,11 +129,8 @@ class WorkerStats:
         if since is None:
             return 0.0, 0.0, waits_s
         computes_s = 0.0 if waiting_since is not None else self.computes_s(now)
-        return (
-            self.compute_s - since.compute_s + computes_s,
-            self.transfer_s - since.transfer_s,
-            self.wait_s - since.wait_s + waits_s,
-        )
+        compute_s, transfer_s = self.compute_s - since.compute_s + computes_s, self.transfer_s - since.transfer_s
+        return compute_s, transfer_s, self.wait_s - since.wait_s + waits_s
 
     def computes_s(self, now: float) -> float:
         """Returns the seconds since the reply to the newest contribution, of a worker that does not wait."""
@@ -231,7 +221,3 @@ class WorkerSource:
     @property
     def bytes_received(self) -> int:
         return self.traffic.num_received + sum(shard.get(self.rank, (0, 0))[1] for shard in self.others)
-
-    @property
-    def peer_bytes(self) -> int:
-        return self.traffic.num_peers

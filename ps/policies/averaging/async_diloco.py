@@ -36,8 +36,7 @@ from pydantic import Field, model_validator
 from ....common.config.option import Flag
 from ....common.kinds import ContributionKind
 from ....common.wire.records import Row
-from ..base import Closed, Commit, Common, Contribution, Decision, Fold, Member, Policy
-from ..shared.decisions import Outer, Reply
+from ..base import Closed, Commit, Common, Contribution, Decision, Fold, Member, Outer, Policy, Reply
 from ..shared.standing import Standing
 from .diloco import OuterOptions, OverlapOptions
 
@@ -67,15 +66,13 @@ class AsyncDilocoOptions(OverlapOptions, OuterOptions):
     def _of_use(self) -> AsyncDilocoOptions:
         delay, part = self.outer_delay, self.outer_delay_part
         if delay is not None and self.outer_momentum == 0:
-            raise ValueError(
-                f"policy.outer_delay is {delay} and policy.outer_momentum 0, so that no momentum waits: set "
-                "policy.outer_momentum to 0.5, say, or leave policy.outer_delay out"
-            )
+            problem = f"policy.outer_delay is {delay} and policy.outer_momentum 0, so that no momentum waits: set "
+            raise ValueError(f"{problem}policy.outer_momentum to 0.5, say, or leave policy.outer_delay out")
         if part and (delay is None or part * delay > 1):
-            raise ValueError(
-                f"policy.outer_delay_part is {part:g} and policy.outer_delay {delay or 'none'}: every delta of so many "
-                "takes that part of the momentum, all of them together at most 1"
+            problem = (
+                f"policy.outer_delay_part is {part:g} and policy.outer_delay {delay or 'none'}: every delta of so "
             )
+            raise ValueError(f"{problem}many takes that part of the momentum, all of them together at most 1")
         return self
 
 
@@ -129,9 +126,7 @@ class AsyncDilocoPolicy(Policy):
     Options = AsyncDilocoOptions
     options: AsyncDilocoOptions
     kind = ContributionKind.DELTA
-    may_delay_update = True
-    may_scale = True
-    skipped_is_zeros = True
+    may_delay_update = may_scale = skipped_is_zeros = True
 
     def __init__(self, common: Common, options: AsyncDilocoOptions) -> None:
         super().__init__(common, options)
@@ -266,9 +261,6 @@ class AsyncDilocoPolicy(Policy):
 
     def _why_open(self) -> str:
         return f"{len(self._round)} contributed, {self.options.quorum} are enough; {len(self._missing)} are missing"
-
-    def _progress(self) -> int:
-        return self.version
 
 
 ENTRY = AsyncDilocoPolicy

@@ -29,8 +29,7 @@ from pydantic import Field
 
 from ....common.config.option import Section
 from ....common.kinds import ContributionKind
-from ..base import Common
-from ..shared.decisions import Outer
+from ..base import Common, Outer
 from ..shared.rounds import RoundOptions, RoundPolicy
 
 _MANY_ROUNDS = 500
@@ -83,8 +82,7 @@ class DilocoPolicy(RoundPolicy):
     Options = DilocoOptions
     options: DilocoOptions
     kind = ContributionKind.DELTA
-    may_aggregate = True
-    may_delay_update = True
+    may_aggregate = may_delay_update = True
 
     def __init__(self, common: Common, options: DilocoOptions) -> None:
         super().__init__(common, options)
@@ -98,19 +96,17 @@ class DilocoPolicy(RoundPolicy):
 
     @property
     def outer(self) -> Outer:
-        return self.options.outer(*self._momentum())
-
-    def _momentum(self) -> tuple[float, str]:
+        outer = self.options.outer
         if (configured := self.options.outer_momentum) is not None:
-            return configured, "as policy.outer_momentum says"
+            return outer(configured, "as policy.outer_momentum says")
         if self.common.keeps_most:
-            return 0.0, "worker.codec sends most of every delta later, and momentum would sum it up"
+            return outer(0.0, "worker.codec sends most of every delta later, and momentum would sum it up")
         if self.training_steps is None:
-            return _MOMENTUM_OF_FEW, "nobody has said how many rounds there are"
+            return outer(_MOMENTUM_OF_FEW, "nobody has said how many rounds there are")
         rounds = -(-self.training_steps // self.options.local_steps)
         if rounds >= _MANY_ROUNDS:
-            return _MOMENTUM_OF_MANY, f"{rounds:,} rounds, of which {_MANY_ROUNDS} are enough for it"
-        return _MOMENTUM_OF_FEW, f"{rounds:,} rounds: {_MOMENTUM_OF_MANY} needs {_MANY_ROUNDS}"
+            return outer(_MOMENTUM_OF_MANY, f"{rounds:,} rounds, of which {_MANY_ROUNDS} are enough for it")
+        return outer(_MOMENTUM_OF_FEW, f"{rounds:,} rounds: {_MOMENTUM_OF_MANY} needs {_MANY_ROUNDS}")
 
 
 ENTRY = DilocoPolicy

@@ -18,23 +18,20 @@ from __future__ import annotations
 from pydantic import Field
 
 from ....common.kinds import ContributionKind
-from ..base import Common
-from ..shared.decisions import Outer
+from ..base import Common, Outer
 from ..shared.rounds import RoundOptions, RoundPolicy
+from .diloco import OuterOptions
 
 
 class LocalSgdOptions(RoundOptions):
-    local_steps: int = Field(
-        8, ge=1, description="localsgd, diloco, async_diloco: local optimizer steps of a round; none: 8, 25, 25"
-    )
+    local_steps: int = Field(8, ge=1, description=OuterOptions.model_fields["local_steps"].description)
 
 
 class LocalSgdPolicy(RoundPolicy):
     Options = LocalSgdOptions
     options: LocalSgdOptions
     kind = ContributionKind.WEIGHTS
-    may_step_by_turns = True
-    may_delay_update = True
+    may_step_by_turns = may_delay_update = True
 
     def __init__(self, common: Common, options: LocalSgdOptions) -> None:
         super().__init__(common, options)

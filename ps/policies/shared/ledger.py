@@ -1,4 +1,5 @@
-"""Counts versions, and for each rank one row (`Row`): as counted, and as committed, for the policy and its snapshots.
+"""Abilities of a mode, and the counts of its run: versions, and for each rank one row (`Row`), as counted and as
+committed, for the policy and its snapshots.
 
 A row changes in two places. `Policy._count` adds what a contribution says (of a region, `uncount` takes back
 the samples that the run above did not take), and `_commit` copies the rows of its ranks. A rank
@@ -9,19 +10,97 @@ stepped in parts a training step has several contributions.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
-from typing import Any
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar
 
-from ....common.wire.records import NO_ROW, Counts, Row
-from .decisions import Commit
+from ....common.config.option import Section
+from ....common.kinds import ContributionKind
+from ....common.wire.records import NO_ROW, Counts, GroupInfo, Row
+from ..rules import Rule
+from .decisions import Commit, Outer
 from .members import Common, Member
 from .standing import Standing
-from .traits import Traits
 
 
-class Ledger(Traits):
-    """The members and their progress. `min_steps_done`, `lead` and `steps_done` take constant time."""
+class Ledger:
+    """The abilities of a mode, which other code queries, and its members with their progress.
+
+    A mode overrides the abilities that differ. `min_steps_done`, `lead` and `steps_done` take constant time."""
+
+    # ---- abilities --------------------------------------------------------------------------
+
+    # The mode's own options: a subclass beside its policy, whose fields `--help` and the configuration show.
+    Options: ClassVar[type[Section]] = Section
+    # The rules of its histories, beyond those of every mode.
+    rules: ClassVar[tuple[type[Rule], ...]] = ()
+    kind: ContributionKind = ContributionKind.GRADIENT  # what workers send
+    # A commit is one step along the gradients of all, so a robust aggregate may replace their mean
+    # (policy.aggregation).
+    may_aggregate: ClassVar[bool] = False
+    # Workers may compute their next contribution while an exchange is in flight (policy.delayed_update), from this
+    # policy.staleness on.
+    may_delay_update: ClassVar[bool] = False
+    least_delayed_staleness: ClassVar[int] = 0
+    # A version is a round of all live workers, who all get it. The run's length is then counted in versions, and not
+    # in each worker's contributions.
+    has_rounds: ClassVar[bool] = False
+    # A step may be made of the contributions of several workers, which must have the same hyperparameters.
+    steps_jointly: ClassVar[bool] = False
+    # A contribution may get its reply when it is folded, before its version exists. Its payload must then be in memory
+    # that its worker does not write to again.
+    replies_before_commit: ClassVar[bool] = False
+    # Commits may carry scales, so the script alone does not determine a contribution's effect on the weights.
+    may_scale: bool = False
+    # A step has a share for each contribution. A skipped one (store.on_nonfinite) counts as zeros, so that the others
+    # do not move its share.
+    skipped_is_zeros: ClassVar[bool] = False
+    # A version may be made of the sum of gradients instead of their mean: a contribution's weight is its samples.
+    may_sum: ClassVar[bool] = True
+    # Several optimizers of a model may step by turns (session.optimizers).
+    may_step_by_turns: ClassVar[bool] = False
+    changeable: ClassVar[tuple[str, ...]] = ()  # options that may change while the run goes on (`Policy.change`)
+    over_generation: int = 0  # the newest generation of peers of which a member has left
+    local_steps: int = 1  # training steps in one contribution
+    pull_every: int = 1  # workers fetch weights with every Nth contribution
+    fragments: int = 1  # parts of the parameters, of which each contribution has one by turns
+    outstanding: int = 0  # means of peers that may be outstanding while a worker continues
+    overlap_steps: int = 0  # local steps of a worker during an exchange of deltas; 0: all up to the next contribution
+    newest_holders: AbstractSet[int] = frozenset()  # ranks whose workers have the newest weights; the server lacks them
+
+    @classmethod
+    def summary(cls, options: Any) -> str:
+        """Returns the text beside the mode's name, such as `staleness 3`; empty where there is none."""
+        return ""
+
+    @property
+    def outer(self) -> Outer | None:
+        """The outer optimizer, where workers contribute deltas. It may change from commit to commit."""
+        return None
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """The lead with which a worker may still continue; in rounds, the versions that a gradient may be behind. None:
+        no bound."""
+        return None
+
+    @property
+    def has_newest_weights(self) -> bool:
+        """Whether the server has the weights of the newest version."""
+        return True
+
+    def weights_uploaded(self) -> None:
+        """Note that the server has the newest weights now."""
+
+    def group_info(self, rank: int) -> GroupInfo | None:
+        """The group that this worker averages in; None where workers have no peers."""
+        return None
+
+    def upload_position(self, rank: int) -> int:
+        """Contributions that are folded before this worker's; uploads are staged in this order."""
+        return 0
+
+    # ---- state ------------------------------------------------------------------------------
 
     def __init__(self, common: Common) -> None:
         self.common = common
@@ -61,12 +140,6 @@ class Ledger(Traits):
         """Training steps of the slowest live rank. If none is live, those of the slowest known rank."""
         least = self._standing.least
         return min(map(self.steps_done, self.rows), default=0) if least is None else least
-
-    def slowest_members(self, most: int) -> list[int]:
-        """Returns the `most` live ranks with the fewest training steps; within a round, those that it waits for."""
-        if self.has_rounds:
-            return heapq.nsmallest(most, self._ranks, key=lambda rank: self.rows[rank].steps)
-        return self._standing.first(most)
 
     def lead(self, rank: int) -> int:
         """Returns how many training steps a live worker is ahead of the slowest live worker."""
@@ -159,17 +232,12 @@ class Ledger(Traits):
         if self.committed_by is None:
             self.committed_by = tuple(self._ranks)
         rows, committed = self.rows, self.committed
-        if self.has_rounds:
-            self._close_round(ranks)
-        else:
+        if not self.has_rounds:
             for rank in ranks:
                 committed[rank] = rows[rank]
-        return Commit(ranks, reason, scales, self._momentum_among)
-
-    def _close_round(self, ranks: tuple[int, ...]) -> None:
-        """Ranks that missed the round go on where it has led, after as many of their own batches."""
-        rows, committed = self.rows, self.committed
+            return Commit(ranks, reason, scales, self._momentum_among)
         if len(ranks) < len(rows):
+            # Ranks that missed the round go on where it has led, after as many of their own batches.
             first = max(ranks, key=lambda rank: rows[rank].steps)
             newest, num_batches = rows[first], rows[first].batches - committed[first].batches
             for rank in rows.keys() - set(ranks) - self.finished_ranks:
@@ -178,3 +246,4 @@ class Ledger(Traits):
         for rank in self.members:
             self._standing.move(rank, committed[rank].steps, rows[rank].steps)
         committed.update(rows)
+        return Commit(ranks, reason, scales, self._momentum_among)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
-from enum import Enum
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -89,14 +88,8 @@ def names(ranks: Any) -> str:
     return ", ".join(map(str, first[:_NUM_NAMED])) + (", ..." if len(first) > _NUM_NAMED else "")
 
 
-def canonical(value: Any) -> Any:
-    """Returns JSON in a canonical form: collections without an order are sorted."""
-    if isinstance(value, Enum):
-        return value.value
+def plain(value: Any) -> Any:
+    """Returns a dataclass or a set of a policy's state for JSON: sets are sorted."""
     if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return [[canonical(key), canonical(value[key])] for key in sorted(value)]
-    if isinstance(value, set | frozenset):
-        value = sorted(value)
-    return [canonical(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)

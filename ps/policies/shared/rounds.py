@@ -20,7 +20,9 @@ contributions. In two cases workers are folded as they come:
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from pydantic import Field
@@ -29,7 +31,9 @@ from ....common.config.option import Section
 from ....common.wire.records import Row
 from ..base import Closed, Common, Contribution, Decision, Discard, Fold, Member, Outcome, Policy, names
 from ..rules import RoundRule
-from .deadline import Deadline
+
+_KEPT_ROUNDS = 8  # of contributions, each live worker's
+_LEAST_SHARE = 0.1  # of the median: workers that are all as fast are not cut off by a hair
 
 
 class RoundOptions(Section):
@@ -45,6 +49,48 @@ class RoundOptions(Section):
     backup_workers: int = Field(0, ge=0, description="sync, localsgd, diloco: a round closes without this many")
 
 
+@dataclass(slots=True)
+class Deadline:
+    """A round's deadline that follows the workers' durations: median + k MAD (`policy.straggler_mad`), in seconds after
+    a worker's last reply.
+
+    The median and the median absolute deviation do not move with a few stragglers, however slow they are (Leys et al.
+    2013, doi:10.1016/j.jesp.2013.03.013); 1.4826 MAD is a normal distribution's standard deviation. Late contributions
+    count with their real duration, so that a deadline does not shrink towards the workers that meet it.
+    """
+
+    factor: float  # MADs (times 1.4826) beyond the median
+    began: dict[int, float] = field(default_factory=dict)  # the time at which each live rank began to compute
+    durations: list[float] = field(default_factory=list)  # of the newest contributions, seconds, the newest last
+    after_s: float | None = None  # in the open round; None: it waits for everybody
+    round_began: float = 0.0
+
+    def begins(self, ranks: Iterable[int], num_live: int, now: float) -> None:
+        """Begin a round for these ranks, which contributed to the one before. It has no deadline while workers have not
+        contributed twice each."""
+        self.round_began = now
+        self.began.update(dict.fromkeys(ranks, now))
+        del self.durations[: max(0, len(self.durations) - _KEPT_ROUNDS * num_live)]
+        self.after_s = None
+        if len(self.durations) >= 2 * max(1, num_live):
+            middle = median(self.durations)
+            deviation = 1.4826 * median(abs(duration - middle) for duration in self.durations)
+            self.after_s = middle + max(self.factor * deviation, _LEAST_SHARE * middle)
+
+    def took(self, rank: int, now: float, counts: bool) -> None:
+        """Note the duration of a contribution, on time or late. A worker's first is ignored: the worker may have waited
+        for others to join, or compiled. The next one begins now, or with the next round."""
+        if counts:
+            self.durations.append(now - self.began[rank])
+        self.began[rank] = now
+
+    def has_passed(self, missing: Iterable[int], now: float) -> bool:
+        """Whether the deadline of all these ranks has passed. Checks each rank only where that is possible."""
+        if self.after_s is None or now - self.round_began < self.after_s:
+            return False
+        return all(now - self.began[rank] >= self.after_s for rank in missing)
+
+
 class RoundPolicy(Policy):
     Options = RoundOptions
     options: RoundOptions
@@ -56,8 +102,8 @@ class RoundPolicy(Policy):
         super().__init__(common, options)
         self.has_fixed_set = self._has_fixed_set()
         self._deadline = None if options.straggler_mad is None else Deadline(options.straggler_mad)
-        self._order: list[int] = []  # ranks of this round, ascending: the order of folding
-        self._vacant: set[int] = set()  # ranks that left this round without a contribution, and may come back
+        # Ranks of this round, ascending: the order of folding. Some left before they contributed, and may come back.
+        self._order: list[int] = []
         self._num_folded = 0  # of a fixed set, in that order
         self._late: set[int] = set()  # live ranks that came back after their position was passed: not in this round
         self._as_they_come: set[int] = set()  # ranks of this round that are folded out of order
@@ -71,12 +117,15 @@ class RoundPolicy(Policy):
         return deadlines == (None, None) and self.options.backup_workers == 0
 
     def saved_state(self) -> dict[str, Any]:
-        return {} if self._deadline is None else {"deadline": self._deadline.saved()}
+        if self._deadline is None:
+            return {}
+        return {"deadline": {"durations": list(self._deadline.durations), "after_s": self._deadline.after_s}}
 
     def restore(self, version: int, rows: Mapping[int, Row], state: Mapping[str, Any]) -> None:
         super().restore(version, rows, state)
         if self._deadline is not None:
-            self._deadline.restore(state.get("deadline", {}))
+            saved = state.get("deadline", {})
+            self._deadline.durations, self._deadline.after_s = list(saved.get("durations", ())), saved.get("after_s")
 
     def joined(self, rank: int, now: float) -> list[Decision]:
         if self._deadline is not None:
@@ -86,9 +135,8 @@ class RoundPolicy(Policy):
     def change(self, options: Any, now: float) -> list[Decision]:
         """Apply options. An open round that gets a deadline folds the contributions it has, in order. One that loses
         its deadline folds as before until it closes: its uploads may have all the memory."""
-        self.options, found = options, list[Decision]()
-        if self.has_fixed_set and not self._has_fixed_set():
-            found = self._fold_rest()
+        self.options = options
+        found = [] if self._has_fixed_set() else self._fold_rest()
         self.has_fixed_set = self.has_fixed_set and self._has_fixed_set()
         return found + super().change(options, now)
 
@@ -113,15 +161,15 @@ class RoundPolicy(Policy):
     def _joined(self, rank: int) -> list[Decision]:
         if rank in self._weights:
             return []
-        if rank in self._vacant:
-            self._vacant.remove(rank)
-        elif not self.has_fixed_set or self._has_room(position := bisect_left(self._order, rank)):
-            insort(self._order, rank)
-        elif position < self._num_folded:
-            self._late.add(rank)
-            return []
-        else:
-            self._as_they_come.add(rank)
+        position = bisect_left(self._order, rank)
+        if self._order[position : position + 1] != [rank]:  # otherwise it comes back to its position
+            if not self.has_fixed_set or self._has_room(position):
+                self._order.insert(position, rank)
+            elif position < self._num_folded:
+                self._late.add(rank)
+                return []
+            else:
+                self._as_they_come.add(rank)
         insort(self._missing, rank)
         return self._fold_next() if self.has_fixed_set else []
 
@@ -135,9 +183,7 @@ class RoundPolicy(Policy):
         del self._missing[bisect_left(self._missing, rank)]
         if rank in self._as_they_come:
             self._as_they_come.remove(rank)
-        elif self.has_fixed_set and rank not in self.finished_ranks:
-            self._vacant.add(rank)
-        else:
+        elif not self.has_fixed_set or rank in self.finished_ranks:  # otherwise its position stays, vacant
             position = bisect_left(self._order, rank)
             del self._order[position]
             self._num_folded -= position < self._num_folded
@@ -159,8 +205,7 @@ class RoundPolicy(Policy):
             if rank in self._weights:
                 decisions.append(Fold(rank, self._weights[rank]))
                 self._num_folded += 1
-            elif rank in self._vacant and self._is_memory_needed():
-                self._vacant.remove(rank)
+            elif rank not in self.members and self._is_memory_needed():
                 del self._order[self._num_folded]
             else:
                 break
@@ -172,7 +217,7 @@ class RoundPolicy(Policy):
         most, first = self.common.max_staged, self._num_folded
         if most is None or len(self._order) <= first + most or len(self.members) < self._needed:
             return False
-        return all(rank in self._weights or rank in self._vacant for rank in self._order[first : first + most])
+        return all(rank in self._weights or rank not in self.members for rank in self._order[first : first + most])
 
     def _fold_rest(self) -> list[Decision]:
         """Stop waiting for vacant positions."""
@@ -207,7 +252,6 @@ class RoundPolicy(Policy):
                 self._as_they_come |= self._late
             else:
                 self._order, self._num_folded = list(self._missing), 0
-                self._vacant.clear()
             self._late.clear()
             self._waiting.ask_all()
         reason = self._why_close(now)
@@ -219,9 +263,7 @@ class RoundPolicy(Policy):
         elif self.committed_by is not None and len(self.committed_by) != len(self._ranks):
             self.committed_by = None  # some workers were late for this round
         commit = self._commit(tuple(sorted(self._weights)), reason)
-        self._order, self._missing = list(self._ranks), list(self._ranks)
-        self._num_folded = 0
-        self._vacant.clear()
+        self._order, self._missing, self._num_folded = list(self._ranks), list(self._ranks), 0
         self._late.clear()
         self._as_they_come.clear()
         if self._deadline is not None:
@@ -237,9 +279,6 @@ class RoundPolicy(Policy):
     def _why_open(self) -> str:
         live = len(self.members) - len(self._late)
         return f"{live - len(self._missing)} of {live} workers contributed; missing rank {names(self._missing)}"
-
-    def _progress(self) -> int:
-        return self.version
 
     def upload_position(self, rank: int) -> int:
         may_wait = self.has_fixed_set and (rank in self.members or rank in self._weights)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, nsmallest
-from itertools import islice
+from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 Number = TypeVar("Number", int, float)
@@ -60,13 +59,6 @@ class Standing(Generic[Number]):
     def count(self, number: Number) -> int:
         """Returns how many ranks have this number."""
         return len(self._ranks.get(number, ()))
-
-    def first(self, most: int) -> list[int]:
-        """Returns at most `most` ranks, those with the least numbers. Reads all n numbers."""
-        found = list[int]()
-        for number in nsmallest(most, self._ranks):
-            found += islice(self._ranks[number], most - len(found))
-        return found
 
     @property
     def slowest_ranks(self) -> dict[int, None]:

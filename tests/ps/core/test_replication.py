@@ -15,7 +15,7 @@ from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.tensors.judgement import SOUND, Judgement, judge_whole
 from paramserver.common.wire.records import TrainingInfo
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.replication import Coordinator, Gather, Outbox
+from paramserver.ps.core.replication import Coordinator, Outbox
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
@@ -81,53 +81,59 @@ def test_what_no_shard_says_is_refused(text: str) -> None:
 # ---- gathering --------------------------------------------------------------------------------------
 
 
+class Gathered(Coordinator):
+    """A coordinator that takes the report of any shard, and notes what happens."""
+
+    def __init__(self, num_shards: int) -> None:
+        self.happened: list[events.Event] = []
+        super().__init__(num_shards, happens=self.happened.append, now=lambda: 1.0, judge=lambda _: SOUND, digest=str)
+
+    def add(self, shard: int, event: events.Event) -> bool:
+        """Whether an event happens with this report."""
+        before = len(self.happened)
+        self._take(shard, event)
+        return len(self.happened) > before
+
+
 @given(st.permutations(range(4)))
 def test_what_has_come_to_all_happens_once(order: list[int]) -> None:
-    gather = Gather(4)
-    happened = [gather.add(shard, contributed(7, 1, 3, 0)) for shard in order]
-    assert [bool(parts) for parts in happened] == [False, False, False, True]
-    assert gather.missing(7) == ("", [])
+    gather = Gathered(4)
+    assert [gather.add(shard, contributed(7, 1, 3, 0)) for shard in order] == [False, False, False, True]
+    assert gather.missing(7) == ""
 
 
 def test_other_contributions_and_incarnations_are_another_thing() -> None:
-    gather = Gather(2)
+    gather = Gathered(2)
     assert not gather.add(0, contributed(0, 1, 5, 0))
-    assert not gather.add(1, contributed(0, 1, 4, 0))
-    assert not gather.add(1, contributed(0, 2, 5, 0))
-    assert not gather.add(1, events.AskedAgain(0, 1, 5))
+    others = contributed(0, 1, 4, 0), contributed(0, 2, 5, 0), events.AskedAgain(0, 1, 5)
+    assert not any(gather.add(1, other) for other in others)
     assert gather.add(1, contributed(0, 1, 5, 0))
 
 
 def test_of_who_was_let_go_nothing_is_waited_for() -> None:
-    gather = Gather(2)
+    gather = Gathered(2)
     gather.add(1, contributed(0, 1, 5, 0))
-    gather.fence(0, 1)
-    assert not gather.add(0, contributed(0, 1, 5, 0))
-    assert not gather.add(1, contributed(0, 1, 5, 0)), "it was fenced, also for a shard that is late"
-    gather.add(1, contributed(3, 2, 1, 0))
-    gather.fence(3, 1)  # an older one of that rank
+    gather.fenced(0, 1)
+    assert not any(gather.add(shard, contributed(0, 1, 5, 0)) for shard in (0, 1)), "fenced, also for a late shard"
+    assert not gather.add(1, contributed(3, 2, 1, 0))
+    gather.fenced(3, 1)  # an older one of that rank
     assert gather.add(0, contributed(3, 2, 1, 0))
 
 
 def test_the_norm_of_a_mean_is_that_of_all_its_parts_and_its_step_waits_for_it() -> None:
-    happened: list[events.Event] = []
-    run = Run(Options(), policy_of("sync", {}), "run")
-    coordinator = Coordinator(3, happens=happened.append, now=lambda: 1.0, judge=lambda parts: SOUND, digest=run.digest)
-    coordinator.offer(events.Measured(7, 2.0))
-    coordinator.hear(2, 1, events.Measured(7, 6.0))
-    coordinator.hear(2, 2, events.Measured(8, 1.0))  # of a version that the others have not come to
-    assert happened == []
-    coordinator.hear(1, 1, events.Measured(7, 3.0))
-    assert happened == [events.Measured(7, 7.0, at=1.0)]
-    assert [event for _, event in coordinator.outboxes[1].after(0)] == happened
-    assert run.apply(happened[0]) == [effects.Clip(7, 7.0)]
+    gather = Gathered(3)
+    assert not gather.add(0, events.Measured(7, 2.0)) and not gather.add(2, events.Measured(7, 6.0))
+    assert not gather.add(2, events.Measured(8, 1.0))  # of a version that the others have not come to
+    assert gather.add(1, events.Measured(7, 3.0))
+    happened = [event for _, event in gather.outboxes[1].after(0)]
+    assert happened == gather.happened == [events.Measured(7, 7.0, at=1.0)]
+    assert Run(Options(), policy_of("sync", {}), "run").apply(happened[0]) == [effects.Clip(7, 7.0)]
 
 
 def test_the_missing_are_named() -> None:
-    gather = Gather(3)
-    assert gather.missing(0) == ("", [])
-    gather.add(1, contributed(0, 1, 1, 0))
-    assert gather.missing(0) == ("Contributed", [0, 2])
+    gather = Gathered(3)
+    assert gather.missing(0) == "" and not gather.add(1, contributed(0, 1, 1, 0))
+    assert gather.missing(0) == "shard 0, 2 to have its part of the contribution"
 
 
 # ---- messages that must not be lost -------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from paramserver.common.wire.records import ContributionId, Row
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.engine.states import States
+from paramserver.ps.engine.folding import States
 
 from ...records import contribution_proto
 from ..streams import LARGE, Server, Worker, served, turns
