@@ -97,9 +97,9 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         if _version_of(connection) == 0 or _lacking(connection):
-            # If two processes try at once, the second finds all tables and columns created.
-            connection.execute("BEGIN IMMEDIATE")
-            try:
+            with connection:
+                # If two processes try at once, the second finds all tables and columns created.
+                connection.execute("BEGIN IMMEDIATE")
                 if _version_of(connection) == 0:
                     for statement in _TABLES.split(";"):
                         connection.execute(statement)
@@ -107,11 +107,6 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
                 for table, name, default in _lacking(connection):
                     value = "NULL" if default is None else default
                     connection.execute(f'ALTER TABLE {table} ADD COLUMN "{name}" DEFAULT {value}')
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
     except BaseException:
         connection.close()
         raise
@@ -134,9 +129,8 @@ def open_to_read(path: Path) -> sqlite3.Connection:
             connection = connected(path, "immutable=1")
             _check(connection, path)
         if _version_of(connection) == 0:
-            raise StoreError(
-                f"{path} is empty: its creation was interrupted", fix="delete it if no run is just starting"
-            )
+            fix = "delete it if no run is just starting"
+            raise StoreError(f"{path} is empty: its creation was interrupted", fix=fix)
     except sqlite3.Error as error:
         raise unreadable(path, error) from None
     return connection
@@ -163,9 +157,8 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
     if version not in (0, VERSION):
         fix = "a newer paramserver wrote it: pip install -U paramserver, or another --db FILE"
         if version < VERSION:
-            fix = (
-                "an older paramserver wrote it: move it away, and the next run creates a new one; or another --db FILE"
-            )
+            fix = "an older paramserver wrote it: move it away, and the next run creates a new one"
+            fix += "; or another --db FILE"
         raise StoreError(f"{path} has tables of version {version}, but this program reads version {VERSION}", fix=fix)
     if version == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         raise StoreError(f"{path} is an SQLite database of another program", fix="name another file with --db FILE")

@@ -47,13 +47,13 @@ class RecordingSink(Sink):
             started = self._started
             self._record = Record(self._config, run=started.run, mode=started.mode, at_version=started.version)
             tick = tick.model_copy(update={"events": self._events})
-        self._record.writer.ran = ran
+        self._record.ran = ran
         whole = self._model.whole  # may be read on this thread, because it is set only once
-        self._record.writer.model = whole.fingerprint if whole is not None else ""
+        self._record.model = whole.fingerprint if whole is not None else ""
         if tick.is_over:
             self._last = tick
-        elif not self._record.is_off:
-            self._record.writer.add(tick)
+        else:
+            self._record.add(tick)
 
     def flush(self) -> None:
         if self._record is not None:

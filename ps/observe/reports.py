@@ -11,7 +11,7 @@ from ...common.reporting.folding import folded, mean_recorded, with_mean_rate
 from ...common.reporting.metrics import OF_WORKER, Tense, Value, part_of_time, values_of
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary
-from ...common.runstore.ran import Ran, label_of, optimizer_settings, read_work, settings_of
+from ...common.runstore.ran import Ran, label_of, read_work, settings_of
 from ..core.counting.stats import Traffic, WorkerSource, work_of
 from ..core.run import Run
 from ..engine.engine import Engine
@@ -155,17 +155,13 @@ def ran(engine: Engine) -> Ran:
     """Return what ran: settings of the server and the mode, and what the lowest rank that has contributed says."""
     work = read_work(work_of(engine.traffic))
     run, model, config = engine.run, engine.model, engine.config
-    spec = model.whole_optimizer
     policy, outer = run.policy, run.policy.outer
     options = policy.options.model_dump(mode="json")
     if outer is not None and "outer_momentum" in options:
         options["outer_momentum"] = outer.arguments.get("momentum")
     if "overlap_steps" in options:
         options["overlap_steps"] = policy.overlap_steps
-    optimizer = (
-        None if spec is None else optimizer_settings(spec.name, [group.hyperparameters for group in spec.groups])
-    )
-    found = settings_of(config, run.mode, options, optimizer, work)
+    found = settings_of(config, run.mode, options, model.whole_optimizer, work)
     found["run"] |= {"workers": config.run.workers or len(run.roster.stats), "parent": engine.parent}
     return Ran(label_of(work), found)
 
