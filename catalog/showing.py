@@ -39,9 +39,8 @@ def list_runs(path: Path, terms: list[str], most: int | None, *, as_json: bool) 
     with RunStore(path) as store:
         runs = store.runs(None if terms else limit)
         if terms:
-            settings = {
-                key: relevant_settings(config) for key, config in store.configs(run.key for run in runs).items()
-            }
+            configs = store.configs(run.key for run in runs)
+            settings = {key: relevant_settings(config) for key, config in configs.items()}
             runs = fitting(runs, settings, terms)[:limit]
     if as_json:
         print_json([run.model_dump() for run in runs])

@@ -24,25 +24,11 @@ VERSION = STORE_VERSION  # in PRAGMA user_version
 # `runs`, `series` and `worker_series` also have a column for each metric of `reporting/metrics.py`; NULL: unknown.
 _TABLES = """
 CREATE TABLE runs (
-    key INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    name TEXT UNIQUE,
-    note TEXT NOT NULL DEFAULT '',
-    tags TEXT NOT NULL DEFAULT '',
-    project TEXT NOT NULL,
-    mode TEXT NOT NULL,
-    work TEXT NOT NULL,
-    model TEXT NOT NULL DEFAULT '',
-    starts INTEGER NOT NULL,
-    started_at REAL NOT NULL,
-    heard_at REAL NOT NULL,
-    ended_at REAL,
-    ended_by TEXT NOT NULL DEFAULT '',
-    heartbeat_s REAL NOT NULL,
-    host TEXT NOT NULL,
-    process TEXT NOT NULL,
-    waiting TEXT NOT NULL DEFAULT '',
-    metrics TEXT NOT NULL DEFAULT '{}',
+    key INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT UNIQUE, note TEXT NOT NULL DEFAULT '',
+    tags TEXT NOT NULL DEFAULT '', project TEXT NOT NULL, mode TEXT NOT NULL, work TEXT NOT NULL,
+    model TEXT NOT NULL DEFAULT '', starts INTEGER NOT NULL, started_at REAL NOT NULL, heard_at REAL NOT NULL,
+    ended_at REAL, ended_by TEXT NOT NULL DEFAULT '', heartbeat_s REAL NOT NULL, host TEXT NOT NULL,
+    process TEXT NOT NULL, waiting TEXT NOT NULL DEFAULT '', metrics TEXT NOT NULL DEFAULT '{}',
     stride INTEGER NOT NULL DEFAULT 1
 );
 CREATE INDEX runs_by_start ON runs (started_at);
@@ -116,10 +102,8 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
 def open_to_read(path: Path) -> sqlite3.Connection:
     """Open the file for reading only. Raises StoreError with the reason if it cannot be read."""
     if not path.is_file():
-        raise StoreError(
-            f"there is no run store {path}",
-            fix="name the file with --db FILE; a server writes its runs into output.track_dir of its own folder",
-        )
+        fix = "name the file with --db FILE; a server writes its runs into output.track_dir of its own folder"
+        raise StoreError(f"there is no run store {path}", fix=fix)
     try:
         connection = connected(path, "mode=ro")
         try:
@@ -137,10 +121,8 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 
 def unreadable(path: Path, error: sqlite3.Error) -> StoreError:
-    return StoreError(
-        f"{path} cannot be read: {error}",
-        fix="if it is damaged, move it away: the next run creates a new file; `sqlite3 FILE .recover` reads the old",
-    )
+    fix = "if it is damaged, move it away: the next run creates a new file; `sqlite3 FILE .recover` reads the old"
+    return StoreError(f"{path} cannot be read: {error}", fix=fix)
 
 
 def connected(path: Path, how: str) -> sqlite3.Connection:

@@ -38,6 +38,7 @@ class Sink:
 
     def begin(self, engine: Engine) -> None:
         """Prepare, on the event loop, before the run begins. An exception ends the server's start."""
+        self._engine, self._run, self._model = engine, engine.run, engine.model
 
     def take(self, at: float, fact: Fact) -> None:
         """Process a fact that happened at `at`, in monotonic seconds."""

@@ -6,10 +6,8 @@ import time
 
 from ...common.config.schema import Config
 from ...common.reporting.view import Event, Tick
-from ...common.runstore.ran import Ran
 from ...common.runstore.record import Record
 from ..core.effects import Fact, RunStarted
-from ..engine.engine import Engine
 from . import reports
 from .bus import Sink
 from .ticks import TickTaken
@@ -30,16 +28,12 @@ class RecordingSink(Sink):
         self._events: list[Event] = []  # events before the first worker
         self._last: Tick | None = None  # the last tick, once the run is over
 
-    def begin(self, engine: Engine) -> None:
-        self._engine, self._model = engine, engine.model
-
     def take(self, at: float, fact: Fact) -> None:
         if isinstance(fact, RunStarted):
             self._started = fact
-        elif isinstance(fact, TickTaken):
-            self._add(fact.tick, fact.ran)
-
-    def _add(self, tick: Tick, ran: Ran) -> None:
+            return
+        assert isinstance(fact, TickTaken)
+        tick = fact.tick
         if self._record is None:
             self._events += tick.events
             if not tick.status.num_ranks:
@@ -47,7 +41,7 @@ class RecordingSink(Sink):
             started = self._started
             self._record = Record(self._config, run=started.run, mode=started.mode, at_version=started.version)
             tick = tick.model_copy(update={"events": self._events})
-        self._record.ran = ran
+        self._record.ran = fact.ran
         whole = self._model.whole  # may be read on this thread, because it is set only once
         self._record.model = whole.fingerprint if whole is not None else ""
         if tick.is_over:

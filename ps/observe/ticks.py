@@ -13,18 +13,7 @@ from ...common.reporting.happenings import event
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, Tick, Wait
 from ...common.runstore.ran import Ran
-from ..core.effects import (
-    ContributionTaken,
-    ControlTaken,
-    Evaluated,
-    Fact,
-    RunEnded,
-    RunStarted,
-    Seated,
-    SnapshotTaken,
-    StatusTaken,
-    WorkerLeft,
-)
+from ..core import effects
 from ..engine.engine import Engine
 from ..policies.base import Policy
 from . import reports
@@ -35,7 +24,7 @@ _MOST_SPANS = 4  # spans of a rank in one tick; further spans are added to the l
 
 
 @dataclass(slots=True)
-class TickTaken(Fact):
+class TickTaken(effects.Fact):
     """The fact that a status was taken. The tick has the status, and the facts since the previous tick."""
 
     tick: Tick
@@ -46,12 +35,15 @@ class TickSink(Sink):
     """Publishes a tick for each status, and one at the end of the run."""
 
     name = "ticks"
-    kinds = (RunStarted, Seated, WorkerLeft, SnapshotTaken, Evaluated, ControlTaken, StatusTaken, RunEnded)
+    kinds = (
+        effects.RunStarted, effects.Seated, effects.WorkerLeft, effects.SnapshotTaken, effects.Evaluated,
+        effects.ControlTaken, effects.StatusTaken, effects.RunEnded,
+    )  # fmt: skip
 
     def __init__(self, draws_time: bool) -> None:
         """`draws_time`: collect every contribution, for the dashboard's time line of workers."""
         if draws_time:
-            self.kinds = (*TickSink.kinds, ContributionTaken)  # type: ignore[misc, assignment]  # of this sink
+            self.kinds = (*TickSink.kinds, effects.ContributionTaken)  # type: ignore[misc, assignment]  # of this sink
         self._timeline = Timeline()
         self._events: list[Event] = []
         self._evaluations: list[EvaluatedPoint] = []
@@ -60,34 +52,35 @@ class TickSink(Sink):
         self._has_snapshot = False
 
     def begin(self, engine: Engine) -> None:
-        self._engine, self._run, self._tensors = engine, engine.run, engine.tensors
+        super().begin(engine)
+        self._tensors = engine.tensors
         self._began, self._unix_s = engine.now(), time.time() - engine.now()  # offset of Unix time to a fact's time
 
-    def take(self, at: float, fact: Fact) -> None:
+    def take(self, at: float, fact: effects.Fact) -> None:
         match fact:
-            case ContributionTaken():
+            case effects.ContributionTaken():
                 self._timeline.add(at - self._began, fact)
-            case StatusTaken(status):
+            case effects.StatusTaken(status):
                 self._publish(at, status)
-            case RunEnded():
+            case effects.RunEnded():
                 self._add_event(at, fact, reason=self._run.ended_by)
                 self._publish(at, reports.status(self._engine), is_over=True)
-            case WorkerLeft():
+            case effects.WorkerLeft():
                 self._add_event(at, fact, reason=fact.reason)
-            case Evaluated(evaluated, is_best):
+            case effects.Evaluated(evaluated, is_best):
                 point = reports.with_bytes(self._engine, evaluated).model_dump()
                 self._evaluations.append(EvaluatedPoint(**point, is_best=is_best))
                 self._events.append(event(at + self._unix_s, "evaluated", None, {**point, "best": is_best}))
-            case SnapshotTaken(version, _, path, sha256):
+            case effects.SnapshotTaken(version, _, path, sha256):
                 self._has_snapshot = True
                 self._snapshots.append(Snapshot(version=version, at=at + self._unix_s, path=path, sha256=sha256))
                 self._add_event(at, fact)
             case _:
-                if isinstance(fact, RunStarted):
+                if isinstance(fact, effects.RunStarted):
                     self._has_snapshot |= fact.source is not None
                 self._add_event(at, fact)
 
-    def _add_event(self, at: float, fact: Fact, **more: str) -> None:
+    def _add_event(self, at: float, fact: effects.Fact, **more: str) -> None:
         kind, fields = line_of(fact)
         self._events.append(event(at + self._unix_s, kind, fields.pop("rank", None), fields | more))
 
@@ -135,7 +128,7 @@ class Timeline:
         self._until: dict[int, float] = {}  # the end of each rank's last span
         self._spans: dict[int, list[list[float]]] = {}  # by rank: begin, wait, transfer, compute
 
-    def add(self, now_s: float, fact: ContributionTaken) -> None:
+    def add(self, now_s: float, fact: effects.ContributionTaken) -> None:
         """Add the previous exchange and the computing of a contribution that arrived at `now_s`.
 
         If they overlap (delayed update), they are scaled to the time since the last contribution.

@@ -101,10 +101,9 @@ class Available:
         self._moments = self._look(self._directory) if self._directory is not None else []
         self.skipped: list[Path] = []  # unusable snapshots that are newer than the loaded one
         if options.resume not in (None, "never") and not self._moments:
-            raise CheckpointError(
-                f"there is no snapshot in {directory} to resume from (checkpoint.resume is {options.resume})",
-                fix="name a directory that ps-server --checkpoint-dir wrote to, or start a new run without --resume",
-            )
+            problem = f"there is no snapshot in {directory} to resume from (checkpoint.resume is {options.resume})"
+            fix = "name a directory that ps-server --checkpoint-dir wrote to, or start a new run without --resume"
+            raise CheckpointError(problem, fix=fix)
 
     def _look(self, directory: Path) -> list[_Moment]:
         here = self._num_shards
@@ -141,10 +140,9 @@ class Available:
                 return moment.entry.name
         if not self._moments:
             return None
-        raise CheckpointError(
-            f"no snapshot in {self._directory} can be used: " + "; ".join(entry.problem for entry in self.entries),
-            fix="restore a copy of one, or start a new run with checkpoint.resume=never",
-        )
+        problems = "; ".join(entry.problem for entry in self.entries)
+        fix = "restore a copy of one, or start a new run with checkpoint.resume=never"
+        raise CheckpointError(f"no snapshot in {self._directory} can be used: {problems}", fix=fix)
 
     def is_newest(self, directory: Path, name: SnapshotName) -> bool:
         """Whether the newest usable snapshot of this folder has the name."""

@@ -114,10 +114,8 @@ def read_manifest(text: bytes) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("format",):
-            raise CheckpointError(
-                f"it has format {first['input']!r}, this version of paramserver reads format 3",
-                fix="resume with the version of paramserver that wrote it",
-            ) from None
+            problem = f"it has format {first['input']!r}, this version of paramserver reads format 3"
+            raise CheckpointError(problem, fix="resume with the version of paramserver that wrote it") from None
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"its manifest is damaged: {where + ': ' if where else ''}{first['msg']}") from None
 

@@ -62,9 +62,9 @@ def taken() -> tuple[Status, Summary, str]:
         try:
             sink.begin(engine)
             engine.run.roster.stats.update({rank: WorkerStats(rank, dropped=rank + 1) for rank in range(2)})
-            read = await sink.read_ranks()
+            _, ranks = await sink.read()
             registry = CollectorRegistry(auto_describe=False)
-            registry.register(type("Ranks", (), {"collect": lambda self: sink.ranks(read)})())
+            registry.register(type("Ranks", (), {"collect": lambda self: sink.of_ranks(ranks)})())
             return reports.status(engine), reports.summary(engine), generate_latest(registry).decode()
         finally:
             sink.close()

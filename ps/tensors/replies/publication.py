@@ -80,7 +80,7 @@ class Publication:
         self.segment = segment
         self.num_bytes = num_bytes
         self.ready = 0
-        self._notify = notify
+        self.notify = notify  # calls a function on the loop, from the tensor thread
         self.owns_segment = True
         self.num_users = 0  # workers that receive it
         self.num_readers = 0  # readers of the segment: workers without frames, and the encoder
@@ -98,7 +98,7 @@ class Publication:
         """Report that the first `num_bytes` are finished. Called on the tensor thread."""
         if num_bytes - self.ready >= _STRIDE_BYTES or num_bytes == self.num_bytes:
             self.ready = num_bytes
-            self._notify(self._wake)
+            self.notify(self._wake)
 
     async def progress(self) -> AsyncIterator[tuple[int, int]]:
         """Yield the ranges (start, end) of the payload as they are finished."""
@@ -154,24 +154,13 @@ class Publication:
 class Publisher:
     """Gives every commit its memory, and every worker a version to read. It is used only on the event loop.
 
-    `new_memory` makes memory in which the bytes that commits never write are set. `notify` calls a function on the loop
-    from the tensor thread.
+    `first` is complete. `new_memory` makes memory in which the bytes that commits never write are set.
     """
 
-    def __init__(
-        self,
-        first: Segment,
-        num_bytes: int,
-        limit: int,
-        new_memory: Callable[[], Segment],
-        notify: Callable[[Callable[[], None]], None],
-        version: int = 0,
-    ) -> None:
-        self.latest = Publication(version, first, num_bytes, notify)
-        self.latest.ready = num_bytes
-        self._notify = notify
+    def __init__(self, first: Publication, limit: int, new_memory: Callable[[], Segment]) -> None:
+        self.latest = first
+        self.latest.ready = first.num_bytes
         self.num_memories = 1
-        self._num_bytes = num_bytes
         self._limit = limit
         self._new_memory = new_memory
         self._free: list[Segment] = []
@@ -191,7 +180,7 @@ class Publisher:
         else:
             segment = self._new_memory()
             self.num_memories += 1
-        self.latest = Publication(version, segment, self._num_bytes, self._notify)
+        self.latest = Publication(version, segment, old.num_bytes, old.notify)
         self._tidy(old)
         return self.latest
 
