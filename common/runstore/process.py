@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,12 @@ _PACKAGES = ("torch", "numpy", "grpcio")
 @cache
 def this_host() -> str:
     """Returns a name for this PID namespace: host name, boot id and container namespace."""
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            parts.append(os.readlink(path) if "ns" in path else Path(path).read_text().strip())
-        except OSError:
-            parts.append("")
-    return " ".join(parts)
+    boot = container = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        container = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {boot} {container}"
 
 
 def this_process() -> str:

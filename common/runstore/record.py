@@ -58,12 +58,10 @@ class Record:
         self._watch: FileWatch | None = None  # of the file that is open
         self._key = 0
         self._tick = 0  # of the newest status
-        self._num_kept = 0  # ticks in the file
         self._stride = 1
         self._num_events = 0
-        self._pending: list[Tick] = []
+        self._pending: list[tuple[Tick, bool]] = []  # ticks, and whether the status of each is kept
         self._ending: tuple[Summary, str] | None = None  # results, and who stopped the run
-        self._num_skipped = 0  # pending ticks, from the first, whose status is not kept
         self.model = ""  # fingerprint of the model that the run trains
         self._obstacle = ""  # another process that writes the run
         self.ran = Ran()  # written with the next tick
@@ -72,7 +70,7 @@ class Record:
     def add(self, tick: Tick) -> None:
         """Keep a tick for the next `flush`."""
         if not self.is_off:
-            self._pending.append(tick)
+            self._pending.append((tick, True))
 
     def end(self, last: Tick, summary: Summary, ended_by: str) -> None:
         """Write the last tick and the results of the run to the disk, and close the file."""
@@ -158,18 +156,24 @@ class Record:
             if row != (this_host(), this_process()):
                 cause = "was deleted" if row is None else "was taken over by another process"
                 raise ParamServerError(f"run {self._run} {cause} while this process wrote it")
-            for number, tick in enumerate(self._pending):
-                self._put_tick(db, tick, has_status=number >= self._num_skipped)
+            for tick, has_status in self._pending:
+                self._put_tick(db, tick, has_status)
             if self._ending is not None:
-                self._put_end(db, *self._ending)
-        self._pending, self._num_skipped = [], 0
+                summary, ended_by = self._ending
+                self._insert(db, "documents", [{"name": "summary", "body": summary.text()}])
+                at = time.time()
+                # All workers that took part, because none is left at the end.
+                row = [at, at, ended_by, to_json(summary.final), summary.version, len(summary.workers), self._key]
+                sets = "ended_at = ?, heard_at = ?, ended_by = ?, metrics = ?, version = ?, num_workers = ?"
+                db.execute(f"UPDATE runs SET {sets} WHERE key = ?", row)
+        self._pending = []
 
     def _make_room(self) -> None:
         """Drop the oldest statuses while the file stays locked, but keep their events, evaluations and snapshots."""
         if len(self._pending) > _MOST_PENDING:
             oldest, rest = self._pending[: _MOST_PENDING // 2], self._pending[_MOST_PENDING // 2 :]
-            kept = [tick for tick in oldest if tick.events or tick.evaluations or tick.snapshots]
-            self._pending, self._num_skipped = [*kept, *rest], len(kept)
+            kept = [(tick, False) for tick, _ in oldest if tick.events or tick.evaluations or tick.snapshots]
+            self._pending = [*kept, *rest]
 
     # ---- rows, within a transaction --------------------------------------------------------------
 
@@ -192,7 +196,7 @@ class Record:
         self._put_name(db)
         for table in ("series", "evaluations", "snapshots"):
             db.execute(f"DELETE FROM {table} WHERE run = ? AND version > ?", (self._key, self._at_version))
-        self._tick, self._num_kept = self._row(db, "SELECT coalesce(max(tick), 0), count(*) FROM series WHERE run = ?")
+        (self._tick,) = self._row(db, "SELECT coalesce(max(tick), 0) FROM series WHERE run = ?")
         (self._num_events,) = self._row(db, "SELECT coalesce(max(number), 0) FROM events WHERE run = ?")
         db.execute("DELETE FROM worker_series WHERE run = ? AND tick > ?", (self._key, self._tick))
         db.execute("DELETE FROM documents WHERE run = ? AND name = 'summary'", (self._key,))
@@ -266,21 +270,11 @@ class Record:
                 for worker in status.workers
             ]
             self._insert(db, "worker_series", [{"tick": self._tick, **worker} for worker in workers])
-            self._num_kept += 1
-            if self._num_kept >= _MOST_TICKS:
+            if self._row(db, "SELECT count(*) FROM series WHERE run = ?")[0] >= _MOST_TICKS:
                 self._stride *= 2
                 for table in ("series", "worker_series"):
                     db.execute(f"DELETE FROM {table} WHERE run = ? AND tick % ?", (self._key, self._stride))
-                (self._num_kept,) = self._row(db, "SELECT count(*) FROM series WHERE run = ?")
                 db.execute("UPDATE runs SET stride = ? WHERE key = ?", (self._stride, self._key))
-
-    def _put_end(self, db: sqlite3.Connection, summary: Summary, ended_by: str) -> None:
-        self._insert(db, "documents", [{"name": "summary", "body": summary.text()}])
-        at = time.time()
-        # All workers that took part, because none is left at the end.
-        row = [at, at, ended_by, to_json(summary.final), summary.version, len(summary.workers), self._key]
-        sets = "ended_at = ?, heard_at = ?, ended_by = ?, metrics = ?, version = ?, num_workers = ?"
-        db.execute(f"UPDATE runs SET {sets} WHERE key = ?", row)
 
     def _insert(self, db: sqlite3.Connection, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Insert rows, which all have the same columns."""

@@ -101,7 +101,17 @@ class DashboardSink(Sink):
 
         Raises ValueError if the control was not carried out.
         """
-        request = asyncio.run_coroutine_threadsafe(self._request(read_control(fields)), self._loop)
+        known = ("do", "rank", "name", "value")
+        if unknown := [name for name in fields if name not in known]:
+            raise ValueError(f"unknown field '{unknown[0][:40]}'; known: {', '.join(known)}")
+        do, rank, name, value = fields.get("do"), fields.get("rank"), fields.get("name", ""), fields.get("value")
+        if not isinstance(do, str) or not isinstance(name, str):
+            raise ValueError("do and name are text")
+        if rank is not None and type(rank) is not int:
+            raise ValueError(f"rank is a whole number, got {rank!r:.40}")
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise ValueError("value is a number, text, true, false or null")
+        request = asyncio.run_coroutine_threadsafe(self._request(Controlled(do, rank, name, value)), self._loop)
         return await asyncio.wrap_future(request)
 
     async def _request(self, event: Controlled) -> str:
@@ -114,18 +124,3 @@ class DashboardSink(Sink):
             raise ValueError(f"not every shard has received it within {_CONTROL_S:g} s; see the events") from None
         finally:
             del self._requests[number]
-
-
-def read_control(fields: dict[str, Any]) -> Controlled:
-    """Return the event of a request of the dashboard. Raises ValueError for invalid fields."""
-    known = ("do", "rank", "name", "value")
-    if unknown := [name for name in fields if name not in known]:
-        raise ValueError(f"unknown field '{unknown[0][:40]}'; known: {', '.join(known)}")
-    do, rank, name, value = fields.get("do"), fields.get("rank"), fields.get("name", ""), fields.get("value")
-    if not isinstance(do, str) or not isinstance(name, str):
-        raise ValueError("do and name are text")
-    if rank is not None and type(rank) is not int:
-        raise ValueError(f"rank is a whole number, got {rank!r:.40}")
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise ValueError("value is a number, text, true, false or null")
-    return Controlled(do, rank, name, value)

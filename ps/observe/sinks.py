@@ -15,8 +15,7 @@ from ..core.effects import Evaluated, Fact, StatusTaken
 from ..engine.engine import Engine
 from .bus import Bus, Sink
 from .history import HistorySink
-from .recording import RecordingSink
-from .ticks import TickSink
+from .ticks import RecordingSink, TickSink
 
 log = get_logger()
 

@@ -1,4 +1,6 @@
-"""Collects the facts between two statuses into a `Tick` (`common/reporting/view.py`), for dashboard and run store.
+"""Collects the facts between two statuses into a `Tick` (`common/reporting/view.py`), and records the ticks of a run.
+
+The dashboard (`dashboard.py`) and the run store (`common/runstore`) get the ticks.
 
 This runs on the event loop and only counts. Each status makes one tick, for any number of contributions. A tick is an
 immutable value that other threads use, so neither viewers nor a disk can slow the run.
@@ -9,10 +11,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from ...common.config.schema import Config
 from ...common.reporting.happenings import event
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, Tick, Wait
 from ...common.runstore.ran import Ran
+from ...common.runstore.record import Record
 from ..core import effects
 from ..engine.engine import Engine
 from ..policies.base import Policy
@@ -107,6 +111,56 @@ class TickSink(Sink):
         )
         self._events, self._evaluations, self._snapshots = [], [], []
         engine.publish(at, TickTaken(tick, reports.ran(engine)))
+
+
+class RecordingSink(Sink):
+    """Records the run once its first worker joins. A run without workers is not recorded."""
+
+    name = "store"
+    does_io = True
+    kinds = (effects.RunStarted, TickTaken)
+    close_s = 10.0
+    capacity = 1_000  # ticks of 64 workers
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._record: Record | None = None
+        self._events: list[Event] = []  # events before the first worker
+        self._last: Tick | None = None  # the last tick, once the run is over
+
+    def take(self, at: float, fact: effects.Fact) -> None:
+        if isinstance(fact, effects.RunStarted):
+            self._started = fact
+            return
+        assert isinstance(fact, TickTaken)
+        tick = fact.tick
+        if self._record is None:
+            self._events += tick.events
+            if not tick.status.num_ranks:
+                return
+            started = self._started
+            self._record = Record(self._config, run=started.run, mode=started.mode, at_version=started.version)
+            tick = tick.model_copy(update={"events": self._events})
+        self._record.ran = fact.ran
+        whole = self._model.whole  # may be read on this thread, because it is set only once
+        self._record.model = whole.fingerprint if whole is not None else ""
+        if tick.is_over:
+            self._last = tick
+        else:
+            self._record.add(tick)
+
+    def flush(self) -> None:
+        if self._record is not None:
+            self._record.flush()
+
+    def close(self) -> None:
+        """Record the results. The event loop waits for this thread, so the run no longer changes."""
+        if self._record is not None:
+            last = self._last or Tick(at=time.time(), status=reports.status(self._engine))
+            ended_by = reports.ended_by(self._engine)
+            if not ended_by and not self._engine.finished.done():
+                ended_by = "its server was told to stop"
+            self._record.end(last, reports.summary(self._engine), ended_by)
 
 
 def _waits(policy: Policy, workers: list[WorkerStatus]) -> list[Wait]:

@@ -69,9 +69,7 @@ class _Moment:
         name, problem = SnapshotName(*self.age, ""), ""
         try:
             manifests = [load(path).manifest for path in self.paths.values()]
-            names = {
-                SnapshotName(manifest.server_incarnation, manifest.version, manifest.run) for manifest in manifests
-            }
+            names = {SnapshotName(item.server_incarnation, item.version, item.run) for item in manifests}
             name = min(names)
             if len(names) > 1:
                 problem = f"its parts are of different runs, {' and '.join(sorted(name.run for name in names))}"
@@ -110,8 +108,8 @@ class Available:
         local_paths = candidates(_shard_dir(directory, self._shard, here))
         found = [_Moment(directory, here, age_of(path), {self._shard: path}) for path in local_paths]
         # Other numbers of shards for which at least one shard has snapshots.
-        names = [_NAME.fullmatch(path.name) for path in directory.iterdir()] if directory.is_dir() else []
-        for num_shards in sorted(({int(name[2]) for name in names if name is not None} | {1}) - {here}):
+        names = filter(None, (_NAME.fullmatch(path.name) for path in directory.glob("shard-*")))
+        for num_shards in sorted(({int(name[2]) for name in names} | {1}) - {here}):
             found_here = [candidates(_shard_dir(directory, shard, num_shards)) for shard in range(num_shards)]
             parts = [{age_of(path): path for path in reversed(paths)} for paths in found_here]  # not a replaced .old
             for age in set().union(*parts):

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from ...common.errors import CheckpointError, ParamServerError
 from ...common.tensors.layout import DTYPES, Entry, Kind, Layout, TensorSpec
 from ...common.tensors.optimizers import (
-    NOT_HYPERPARAMETERS,
     Hyperparameters,
     JointOptimizer,
     OptimizerSpec,
@@ -148,8 +147,6 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
     if optimizer is not None and hyperparameters is not None:
         if len(hyperparameters) != len(optimizer.groups):
             raise CheckpointError(f"hyperparameters of {len(hyperparameters)} groups for {len(optimizer.groups)}")
-        saved = SavedState(optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {}))
-        check_state(stepped, saved)
         try:
             for name, group, now in zip(optimizer.classes, optimizer.groups, hyperparameters, strict=True):
                 check_hyperparameters(name, group.hyperparameters)
@@ -158,6 +155,7 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
                 check_table(table)
         except ParamServerError as error:
             raise CheckpointError(error.message, fix=_FIX) from None
+        check_state(stepped, SavedState(optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {})))
     elif OPTIMIZER in files:
         raise CheckpointError(f"it has an {OPTIMIZER} and no optimizer of the server")
     controls = manifest.training.get("controls")
@@ -171,12 +169,11 @@ def _stepped(layout: Layout, files: Files) -> Layout:
     """Return the layout with the dtypes of the master weights. Raises CheckpointError for wrong master weights."""
     if MASTER not in files:
         return layout
-    narrow = {spec.name: spec for spec in layout.specs if spec.dtype in NARROW and spec.kind is not Kind.FROZEN}
-    expected = {
-        name: (torch.float32, spec.shape)
-        for name, spec in narrow.items()
-        if spec.kind is Kind.PARAMETER or name in files[MASTER]
-    }
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for spec in layout.specs:
+        has_master = spec.kind is Kind.PARAMETER or (spec.kind is Kind.BUFFER and spec.name in files[MASTER])
+        if spec.dtype in NARROW and has_master:
+            expected[spec.name] = torch.float32, spec.shape
     _check_shapes(MASTER, expected, files[MASTER])
     return Layout(replace(spec, dtype="float32") if spec.name in expected else spec for spec in layout.specs)
 
@@ -246,9 +243,6 @@ def _check_shapes(file: str, expected: Mapping[str, tuple[torch.dtype, tuple[int
 def _try_out(saved: SavedState, groups: list[list[Entry]]) -> None:
     """Try one step from the snapshot's state, with a parameter of one element in each group."""
     optimizer, hyperparameters, scalars, state = saved
-    for group, now in zip(optimizer.groups, hyperparameters, strict=True):
-        for key in sorted(NOT_HYPERPARAMETERS & (group.hyperparameters.keys() | now.keys())):
-            raise CheckpointError(f"'{key}' is not a hyperparameter")
     numbers, keys = [torch.nn.Parameter(torch.zeros(1)) for _ in groups], keys_by_name(state)
     of_groups = zip(numbers, optimizer.groups, strict=True)
     try:

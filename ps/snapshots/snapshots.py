@@ -80,8 +80,7 @@ class Snapshots(Keeper):
             captured = await copied
             began = time.monotonic()
             try:
-                write_it = self._thread.submit(self._write, saved, states, captured)
-                path, sha256, num_bytes = await asyncio.wrap_future(write_it)
+                written = await asyncio.wrap_future(self._thread.submit(self._write, saved, states, captured))
             finally:
                 self._captured = captured
         except Exception as error:  # older snapshots stay, and the run continues without this one
@@ -89,7 +88,8 @@ class Snapshots(Keeper):
             log.error("snapshot_failed", reason=why.message, fix=why.fix, durable=self.least_common)
             done(self.least_common)
             return
-        version, self.num_written = captured.version, self.num_written + 1
+        (path, sha256, num_bytes), version = written, captured.version
+        self.num_written += 1
         took_s = round(time.monotonic() - began, 3)
         log.info("snapshot", version=version, path=str(path), megabytes=round(num_bytes / 1e6, 1), seconds=took_s)
         self._taken = SnapshotTaken(version, saved["rows"], str(path), sha256)

@@ -186,15 +186,12 @@ class FlatOptimizer:
         start, end = self._ranges[index]
         weights = self._weights[index]
         ends: defaultdict[torch.dtype, list[FlatRun]] = defaultdict(list)
-        for of_tensors in joined(_lying_in(start, end, entries)):
-            if (run := of_tensors.within(start, end)) is None:
-                continue
+        for run in filter(None, (run.within(start, end) for run in joined(_lying_in(start, end, entries)))):
             size = run.dtype.itemsize
             num_left = run.num_elements % (_LINE_BYTES // size) if self._has_lines[group] else 0
             if num_whole := run.num_elements - num_left:
                 whole = replace(run, num_elements=num_whole)
-                tensors = _lying_in(whole.offset, whole.end, entries)
-                yield _Flat(whole, weights, tensors, history)
+                yield _Flat(whole, weights, _lying_in(whole.offset, whole.end, entries), history)
             if num_left:
                 ends[run.dtype].append(replace(run, offset=run.offset + num_whole * size, num_elements=num_left))
         for runs in ends.values():
@@ -342,15 +339,13 @@ class FlatOptimizer:
         """Copy the state of a flat to the last group of `state`, and its elementwise part to the payloads."""
         keys, scalars = [], {}
         for key, value in self.torch.state.get(flat.parameter, {}).items():
-            if value is None:
-                continue
-            if value.dim() == 0:
+            if value is not None and value.dim() == 0:
                 scalars[key] = value.clone()
-                continue
-            if (value.dtype, value.shape) != (flat.parameter.dtype, flat.parameter.shape):
-                raise ParamServerError(f"{self.name} keeps {key} in a form unlike its weights")
-            keys.append(key)
-            flat.write(value, state.payload(key, self._layout))
+            elif value is not None:
+                if (value.dtype, value.shape) != (flat.parameter.dtype, flat.parameter.shape):
+                    raise ParamServerError(f"{self.name} keeps {key} in a form unlike its weights")
+                keys.append(key)
+                flat.write(value, state.payload(key, self._layout))
         of_all = TensorState(frozenset(keys), scalars)
         state.groups[-1].tensors.update((entry.spec.name, of_all) for entry in flat.tensors)
 

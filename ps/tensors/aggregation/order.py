@@ -49,7 +49,10 @@ class OrderAggregator(Aggregator):
         rows, result = torch.empty(count + 1, size, dtype=piece.dtype), self._view(piece, self.result)
         for start in range(0, piece.num_elements, size):
             chunks = [value[start : start + size] for value in values]
-            mean_of_rows(sort_rows(chunks, rows[:, : len(chunks[0])])[kept], out=result[start : start + size])
+            mean, *others = sort_rows(chunks, rows[:, : len(chunks[0])])[kept]
+            for number, other in enumerate(others, start=2):  # the unweighted mean, whose sums cannot overflow
+                mean.lerp_(other, 1 / number)
+            result[start : start + size].copy_(mean)
 
 
 def sort_rows(rows: list[torch.Tensor], scratch: torch.Tensor) -> list[torch.Tensor]:
@@ -62,14 +65,6 @@ def sort_rows(rows: list[torch.Tensor], scratch: torch.Tensor) -> list[torch.Ten
         torch.maximum(ordered[low], ordered[high], out=ordered[high])
         ordered[low], free = smaller, ordered[low]
     return ordered
-
-
-def mean_of_rows(rows: list[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the unweighted mean of `rows`, [m] each, to `out`. It overwrites the first row. Sums cannot overflow."""
-    mean = rows[0]
-    for count, row in enumerate(rows[1:], start=2):
-        mean.lerp_(row, 1 / count)
-    out.copy_(mean)
 
 
 @cache
