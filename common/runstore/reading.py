@@ -191,8 +191,7 @@ class RunStore:
 
     def newest_workers(self, run: StoredRun) -> list[WorkerPoint]:
         """Returns the workers at the newest stored tick."""
-        rows = self._rows("SELECT max(tick) AS tick FROM series WHERE run = ?", run.key)
-        newest = rows[0]["tick"]
+        ((newest,),) = self._rows("SELECT max(tick) FROM series WHERE run = ?", run.key)
         return [] if newest is None else self.worker_series(run, after=newest - 1)
 
     def events(self, run: StoredRun, after: int = 0) -> list[StoredEvent]:

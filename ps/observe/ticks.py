@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 from ...common.config.schema import Config
 from ...common.reporting.happenings import event
-from ...common.reporting.status import Status, WorkerStatus
+from ...common.reporting.status import Status
 from ...common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, Tick, Wait
 from ...common.runstore.ran import Ran
 from ...common.runstore.record import Record
 from ..core import effects
 from ..engine.engine import Engine
-from ..policies.base import Policy
 from . import reports
 from .bus import Sink
 from .history import line_of
@@ -94,6 +93,8 @@ class TickSink(Sink):
         spans, busy_s, self._busy_s = self._timeline.taken(), total_s - self._busy_s, total_s
         if busy_s > 0:  # the server's tensor work since the last tick, as one span
             spans.append(Span(rank=-1, begin_s=round(clock_s - busy_s, 4), apply_s=round(busy_s, 4)))
+        waiting = [worker for worker in status.workers if worker.waiting_for]
+        holders = self._run.policy.holders() if waiting else ()
         tick = Tick(
             at=at + self._unix_s,
             clock_s=clock_s,
@@ -102,7 +103,10 @@ class TickSink(Sink):
             final=dict(self._run.final),
             staleness=dict(self._run.contributions.staleness),
             durable_version=engine.durable_version if self._has_snapshot else None,
-            waits=_waits(self._run.policy, status.workers),
+            waits=[
+                Wait(rank=worker.rank, ranks=[rank for rank in holders if rank != worker.rank], why=worker.waiting_for)
+                for worker in waiting
+            ],
             spans=spans,
             events=self._events,
             evaluations=self._evaluations,
@@ -161,15 +165,6 @@ class RecordingSink(Sink):
             if not ended_by and not self._engine.finished.done():
                 ended_by = "its server was told to stop"
             self._record.end(last, reports.summary(self._engine), ended_by)
-
-
-def _waits(policy: Policy, workers: list[WorkerStatus]) -> list[Wait]:
-    waiting = [worker for worker in workers if worker.waiting_for]
-    holders = policy.holders() if waiting else ()
-    return [
-        Wait(rank=worker.rank, ranks=[rank for rank in holders if rank != worker.rank], why=worker.waiting_for)
-        for worker in waiting
-    ]
 
 
 class Timeline:

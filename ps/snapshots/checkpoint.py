@@ -92,7 +92,7 @@ def write(directory: Path, manifest: Manifest, files: Files, states: States = Ma
     with writing_to(directory):
         try:
             with new_snapshot(final) as folder:
-                entries = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
+                entries = {name: _write(folder / name, tensors) for name, tensors in files.items()}
                 written = {rank: _write(folder / state_file(rank), data) for rank, data in states.items()}
                 text = manifest.model_copy(update={"files": entries, "states": written})
                 content = text.model_dump_json(indent=1).encode()
@@ -105,20 +105,14 @@ def write(directory: Path, manifest: Manifest, files: Files, states: States = Ma
     return Written(final, entries[WEIGHTS].sha256, sum(entry.num_bytes for entry in entries.values()))
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> FileEntry:
-    # safetensors writes from the tensors' own memory, without the GIL. It makes files that only the owner may read. The
-    # files get the directory's permissions instead.
-    save_file(dict(tensors), path)
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    return _synced(path)
-
-
-def _write(path: Path, content: bytes) -> FileEntry:
-    path.write_bytes(content)
-    return _synced(path)
-
-
-def _synced(path: Path) -> FileEntry:
+def _write(path: Path, content: bytes | Tensors) -> FileEntry:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        # safetensors writes from the tensors' own memory, without the GIL. It makes files that only the owner may read.
+        # The files get the directory's permissions instead.
+        save_file(dict(content), path)
+        path.chmod(path.parent.stat().st_mode & 0o666)
     sync(path)
     return FileEntry(num_bytes=path.stat().st_size, sha256=sha256_of(path))
 

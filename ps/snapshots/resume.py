@@ -101,11 +101,9 @@ def take_line(config: Config, available: Available, name: SnapshotName | None, r
     known: Line | None = None
     with contextlib.suppress(OSError, ValueError, TypeError):
         known = Line(**read_json((directory / _LINE).read_text()))
+    line = Line(run, str(directory.resolve()), _inode(directory), incarnation, list(name or ()))
     if name is not None and known is not None and _goes_on(config, available, name, known):
-        run, incarnation, origin = known.run, known.since, known.origin
-    else:
-        origin = list(name or ())
-    line = Line(run, str(directory.resolve()), _inode(directory), incarnation, origin)
+        line = line._replace(run=known.run, since=known.since, origin=known.origin)
     _write(directory / _LINE, to_json(line._asdict()))
     return line
 

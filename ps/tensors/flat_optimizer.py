@@ -27,6 +27,7 @@ from ...common.errors import ParamServerError
 from ...common.tensors.fused import kernel_of
 from ...common.tensors.layout import Entry, FlatRun, Layout, View, joined
 from ...common.tensors.optimizers import (
+    GroupSpec,
     Hyperparameters,
     JointOptimizer,
     OptimizerSpec,
@@ -158,9 +159,7 @@ class FlatOptimizer:
         self._layout, self._view = layout, view
         self._ranges = [(window.start, window.end) for window in windows]
         self._weights = [weights] * len(windows)  # for each window, the payload with its weights
-        self._has_lines = [
-            _has_lines(cls, group.hyperparameters) for cls, group in zip(spec.classes, spec.groups, strict=True)
-        ]
+        self._has_lines = [_has_lines(*item) for item in zip(spec.classes, spec.groups, strict=True)]
         names = [set(group.tensors) for group in spec.groups]
         members = [[entry for entry in layout.entries if entry.num_bytes and entry.spec.name in of] for of in names]
         # The flats by window, then by group.
@@ -388,13 +387,13 @@ def _switches(group: Mapping[str, Any]) -> list[bool]:
     return [bool(group.get(name)) for name in ("momentum", "centered", "amsgrad")]
 
 
-def _has_lines(cls: str, hyperparameters: Hyperparameters) -> bool:
+def _has_lines(cls: str, group: GroupSpec) -> bool:
     """Whether the fused kernel and the scalar code of a class round differently.
 
     In SGD without momentum they do not, which saves two copies for each step. This ignores a momentum that is set
     later.
     """
-    return has_fused(cls) and (cls.lower() != "sgd" or bool(hyperparameters.get("momentum")))
+    return has_fused(cls) and (cls.lower() != "sgd" or bool(group.hyperparameters.get("momentum")))
 
 
 def _lying_in(start: int, end: int, entries: list[Entry]) -> list[Entry]:
