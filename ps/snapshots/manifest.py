@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from ...common.errors import CheckpointError, ParamServerError
 from ...common.tensors.layout import DTYPES, Entry, Kind, Layout, TensorSpec
 from ...common.tensors.optimizers import (
+    NOT_HYPERPARAMETERS,
     Hyperparameters,
     JointOptimizer,
     OptimizerSpec,
@@ -147,6 +148,7 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
     if optimizer is not None and hyperparameters is not None:
         if len(hyperparameters) != len(optimizer.groups):
             raise CheckpointError(f"hyperparameters of {len(hyperparameters)} groups for {len(optimizer.groups)}")
+        check_state(stepped, SavedState(optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {})))
         try:
             for name, group, now in zip(optimizer.classes, optimizer.groups, hyperparameters, strict=True):
                 check_hyperparameters(name, group.hyperparameters)
@@ -155,7 +157,6 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
                 check_table(table)
         except ParamServerError as error:
             raise CheckpointError(error.message, fix=_FIX) from None
-        check_state(stepped, SavedState(optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {})))
     elif OPTIMIZER in files:
         raise CheckpointError(f"it has an {OPTIMIZER} and no optimizer of the server")
     controls = manifest.training.get("controls")
@@ -243,6 +244,9 @@ def _check_shapes(file: str, expected: Mapping[str, tuple[torch.dtype, tuple[int
 def _try_out(saved: SavedState, groups: list[list[Entry]]) -> None:
     """Try one step from the snapshot's state, with a parameter of one element in each group."""
     optimizer, hyperparameters, scalars, state = saved
+    for group, now in zip(optimizer.groups, hyperparameters, strict=True):
+        for key in sorted(NOT_HYPERPARAMETERS & (group.hyperparameters.keys() | now.keys())):
+            raise CheckpointError(f"'{key}' is not a hyperparameter")
     numbers, keys = [torch.nn.Parameter(torch.zeros(1)) for _ in groups], keys_by_name(state)
     of_groups = zip(numbers, optimizer.groups, strict=True)
     try:
