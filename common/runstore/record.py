@@ -54,8 +54,7 @@ class Record:
         self._config, self._run, self._mode, self._at_version = config, run, mode, at_version
         self._path = Path(config.output.track_dir) / FILE
         self.is_off = self._has_waited = False
-        self._db: sqlite3.Connection | None = None  # once the run is in the file
-        self._watch: FileWatch | None = None  # of the file that is open
+        self._file: tuple[sqlite3.Connection, FileWatch] | None = None  # once the run is in the file
         self._key = 0
         self._tick = 0  # of the newest status
         self._stride = 1
@@ -80,13 +79,12 @@ class Record:
         self.close()
 
     def close(self) -> None:
-        if self._db is not None:
+        if self._file is not None:
+            db, watch = self._file
+            self._file = None
             with suppress(sqlite3.Error):
-                self._db.close()
-            self._db = None
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+                db.close()
+            watch.close()
 
     # ---- to the file -----------------------------------------------------------------------------
 
@@ -116,18 +114,19 @@ class Record:
         Raises sqlite3.Error, OSError or ParamServerError. After an error, close the record.
         """
         try:
-            if self._db is None:
+            if self._file is None:
                 self._begin()
-            elif self._ending is not None:
-                self._db.execute(f"PRAGMA busy_timeout = {int(1000 * _LAST_WAIT_S)}")
-                self._db.execute("PRAGMA synchronous = FULL")
-            if self._db is None or self._watch is None:
+            if self._file is None:
                 self._make_room()
                 return False
+            db, watch = self._file
+            if self._ending is not None:
+                db.execute(f"PRAGMA busy_timeout = {int(1000 * _LAST_WAIT_S)}")
+                db.execute("PRAGMA synchronous = FULL")
             if self._pending or self._ending:
-                self._watch.look()
-                self._write(self._db)
-                self._watch.wrote()
+                watch.look()
+                self._write(db)
+                watch.wrote()
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise
@@ -144,9 +143,9 @@ class Record:
                 if is_free := not self._has_other_writer(db):
                     self._put_on_record(db)
             if is_free:
-                self._db, self._watch = db, FileWatch(self._path)
+                self._file = db, FileWatch(self._path)
         finally:
-            if self._db is None:
+            if self._file is None:
                 db.close()
 
     def _write(self, db: sqlite3.Connection) -> None:

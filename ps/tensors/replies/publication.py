@@ -85,7 +85,6 @@ class Publication:
         self.num_users = 0  # workers that receive it
         self.num_readers = 0  # readers of the segment: workers without frames, and the encoder
         self._frames: list[tuple[bytes, int, int]] = []  # frame, and its range [start, end) of the payload
-        self._num_encoded = 0
         self._encoder: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -111,8 +110,8 @@ class Publication:
 
     async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
         """Yield the frames of the payload, which all readers share. A short message replaces a left-out frame."""
-        num_sent = 0
-        while num_sent < len(self._frames) or self._num_encoded < self.num_bytes:
+        num_sent = end = 0
+        while end < self.num_bytes:
             while num_sent == len(self._frames):
                 await self._changed.wait()
             raw, start, end = self._frames[num_sent]
@@ -132,8 +131,8 @@ class Publication:
             async for start, end in self.progress():
                 for at in range(start, end, CHUNK_BYTES):
                     part = self.segment.bytes[at : min(at + CHUNK_BYTES, end)]
-                    self._num_encoded += len(part)
-                    self._frames += ((raw, at, at + len(part)) for raw in payload_frames([part], offset=at))
+                    (raw,) = payload_frames([part], offset=at)
+                    self._frames.append((raw, at, at + len(part)))
                     self._wake()
                     await asyncio.sleep(0)  # a frame takes 0.1 ms, so let other tasks run
         finally:
@@ -148,7 +147,7 @@ class Publication:
     def forget_frames(self) -> None:
         """Drop the frames, unless they are still being made."""
         if self._encoder is not None and self._encoder.done():
-            self._encoder, self._frames, self._num_encoded = None, [], 0
+            self._encoder, self._frames = None, []
 
 
 class Publisher:
