@@ -24,14 +24,8 @@ from socketserver import ThreadingTCPServer
 from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    MetricsHandler,
-    ProcessCollector,
-    disable_created_metrics,
-)
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, MetricsHandler, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
@@ -62,10 +56,11 @@ _SILENT_S = 5.0  # limit for a silent connection, and for a reply of the event l
 _FRESH_S = 0.2  # a scrape gets the previous values if they are not older
 _AT_A_TIME = 250  # ranks that are read in one turn of the event loop, in less than a millisecond
 
-disable_created_metrics()  # avoids a second series for each counter; process_start_time_seconds has the same value
+# A rank, its values by name of the metric, and its state.
+RankRead = tuple[int, dict[str, Value], str]
 
-
-RankRead = tuple[int, dict[str, Value], str]  # a rank, its values by name of the metric, and its state
+# Avoids a second series for each counter. process_start_time_seconds has the same value.
+prometheus_client.disable_created_metrics()
 
 
 class MetricsSink(Sink, Collector):

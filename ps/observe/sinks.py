@@ -76,8 +76,7 @@ class LiveSink(Sink):
         self._live = live_panel(console, lambda: self._latest, redirects=True)
 
     def take(self, at: float, fact: Fact) -> None:
-        assert isinstance(fact, StatusTaken)
-        if fact.status.workers or fact.status.waiting:
+        if isinstance(fact, StatusTaken) and (fact.status.workers or fact.status.waiting):
             self._latest = fact.status
             self._live.start()
 
