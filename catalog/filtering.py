@@ -5,16 +5,14 @@ from __future__ import annotations
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common.errors import UsageError
 from ..common.runstore.reading import StoredRun
 
 _TERM = re.compile(r"([A-Za-z_][\w.]*)(<=|>=|!=|=|<|>)(.*)", re.DOTALL)
-_ORDERS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
+_ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
 _ALIASES = {"run": "name", "task": "work", "script": "work", "tag": "tags", "workers": "num_workers"}
 
 
@@ -31,9 +29,8 @@ def fitting(
             continue
         name, sign, wanted = _ALIASES.get(parsed[1], parsed[1]), parsed[2], parsed[3]
         if runs and not any(_find(values, name) for values in known):
-            raise UsageError(
-                f"{term}: no run has '{name}'", fix="e.g. mode=ssp, lr<0.1, config.width=64, tags=baseline"
-            )
+            fix = "e.g. mode=ssp, lr<0.1, config.width=64, tags=baseline"
+            raise UsageError(f"{term}: no run has '{name}'", fix=fix)
         found = [item for item in found if _fits(_find(item[1], name), sign, wanted)]
     return [run for run, _ in found]
 
@@ -58,15 +55,15 @@ def _find(values: Mapping[str, Any], name: str) -> list[Any]:
 def _fits(values: list[Any], sign: str, wanted: str) -> bool:
     if sign == "!=":
         return not _fits(values, "=", wanted)
-    return any(_compares(value, sign, wanted) for value in values)
-
-
-def _compares(value: Any, sign: str, wanted: str) -> bool:
-    left, right = _number(value), _number(wanted)
-    if left is not None and right is not None:
-        return _ORDERS[sign](left, right) if sign in _ORDERS else left == right
-    text = "none" if value is None else str(value).lower()
-    return sign == "=" and fnmatch.fnmatchcase(text, wanted.lower())
+    right = _number(wanted)
+    for value in values:
+        left, text = _number(value), "none" if value is None else str(value).lower()
+        if left is not None and right is not None:
+            if _ORDERS[sign](left, right):
+                return True
+        elif sign == "=" and fnmatch.fnmatchcase(text, wanted.lower()):
+            return True
+    return False
 
 
 def _number(value: Any) -> float | None:

@@ -32,11 +32,25 @@ app = make_app(__doc__)
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name, id, or `last`.", show_default=False)]
 RunsArgument = Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or ids.", show_default=False)]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="New name; '' removes the name.")]
+FileArgument = Annotated[Path | None, typer.Argument(metavar="FILE", help="Run store.", show_default=False)]
+TermsArgument = Annotated[list[str] | None, typer.Argument(
+    metavar="FILTER...", help="Words, mode=ssp, 'lr<0.1'.", show_default=False
+)]  # fmt: skip
 DbOption = Annotated[Path | None, typer.Option(
     "--db", metavar="FILE", help="Run store; default: paramserver.db in runs/, or in PS_OUTPUT__TRACK_DIR."
 )]  # fmt: skip
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a file instead of the terminal.")]
+MostOption = Annotated[int | None, typer.Option("-n", "--most", min=1, help="Newest runs; 50, with --json all.")]
+ReportOption = Annotated[str | None, typer.Option(metavar="DIR", help="Write report.html and report.md there.")]
+TargetOption = Annotated[str | None, typer.Option(
+    metavar="METRIC>=X|<=X", help="Goal, e.g. 'accuracy >= 0.95', with its time in each run."
+)]  # fmt: skip
+MetricOption = Annotated[str, typer.Option(help="loss (of training), samples_per_s, or an evaluation's metric.")]
+OverOption = Annotated[str, typer.Option(metavar="X", help="step, time, samples or bytes.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Also delete a run in progress.")]
+ListenOption = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address; port 0: any free port.")]
 
 
 def _file(path: Path | None) -> Path:
@@ -47,12 +61,7 @@ def _file(path: Path | None) -> Path:
 
 @app.command("list")
 def list_(
-    terms: Annotated[
-        list[str] | None, typer.Argument(metavar="FILTER...", help="Words, mode=ssp, 'lr<0.1'.", show_default=False)
-    ] = None,
-    db: DbOption = None,
-    most: Annotated[int | None, typer.Option("-n", "--most", min=1, help="Newest runs; 50, with --json all.")] = None,
-    as_json: JsonOption = False,
+    terms: TermsArgument = None, db: DbOption = None, most: MostOption = None, as_json: JsonOption = False
 ) -> None:
     """List all runs, the newest first, or those that fit a filter: words, and names of settings and metrics."""
     from . import showing
@@ -70,15 +79,9 @@ def show(run: RunArgument, db: DbOption = None, as_json: JsonOption = False) -> 
 
 @app.command("compare")
 def compare(
-    runs: RunsArgument,
-    db: DbOption = None,
-    report: Annotated[str | None, typer.Option(metavar="DIR", help="Write report.html and report.md there.")] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(metavar="METRIC>=X|<=X", help="Goal, e.g. 'accuracy >= 0.95', with its time in each run."),
-    ] = None,
+    runs: RunsArgument, db: DbOption = None, report: ReportOption = None, target: TargetOption = None,
     as_json: JsonOption = False,
-) -> None:
+) -> None:  # fmt: skip
     """Show runs side by side, with the settings that differ."""
     from . import comparing
 
@@ -87,13 +90,9 @@ def compare(
 
 @app.command("plot")
 def plot(
-    run: RunArgument,
-    metric: Annotated[str, typer.Option(help="loss (of training), samples_per_s, or an evaluation's metric.")] = "loss",
-    over: Annotated[str, typer.Option(metavar="X", help="step, time, samples or bytes.")] = "step",
-    out: OutOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    run: RunArgument, metric: MetricOption = "loss", over: OverOption = "step", out: OutOption = None,
+    db: DbOption = None, as_json: JsonOption = False,
+) -> None:  # fmt: skip
     """Plot one metric of a run, in the terminal or as FILE.svg or FILE.png."""
     from . import showing
 
@@ -109,12 +108,7 @@ def export(run: RunArgument, out: OutOption = None, db: DbOption = None, as_json
 
 
 @app.command("tag")
-def tag(
-    run: RunArgument,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="New name; '' removes the name.")],
-    db: DbOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def tag(run: RunArgument, name: NameArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
     """Give a run a name."""
     from . import showing
 
@@ -122,12 +116,7 @@ def tag(
 
 
 @app.command("delete")
-def delete(
-    runs: RunsArgument,
-    db: DbOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Also delete a run in progress.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+def delete(runs: RunsArgument, db: DbOption = None, force: ForceOption = False, as_json: JsonOption = False) -> None:
     """Delete runs from the run store. Their weights, snapshots and other files stay."""
     from . import showing
 
@@ -135,10 +124,7 @@ def delete(
 
 
 @app.command("ui")
-def ui(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Run store.", show_default=False)] = None,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address; port 0: any free port.")] = "127.0.0.1:0",
-) -> None:
+def ui(file: FileArgument = None, listen: ListenOption = "127.0.0.1:0") -> None:
     """Serve the dashboard with all runs until it is interrupted."""
     from ..common.errors import UsageError
 

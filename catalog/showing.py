@@ -39,9 +39,8 @@ def list_runs(path: Path, terms: list[str], most: int | None, *, as_json: bool) 
     with RunStore(path) as store:
         runs = store.runs(None if terms else limit)
         if terms:
-            settings = {
-                key: relevant_settings(config) for key, config in store.configs(run.key for run in runs).items()
-            }
+            configs = store.configs(run.key for run in runs)
+            settings = {key: relevant_settings(config) for key, config in configs.items()}
             runs = fitting(runs, settings, terms)[:limit]
     if as_json:
         print_json([run.model_dump() for run in runs])
@@ -132,7 +131,8 @@ def tag(path: Path, run_name: str, name: str, *, as_json: bool) -> None:
                          fix="up to 100 characters that can be printed; `last` is the newest")  # fmt: skip
     with _changing(path, f"another run is called {name}"):
         rename(path, run.key, name or None)
-    _report({"id": run.id, "name": name or None}, f"{run.id} is {name or 'without a name'}", as_json=as_json)
+    found = {"id": run.id, "name": name or None}
+    print(to_json(found, indent=2) if as_json else f"{run.id} is {name or 'without a name'}")
 
 
 def delete(path: Path, names: list[str], *, force: bool, as_json: bool) -> None:
@@ -145,7 +145,7 @@ def delete(path: Path, names: list[str], *, force: bool, as_json: bool) -> None:
     with _changing(path):
         remove(path, runs)
     ids = [run.id for run in runs.values()]
-    _report({"deleted": ids}, f"deleted: {', '.join(ids)}", as_json=as_json)
+    print(to_json({"deleted": ids}, indent=2) if as_json else f"deleted: {', '.join(ids)}")
 
 
 @contextmanager
@@ -157,13 +157,6 @@ def _changing(path: Path, conflict: str = "") -> Iterator[None]:
     except sqlite3.Error as error:
         fix = "close other programs that have it open, and check the folder's permissions"
         raise OutputError(f"{path} cannot be changed: {error}", fix=fix) from None
-
-
-def _report(fields: dict[str, Any], text: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(fields)
-    else:
-        print(text)
 
 
 def _when(at: float) -> str:

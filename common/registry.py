@@ -102,7 +102,7 @@ class Family:
 
 _NO_MODES = frozenset({"averaging", "base", "rules", "shared", "single"})
 MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", "paramserver.ps.policies.averaging")
-AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction", "order"}))
+AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction"}))
 CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}), dropped=dropped.CODECS)
 TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), "", "paramserver.drills.tasks")
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))

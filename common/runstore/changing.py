@@ -40,7 +40,6 @@ def remove(path: Path, runs: Iterable[int]) -> None:
 @contextmanager
 def _changing(path: Path) -> Iterator[sqlite3.Connection]:
     """Open the file and run the block as one transaction."""
-    with closing(open_to_write(path, _WAIT_S)) as connection:
+    with closing(open_to_write(path, _WAIT_S)) as connection, connection:
         connection.execute("BEGIN IMMEDIATE")
         yield connection
-        connection.execute("COMMIT")

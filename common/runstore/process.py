@@ -8,27 +8,29 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from ..version import installed
 
 _LOST_AFTER_HEARTBEATS = 5
 _LOST_AFTER_S = 30.0
 _GIT_S = 2.0
 _DIGITS = 12  # of a file's digest
+_PACKAGES = ("torch", "numpy", "grpcio")
 
 
 @cache
 def this_host() -> str:
     """Returns a name for this PID namespace: host name, boot id and container namespace."""
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            parts.append(os.readlink(path) if "ns" in path else Path(path).read_text().strip())
-        except OSError:
-            parts.append("")
-    return " ".join(parts)
+    boot = container = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        container = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {boot} {container}"
 
 
 def this_process() -> str:
@@ -56,12 +58,12 @@ def _started(number: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def machine(versions: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a description of this machine; `versions`: package versions to include."""
+def machine() -> dict[str, Any]:
+    """Returns a description of this machine, with the versions of packages."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "host": platform.node(), "system": platform.platform(), "num_cores": os.cpu_count(), "memory_bytes": pages,
-        "python": platform.python_version(), **versions,
+        "python": platform.python_version(), **{name: installed(name) for name in _PACKAGES},
     }  # fmt: skip
 
 

@@ -8,13 +8,17 @@ configuration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.schema import Config
 from ..wire.json_text import read_json
+
+if TYPE_CHECKING:
+    from ..tensors.optimizers import OptimizerSpec
 
 Settings = dict[str, dict[str, Any]]  # values by section and name
 
@@ -33,12 +37,12 @@ class Ran:
 
 
 def settings_of(
-    config: Config, mode: str, policy: Mapping[str, Any], optimizer: Mapping[str, Any] | None, work: Settings
+    config: Config, mode: str, policy: Mapping[str, Any], optimizer: OptimizerSpec | None, work: Settings
 ) -> Settings:
     """Returns the settings of a run by section.
 
-    `policy`: the options of the mode, with values for its defaults. `optimizer`: its name and hyperparameters; None:
-    unknown. `work`: what workers say, empty before their first word.
+    `policy`: the options of the mode, with values for its defaults. `optimizer`: None if it is unknown. Where its
+    groups differ, a hyperparameter is a list of values. `work`: what workers say, empty before their first word.
     """
     found: Settings = config.model_dump(mode="json", exclude=_LEFT_OUT)
     found["policy"] = {name: getattr(config.policy, name) for name in type(config.policy).model_fields} | dict(policy)
@@ -48,17 +52,13 @@ def settings_of(
     if "task" in work:
         found["train"] = config.train.model_dump(mode="json")
     if optimizer is not None:
-        found["optimizer"] = dict(optimizer)
+        groups = [group.hyperparameters for group in optimizer.groups]
+        values = {key: [group.get(key) for group in groups] for key in chain(*groups)}
+        same = {key: of[0] if of.count(of[0]) == len(of) else of for key, of in values.items()}
+        found["optimizer"] = {"name": optimizer.name} | same
     for section, values in work.items():
         found[section] = {**found.get(section, {}), **values}
     return found
-
-
-def optimizer_settings(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the name and hyperparameters of an optimizer: a list of values where its groups differ."""
-    keys = dict.fromkeys(key for group in groups for key in group)
-    values = {key: [group.get(key) for group in groups] for key in keys}
-    return {"name": name} | {key: of[0] if of.count(of[0]) == len(of) else of for key, of in values.items()}
 
 
 def label_of(work: Settings) -> str:

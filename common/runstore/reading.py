@@ -18,7 +18,6 @@ import re
 import sqlite3
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, ValidationError
@@ -109,7 +108,7 @@ class RunStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -130,17 +129,13 @@ class RunStore:
         runs = self.runs()
         if wanted == "last" and runs:
             return runs[0]
-        for exact in (
-            [run for run in runs if wanted in (run.name, run.id)],
-            [run for run in runs if wanted == run.label],
-        ):
-            if len(exact) == 1:
-                return exact[0]
-        fits = [run for run in runs if len(wanted) >= _LEAST_OF_AN_ID and run.id.startswith(wanted)]
-        if len(fits) == 1:
-            return fits[0]
-        fits = fits or exact
-        if fits:
+        exact = [run for run in runs if wanted in (run.name, run.id)]
+        labelled = [run for run in runs if wanted == run.label]
+        begun = [run for run in runs if len(wanted) >= _LEAST_OF_AN_ID and run.id.startswith(wanted)]
+        for found in (exact, labelled, begun):
+            if len(found) == 1:
+                return found[0]
+        if fits := begun or labelled:
             raise UsageError(f"run {wanted} may be {', '.join(run.id for run in fits[:5])}", fix="give more of its id")
         known = [known for run in runs for known in (run.name, run.label, run.id) if known]
         near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.5)
@@ -182,7 +177,7 @@ class RunStore:
     def series(self, run: StoredRun, after: int = 0) -> list[SeriesPoint]:
         """Returns the points after a tick, in order; at most a thousand."""
         rows = self._rows("SELECT * FROM series WHERE run = ? AND tick > ? ORDER BY tick", run.key, after)
-        return [SeriesPoint.of(**_without_run(row)) for row in rows]
+        return [SeriesPoint.of(**_columns(row)) for row in rows]
 
     def worker_series(self, run: StoredRun, rank: int | None = None, after: int = 0) -> list[WorkerPoint]:
         """Returns the points of one rank or of all, by tick and rank.
@@ -192,26 +187,26 @@ class RunStore:
         which = "" if rank is None else " AND rank = ?"
         question = f"SELECT * FROM worker_series WHERE run = ? AND tick > ?{which} ORDER BY tick, rank"
         rows = self._rows(question, run.key, after, *(() if rank is None else (rank,)))
-        return [WorkerPoint.of(**_without_run(row)) for row in rows]
+        return [WorkerPoint.of(**_columns(row)) for row in rows]
 
     def newest_workers(self, run: StoredRun) -> list[WorkerPoint]:
         """Returns the workers at the newest stored tick."""
-        rows = self._rows("SELECT max(tick) AS tick FROM series WHERE run = ?", run.key)
-        newest = rows[0]["tick"]
+        ((newest,),) = self._rows("SELECT max(tick) FROM series WHERE run = ?", run.key)
         return [] if newest is None else self.worker_series(run, after=newest - 1)
 
     def events(self, run: StoredRun, after: int = 0) -> list[StoredEvent]:
         """Returns the events whose number is greater than `after`."""
         rows = self._rows("SELECT * FROM events WHERE run = ? AND number > ? ORDER BY number", run.key, after)
-        return [_event(row) for row in rows]
+        read = [(row["number"], event(row["at"], row["kind"], row["rank"], _json(row["fields"]))) for row in rows]
+        return [StoredEvent(number=number, fields=item.fields, **item.model_dump()) for number, item in read]
 
     def evaluations(self, run: StoredRun) -> list[EvaluatedPoint]:
         rows = self._rows("SELECT * FROM evaluations WHERE run = ? ORDER BY version", run.key)
-        return [EvaluatedPoint(**{**_without_run(row), "metrics": _metrics(row["metrics"])}) for row in rows]
+        return [EvaluatedPoint(**_columns(row)) for row in rows]
 
     def snapshots(self, run: StoredRun) -> list[Snapshot]:
         rows = self._rows("SELECT * FROM snapshots WHERE run = ? ORDER BY version", run.key)
-        return [Snapshot(**_without_run(row)) for row in rows]
+        return [Snapshot(**_columns(row)) for row in rows]
 
     def summary(self, run: StoredRun) -> Summary | None:
         """Returns the results as `--summary` writes them; None if the run is in progress or crashed."""
@@ -268,32 +263,23 @@ def _leaves(value: dict[str, Any], before: str = "") -> Iterable[tuple[str, Any]
 
 
 def _run(row: sqlite3.Row) -> StoredRun:
-    columns = {**_without_run(row), "metrics": _metrics(row["metrics"]), "state": _state(row)}
-    return StoredRun.of(**{**columns, "tags": row["tags"].split()})
-
-
-def _event(row: sqlite3.Row) -> StoredEvent:
-    found = event(row["at"], row["kind"], row["rank"], _json(row["fields"]))
-    return StoredEvent(number=row["number"], fields=found.fields, **found.model_dump())
-
-
-def _state(row: sqlite3.Row) -> str:
     if row["ended_at"] is not None:
-        return "stopped" if row["ended_by"] else "done"
-    lives = still_writes(row["host"], row["process"], row["heard_at"], row["heartbeat_s"])
-    return "running" if lives else "lost"
+        state = "stopped" if row["ended_by"] else "done"
+    else:
+        lives = still_writes(row["host"], row["process"], row["heard_at"], row["heartbeat_s"])
+        state = "running" if lives else "lost"
+    return StoredRun.of(**{**_columns(row), "state": state, "tags": row["tags"].split()})
 
 
-def _without_run(row: sqlite3.Row) -> dict[str, Any]:
+def _columns(row: sqlite3.Row) -> dict[str, Any]:
+    """Returns the columns of a row without those of the file's own use. Metrics are read from JSON."""
     found = {name: row[name] for name in row.keys() if name not in _INTERNAL}  # noqa: SIM118
     if "recorded" in found:
         found["recorded"] = {name: value for name, value in _json(found["recorded"]).items() if value is not None}
+    if "metrics" in found:  # null stands for a number that is not finite
+        values = _json(found["metrics"]).items()
+        found["metrics"] = {name: math.nan if value is None else value for name, value in values}
     return found
-
-
-def _metrics(text: str) -> dict[str, float]:
-    """Returns metrics from JSON, where null stands for a number that is not finite."""
-    return {name: math.nan if value is None else value for name, value in _json(text).items()}
 
 
 def _json(text: str) -> Any:

@@ -24,25 +24,11 @@ VERSION = STORE_VERSION  # in PRAGMA user_version
 # `runs`, `series` and `worker_series` also have a column for each metric of `reporting/metrics.py`; NULL: unknown.
 _TABLES = """
 CREATE TABLE runs (
-    key INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    name TEXT UNIQUE,
-    note TEXT NOT NULL DEFAULT '',
-    tags TEXT NOT NULL DEFAULT '',
-    project TEXT NOT NULL,
-    mode TEXT NOT NULL,
-    work TEXT NOT NULL,
-    model TEXT NOT NULL DEFAULT '',
-    starts INTEGER NOT NULL,
-    started_at REAL NOT NULL,
-    heard_at REAL NOT NULL,
-    ended_at REAL,
-    ended_by TEXT NOT NULL DEFAULT '',
-    heartbeat_s REAL NOT NULL,
-    host TEXT NOT NULL,
-    process TEXT NOT NULL,
-    waiting TEXT NOT NULL DEFAULT '',
-    metrics TEXT NOT NULL DEFAULT '{}',
+    key INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT UNIQUE, note TEXT NOT NULL DEFAULT '',
+    tags TEXT NOT NULL DEFAULT '', project TEXT NOT NULL, mode TEXT NOT NULL, work TEXT NOT NULL,
+    model TEXT NOT NULL DEFAULT '', starts INTEGER NOT NULL, started_at REAL NOT NULL, heard_at REAL NOT NULL,
+    ended_at REAL, ended_by TEXT NOT NULL DEFAULT '', heartbeat_s REAL NOT NULL, host TEXT NOT NULL,
+    process TEXT NOT NULL, waiting TEXT NOT NULL DEFAULT '', metrics TEXT NOT NULL DEFAULT '{}',
     stride INTEGER NOT NULL DEFAULT 1
 );
 CREATE INDEX runs_by_start ON runs (started_at);
@@ -97,9 +83,9 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         if _version_of(connection) == 0 or _lacking(connection):
-            # If two processes try at once, the second finds all tables and columns created.
-            connection.execute("BEGIN IMMEDIATE")
-            try:
+            with connection:
+                # If two processes try at once, the second finds all tables and columns created.
+                connection.execute("BEGIN IMMEDIATE")
                 if _version_of(connection) == 0:
                     for statement in _TABLES.split(";"):
                         connection.execute(statement)
@@ -107,11 +93,6 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
                 for table, name, default in _lacking(connection):
                     value = "NULL" if default is None else default
                     connection.execute(f'ALTER TABLE {table} ADD COLUMN "{name}" DEFAULT {value}')
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
     except BaseException:
         connection.close()
         raise
@@ -121,10 +102,8 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
 def open_to_read(path: Path) -> sqlite3.Connection:
     """Open the file for reading only. Raises StoreError with the reason if it cannot be read."""
     if not path.is_file():
-        raise StoreError(
-            f"there is no run store {path}",
-            fix="name the file with --db FILE; a server writes its runs into output.track_dir of its own folder",
-        )
+        fix = "name the file with --db FILE; a server writes its runs into output.track_dir of its own folder"
+        raise StoreError(f"there is no run store {path}", fix=fix)
     try:
         connection = connected(path, "mode=ro")
         try:
@@ -134,19 +113,16 @@ def open_to_read(path: Path) -> sqlite3.Connection:
             connection = connected(path, "immutable=1")
             _check(connection, path)
         if _version_of(connection) == 0:
-            raise StoreError(
-                f"{path} is empty: its creation was interrupted", fix="delete it if no run is just starting"
-            )
+            fix = "delete it if no run is just starting"
+            raise StoreError(f"{path} is empty: its creation was interrupted", fix=fix)
     except sqlite3.Error as error:
         raise unreadable(path, error) from None
     return connection
 
 
 def unreadable(path: Path, error: sqlite3.Error) -> StoreError:
-    return StoreError(
-        f"{path} cannot be read: {error}",
-        fix="if it is damaged, move it away: the next run creates a new file; `sqlite3 FILE .recover` reads the old",
-    )
+    fix = "if it is damaged, move it away: the next run creates a new file; `sqlite3 FILE .recover` reads the old"
+    return StoreError(f"{path} cannot be read: {error}", fix=fix)
 
 
 def connected(path: Path, how: str) -> sqlite3.Connection:
@@ -163,9 +139,8 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
     if version not in (0, VERSION):
         fix = "a newer paramserver wrote it: pip install -U paramserver, or another --db FILE"
         if version < VERSION:
-            fix = (
-                "an older paramserver wrote it: move it away, and the next run creates a new one; or another --db FILE"
-            )
+            fix = "an older paramserver wrote it: move it away, and the next run creates a new one"
+            fix += "; or another --db FILE"
         raise StoreError(f"{path} has tables of version {version}, but this program reads version {VERSION}", fix=fix)
     if version == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
         raise StoreError(f"{path} is an SQLite database of another program", fix="name another file with --db FILE")

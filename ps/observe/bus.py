@@ -38,6 +38,7 @@ class Sink:
 
     def begin(self, engine: Engine) -> None:
         """Prepare, on the event loop, before the run begins. An exception ends the server's start."""
+        self._engine, self._run, self._model = engine, engine.run, engine.model
 
     def take(self, at: float, fact: Fact) -> None:
         """Process a fact that happened at `at`, in monotonic seconds."""
@@ -68,17 +69,15 @@ class Bus:
 
     def publish(self, at: float, fact: Fact) -> None:
         """Deliver a fact to the sinks of its type."""
-        subscriptions = self._by_kind.get(type(fact))
-        if subscriptions is None:
+        kind = type(fact)
+        takers = self._by_kind.get(kind)
+        if takers is None:
             if self._early is not None:
                 self._early.append((at, fact))
                 return
-            subscriptions = self._by_kind[type(fact)] = [
-                subscription
-                for subscription in self._subscriptions
-                if subscription.sink.kinds is None or type(fact) in subscription.sink.kinds
-            ]
-        for subscription in subscriptions:
+            takers = [item for item in self._subscriptions if item.sink.kinds is None or kind in item.sink.kinds]
+            self._by_kind[kind] = takers
+        for subscription in takers:
             subscription.publish(at, fact)
 
     def close(self) -> None:

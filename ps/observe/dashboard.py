@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ...common.config.schema import Config
@@ -38,22 +39,21 @@ class DashboardSink(Sink):
         try:
             from ...web.serve import Dashboard
         except ModuleNotFoundError as error:
-            raise UsageError(
-                f"the dashboard needs the package {error.name}, which is not installed",
-                fix="pip install 'paramserver[web]'; or leave --web out",
-            ) from None
-        self._config = config
+            problem = f"the dashboard needs the package {error.name}, which is not installed"
+            raise UsageError(problem, fix="pip install 'paramserver[web]'; or leave --web out") from None
+        self._is_shown = config.log.format == "text"
         self._dashboard: Dashboard = Dashboard(config)
         self._about: About | None = None
         self._requests: dict[int, asyncio.Future[str]] = {}  # controls without an outcome, by number
-        self._num_requests = 0
+        self._numbers = count(1)  # of controls
 
     def begin(self, engine: Engine) -> None:
         """Start the dashboard. Raises BindError for an unavailable address, and AuthError for an unsafe one."""
-        self._engine, self._run, self._loop = engine, engine.run, asyncio.get_running_loop()
+        super().begin(engine)
+        self._loop = asyncio.get_running_loop()
         self._dashboard.start()
         engine.dashboard = self._dashboard.address
-        if self._config.log.format == "text":
+        if self._is_shown:
             print(f"the dashboard: {self._dashboard.url}", file=sys.stderr)
 
     def take(self, at: float, fact: Fact) -> None:
@@ -68,7 +68,12 @@ class DashboardSink(Sink):
                 self._dashboard.begin(View(about=self._about, evaluations=evaluations), self._control, fact.version)
             case ControlTaken():
                 self._look_again()
-                self._resolve(fact)
+                outcome = self._requests.get(fact.event.number)
+                if outcome is not None and not outcome.done():
+                    if fact.is_done:
+                        outcome.set_result(fact.result)
+                    else:
+                        outcome.set_exception(ValueError(fact.result))
 
     def _look_again(self) -> None:
         if (before := self._about) is not None:
@@ -96,12 +101,21 @@ class DashboardSink(Sink):
 
         Raises ValueError if the control was not carried out.
         """
-        request = asyncio.run_coroutine_threadsafe(self._request(read_control(fields)), self._loop)
+        known = ("do", "rank", "name", "value")
+        if unknown := [name for name in fields if name not in known]:
+            raise ValueError(f"unknown field '{unknown[0][:40]}'; known: {', '.join(known)}")
+        do, rank, name, value = fields.get("do"), fields.get("rank"), fields.get("name", ""), fields.get("value")
+        if not isinstance(do, str) or not isinstance(name, str):
+            raise ValueError("do and name are text")
+        if rank is not None and type(rank) is not int:
+            raise ValueError(f"rank is a whole number, got {rank!r:.40}")
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise ValueError("value is a number, text, true, false or null")
+        request = asyncio.run_coroutine_threadsafe(self._request(Controlled(do, rank, name, value)), self._loop)
         return await asyncio.wrap_future(request)
 
     async def _request(self, event: Controlled) -> str:
-        self._num_requests += 1
-        event.number = number = self._num_requests
+        event.number = number = next(self._numbers)
         self._requests[number] = outcome = asyncio.get_running_loop().create_future()
         self._engine.offer(event)
         try:
@@ -110,27 +124,3 @@ class DashboardSink(Sink):
             raise ValueError(f"not every shard has received it within {_CONTROL_S:g} s; see the events") from None
         finally:
             del self._requests[number]
-
-    def _resolve(self, fact: ControlTaken) -> None:
-        outcome = self._requests.get(fact.event.number)
-        if outcome is None or outcome.done():
-            return
-        if fact.is_done:
-            outcome.set_result(fact.result)
-        else:
-            outcome.set_exception(ValueError(fact.result))
-
-
-def read_control(fields: dict[str, Any]) -> Controlled:
-    """Return the event of a request of the dashboard. Raises ValueError for invalid fields."""
-    known = ("do", "rank", "name", "value")
-    if unknown := [name for name in fields if name not in known]:
-        raise ValueError(f"unknown field '{unknown[0][:40]}'; known: {', '.join(known)}")
-    do, rank, name, value = fields.get("do"), fields.get("rank"), fields.get("name", ""), fields.get("value")
-    if not isinstance(do, str) or not isinstance(name, str):
-        raise ValueError("do and name are text")
-    if rank is not None and type(rank) is not int:
-        raise ValueError(f"rank is a whole number, got {rank!r:.40}")
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise ValueError("value is a number, text, true, false or null")
-    return Controlled(do, rank, name, value)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...common.reporting.history import HistoryFile
 from ..core import effects
 from .bus import Sink
-
-if TYPE_CHECKING:
-    from ..engine.engine import Engine
-    from ..tensors.model import Model
 
 
 class HistorySink(Sink):
@@ -23,10 +19,6 @@ class HistorySink(Sink):
     def __init__(self, path: str) -> None:
         self._file = HistoryFile(path, "server")
         self._lines: list[bytes] = []
-        self._model: Model  # from `begin` on
-
-    def begin(self, engine: Engine) -> None:
-        self._model = engine.model
 
     def take(self, at: float, fact: effects.Fact) -> None:
         op, fields = line_of(fact)

@@ -22,17 +22,11 @@ from functools import partial
 from itertools import islice
 from socketserver import ThreadingTCPServer
 from threading import BoundedSemaphore, Lock, Thread
-from typing import Any, NamedTuple
+from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    MetricsHandler,
-    ProcessCollector,
-    disable_created_metrics,
-)
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, MetricsHandler, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.core import Metric as PrometheusMetric
 from prometheus_client.registry import Collector
 
@@ -62,15 +56,11 @@ _SILENT_S = 5.0  # limit for a silent connection, and for a reply of the event l
 _FRESH_S = 0.2  # a scrape gets the previous values if they are not older
 _AT_A_TIME = 250  # ranks that are read in one turn of the event loop, in less than a millisecond
 
-disable_created_metrics()  # avoids a second series for each counter; process_start_time_seconds has the same value
+# A rank, its values by name of the metric, and its state.
+RankRead = tuple[int, dict[str, Value], str]
 
-
-class _RankRead(NamedTuple):
-    """Values of one rank at the time of reading."""
-
-    rank: int
-    values: dict[str, Value]  # by name of the metric
-    state: str
+# Avoids a second series for each counter. process_start_time_seconds has the same value.
+prometheus_client.disable_created_metrics()
 
 
 class MetricsSink(Sink, Collector):
@@ -82,6 +72,9 @@ class MetricsSink(Sink, Collector):
         self._address = address
         self.server: _HttpServer | None = None  # while it listens
         self._snapshot_at: float | None = None  # Unix time of the newest snapshot, or of the start
+        self._lock = Lock()  # of the next two, which threads of HTTP use
+        self._newest: tuple[list[PrometheusMetric], list[RankRead]] = [], []
+        self._read_at = -_FRESH_S
         self.registry = registry = CollectorRegistry()  # read on the event loop only
         self._joins = _counter(registry, "joins", "Workers let in: at first, again, or resumed", kind=JOINS)
         self._departures = _counter(registry, "departures", "Workers gone, and how", how=DEPARTURES)
@@ -96,17 +89,18 @@ class MetricsSink(Sink, Collector):
 
     def begin(self, engine: Engine) -> None:
         """Start to listen. Raises BindError."""
-        self._engine, self._run, self._model, self._config = engine, engine.run, engine.model, engine.config
+        super().begin(engine)
+        self._config = engine.config
+        self._loop = asyncio.get_running_loop()
         self._at_start = {rank: _values(engine, rank) for rank in self._run.roster.stats}  # not changed later
         if self._config.checkpoint.dir is not None:
             self._snapshot_at = time.time()
             with suppress(OSError):
                 self._snapshot_at = os.stat(self._model.source).st_mtime
-        self.registry.register(self)
         shown = CollectorRegistry()
-        shown.register(_OnLoop(self, asyncio.get_running_loop()))
+        shown.register(self)
         ProcessCollector(registry=shown)
-        self.server = _listen(self._address, shown)
+        self.server = _HttpServer(self._address, shown)
 
     def take(self, at: float, fact: Fact) -> None:
         match fact:
@@ -135,16 +129,38 @@ class MetricsSink(Sink, Collector):
     # ---- the run at the moment of the scrape --------------------------------------------------------
 
     def collect(self) -> Iterator[PrometheusMetric]:
+        """On a thread of HTTP: yield the metrics, which the event loop reads.
+
+        Raises TimeoutError if the event loop does not reply, and RuntimeError if it has ended. The metrics of ranks are
+        made one by one. All at once would be so many objects that Python's garbage collector stops the run.
+        """
+        with self._lock:
+            if time.monotonic() - self._read_at >= _FRESH_S:
+                self._newest = asyncio.run_coroutine_threadsafe(self.read(), self._loop).result(_SILENT_S)
+                self._read_at = time.monotonic()
+            families, ranks = self._newest
+        yield from families
+        yield from self.of_ranks(ranks)
+
+    async def read(self) -> tuple[list[PrometheusMetric], list[RankRead]]:
+        """Read a few ranks in each turn of the event loop, and then the other metrics between two events of the run."""
+        found: list[RankRead] = []
+        ranks = iter(list(self._run.roster.stats))
+        while some := list(islice(ranks, _AT_A_TIME)):
+            if found:  # up to _AT_A_TIME ranks are read without a pause
+                await asyncio.sleep(0)
+            found += [(rank, _values(self._engine, rank), state_of(self._engine, rank)) for rank in some]
+        return [*self.registry.collect(), *self._of_run()], found
+
+    def _of_run(self) -> Iterator[PrometheusMetric]:
         run, server = self._run, self._config.server
         about = {
             "run": run.name, "mode": run.mode, "program_version": PROGRAM_VERSION,
             "shard": str(server.shard), "shards": str(server.shards),
         }  # fmt: skip
-        info = GaugeMetricFamily("paramserver_info", "What runs; the value is always 1", labels=list(about))
-        info.add_metric(list(about.values()), 1)
-        yield info
+        yield InfoMetricFamily("paramserver", "What runs; the value is always 1", about)
         for metric in shown_of_run(Display.PROMETHEUS):
-            if metric.read is not None:
+            if metric.of_run and metric.read is not None:
                 yield GaugeMetricFamily(metric.prometheus_name, metric.help, value=metric.read(self._engine))
         if (at := self._snapshot_at) is not None:
             text = "Unix time of the newest snapshot; before the first, of the start"
@@ -156,35 +172,23 @@ class MetricsSink(Sink, Collector):
                 relative.add_metric([codec], distance)
             yield relative
 
-    async def read_ranks(self) -> list[_RankRead]:
-        """Read all ranks, some in each turn of the event loop, so that the run continues in between."""
-        engine = self._engine
-        found: list[_RankRead] = []
-        ranks = iter(list(self._run.roster.stats))
-        while some := list(islice(ranks, _AT_A_TIME)):
-            if found:  # up to _AT_A_TIME ranks are read without a pause
-                await asyncio.sleep(0)
-            for rank in some:
-                found.append(_RankRead(rank, _values(engine, rank), state_of(engine, rank)))
-        return found
-
-    def ranks(self, read: list[_RankRead]) -> Iterator[PrometheusMetric]:
+    def of_ranks(self, read: list[RankRead]) -> Iterator[PrometheusMetric]:
         """Yield the metrics of ranks that were read. It runs on any thread, and takes a second for 10,000 ranks."""
-        states = Tally(item.state for item in read if item.state != "gone")
+        states = Tally(state for *_, state in read if state != "gone")
         workers = GaugeMetricFamily("paramserver_workers", "Workers connected, by what they do", labels=["state"])
         for state in {**dict.fromkeys(STATES), **states}:
             workers.add_metric([state], states[state])
         yield workers
-        read = sorted(read, key=lambda item: item.rank)
+        read = sorted(read, key=lambda item: item[0])
         for metric in shown_of_workers(Display.PROMETHEUS):
             # A counter has the increase since this process started.
             is_counter = metric.over_time is Fold.SUM
             kind = CounterMetricFamily if is_counter else GaugeMetricFamily
             family = kind(metric.prometheus_name, metric.help, labels=["rank"])
-            for item in read:
-                value, before = item.values.get(metric.name), self._at_start.get(item.rank, {}).get(metric.name) or 0
+            for rank, values, _ in read:
+                value, before = values.get(metric.name), self._at_start.get(rank, {}).get(metric.name) or 0
                 if value is not None:
-                    family.add_metric([str(item.rank)], value - before if is_counter else value)
+                    family.add_metric([str(rank)], value - before if is_counter else value)
             yield family
 
 
@@ -206,38 +210,6 @@ def _values(engine: Engine, rank: int) -> dict[str, Value]:
 # ---- over HTTP -----------------------------------------------------------------------------------
 
 
-class _OnLoop(Collector):
-    """Collects a sink's metrics for HTTP threads.
-
-    The event loop reads them: a few ranks in each turn, and the other metrics together, between two events of the run.
-    """
-
-    def __init__(self, sink: MetricsSink, loop: asyncio.AbstractEventLoop) -> None:
-        self._sink = sink
-        self._loop = loop
-        self._lock = Lock()
-        self._newest: tuple[list[PrometheusMetric], list[_RankRead]] = [], []
-        self._read_at = -_FRESH_S
-
-    def collect(self) -> Iterator[PrometheusMetric]:
-        """Yield the metrics. Raises TimeoutError if the event loop does not reply, and RuntimeError if it has ended.
-
-        The metrics of ranks are made one by one. All at once would be so many objects that Python's garbage collector
-        stops the run.
-        """
-        with self._lock:
-            if time.monotonic() - self._read_at >= _FRESH_S:
-                self._newest = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(_SILENT_S)
-                self._read_at = time.monotonic()
-            families, read = self._newest
-        yield from families
-        yield from self._sink.ranks(read)
-
-    async def _read(self) -> tuple[list[PrometheusMetric], list[_RankRead]]:
-        read = await self._sink.read_ranks()
-        return list(self._sink.registry.collect()), read
-
-
 class _HttpServer(ThreadingTCPServer):
     """An HTTP server with a limit on connections, which prometheus-client's lacks.
 
@@ -247,10 +219,23 @@ class _HttpServer(ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
 
-    def __init__(self, family: socket.AddressFamily, address: tuple[Any, ...], handler: type[MetricsHandler]) -> None:
-        self.address_family = family
+    def __init__(self, address: str, registry: CollectorRegistry) -> None:
+        """Listen at HOST:PORT. Raises BindError."""
+        host, port = split_address(address)
         self._connections = BoundedSemaphore(_MAX_CONNECTIONS)
-        super().__init__(address, handler)
+        handler = type("Handler", (MetricsHandler.factory(registry),), {"timeout": _SILENT_S})
+        try:
+            found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            self.address_family = found[0]
+            super().__init__(found[4], handler)
+        except OSError:
+            problem = f"cannot listen on {address} for metrics: port in use, or not an address of this machine"
+            fix = "choose --metrics HOST:PORT with another port (0 takes a free one)"
+            raise BindError(problem, fix=fix) from None
+        Thread(target=self.serve_forever, args=(0.1,), name="metrics", daemon=True).start()
+        url = f"http://{join_address(host, self.server_address[1])}/metrics"
+        readers = "this machine" if is_loopback(host) else "anyone who reaches this port"
+        log.info("metrics", url=url, readable_by=readers)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._connections.acquire(blocking=False):
@@ -266,21 +251,3 @@ class _HttpServer(ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("scrape_failed", peer=str(client_address[0]), reason=repr(sys.exception()))
-
-
-def _listen(address: str, registry: CollectorRegistry) -> _HttpServer:
-    host, port = split_address(address)
-    handler = type("Handler", (MetricsHandler.factory(registry),), {"timeout": _SILENT_S})
-    try:
-        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        server = _HttpServer(family, where, handler)
-    except OSError:
-        raise BindError(
-            f"cannot listen on {address} for metrics: port in use, or not an address of this machine",
-            fix="choose --metrics HOST:PORT with another port (0 takes a free one)",
-        ) from None
-    Thread(target=server.serve_forever, args=(0.1,), name="metrics", daemon=True).start()
-    bound = server.server_address[1]
-    url = f"http://{join_address(host, bound)}/metrics"
-    log.info("metrics", url=url, readable_by="this machine" if is_loopback(host) else "anyone who reaches this port")
-    return server

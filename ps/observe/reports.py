@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 from typing import Any
 
@@ -11,7 +11,7 @@ from ...common.reporting.folding import folded, mean_recorded, with_mean_rate
 from ...common.reporting.metrics import OF_WORKER, Tense, Value, part_of_time, values_of
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary
-from ...common.runstore.ran import Ran, label_of, optimizer_settings, read_work, settings_of
+from ...common.runstore.ran import Ran, label_of, read_work, settings_of
 from ...common.wire.records import NO_ROW
 from ..core.counting.stats import Traffic, WorkerSource, work_of
 from ..core.run import Run
@@ -50,7 +50,7 @@ def status(engine: Engine) -> Status:
         mode=run.mode,
         evaluated=with_bytes(engine, run.curve.points[-1]) if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
-        workers=[_at_this_moment(engine, of_rank[rank], why.get(rank, "")) for rank in ranks],
+        workers=[_now(engine, of_rank[rank], why.get(rank, "")) for rank in ranks],
         recorded=mean_recorded(of_all),
         left_out=len(run.roster.stats) - len(ranks),
         versions=versions if config.server.shards > 1 else [],
@@ -75,27 +75,22 @@ def _listed(run: Run) -> list[int]:
     return sorted(nsmallest(_MOST_LISTED, ranks, key=lambda rank: rows.get(rank, NO_ROW).steps))
 
 
-def _at_this_moment(engine: Engine, source: WorkerSource, why: str) -> WorkerStatus:
+def _now(engine: Engine, source: WorkerSource, why: str) -> WorkerStatus:
     """Return the status of a rank, with the seconds for which it has computed or waited. `why`: the reason to wait."""
-    state, metrics = state_of(engine, source.rank), values_of(OF_WORKER.values(), source)
-    state_s = source.stats.computes_s(source.now) if state == "computing" else 0.0
+    state_s = source.stats.computes_s(source.now) if state_of(engine, source.rank) == "computing" else 0.0
     if source.is_live and source.waiting_since is not None:
         state_s = source.now - source.waiting_since
-    return _worker(source, state=state, state_s=round(state_s, 3), waiting_for=why, **metrics)
+    metrics = values_of(OF_WORKER.values(), source)
+    return _worker(engine, source, {**metrics, "state_s": round(state_s, 3), "waiting_for": why})
 
 
-def _worker(source: WorkerSource, **values: Any) -> WorkerStatus:
+def _worker(engine: Engine, source: WorkerSource, values: Mapping[str, Any]) -> WorkerStatus:
     traffic = source.traffic
     return WorkerStatus.of(
-        rank=source.rank, transport=traffic.transport, transport_reason=traffic.transport_reason, codec=traffic.codec,
-        region=traffic.region, recorded=dict(traffic.recorded), **values,
+        rank=source.rank, state=state_of(engine, source.rank), transport=traffic.transport,
+        transport_reason=traffic.transport_reason, codec=traffic.codec, region=traffic.region,
+        recorded=dict(traffic.recorded), **values,
     )  # fmt: skip
-
-
-def _in_all(engine: Engine, source: WorkerSource, wall_s: float) -> WorkerStatus:
-    """Return the results of a rank: what was done, without what is now."""
-    values = values_of((metric for metric in OF_WORKER.values() if metric.tense is not Tense.NOW), source)
-    return _worker(source, state=state_of(engine, source.rank), **with_mean_rate(values, wall_s))
 
 
 def state_of(engine: Engine, rank: int) -> str:
@@ -128,6 +123,7 @@ def summary(engine: Engine) -> Summary:
         final["train_loss"] = values["loss"]
     cosine, gain = _direction(run.policy.outer, engine.model)
     steady_s, samples, steps = run.contributions.steady()
+    done = [metric for metric in OF_WORKER.values() if metric.tense is not Tense.NOW]
     found = Summary(
         mode=run.mode,
         cosine=cosine,
@@ -144,7 +140,7 @@ def summary(engine: Engine) -> Summary:
         final=final,
         curve=[with_bytes(engine, point) for point in run.curve.points],
         best=with_bytes(engine, run.curve.best) if run.curve.best is not None else None,
-        workers=[_in_all(engine, source, wall_s) for source in workers],
+        workers=[_worker(engine, source, with_mean_rate(values_of(done, source), wall_s)) for source in workers],
         shards=_shards(engine),
         **values,
     )
@@ -156,17 +152,13 @@ def ran(engine: Engine) -> Ran:
     """Return what ran: settings of the server and the mode, and what the lowest rank that has contributed says."""
     work = read_work(work_of(engine.traffic))
     run, model, config = engine.run, engine.model, engine.config
-    spec = model.whole_optimizer
     policy, outer = run.policy, run.policy.outer
     options = policy.options.model_dump(mode="json")
     if outer is not None and "outer_momentum" in options:
         options["outer_momentum"] = outer.arguments.get("momentum")
     if "overlap_steps" in options:
         options["overlap_steps"] = policy.overlap_steps
-    optimizer = (
-        None if spec is None else optimizer_settings(spec.name, [group.hyperparameters for group in spec.groups])
-    )
-    found = settings_of(config, run.mode, options, optimizer, work)
+    found = settings_of(config, run.mode, options, model.whole_optimizer, work)
     found["run"] |= {"workers": config.run.workers or len(run.roster.stats), "parent": engine.parent}
     return Ran(label_of(work), found)
 

@@ -15,8 +15,7 @@ from ..core.effects import Evaluated, Fact, StatusTaken
 from ..engine.engine import Engine
 from .bus import Bus, Sink
 from .history import HistorySink
-from .recording import RecordingSink
-from .ticks import TickSink
+from .ticks import RecordingSink, TickSink
 
 log = get_logger()
 
@@ -77,8 +76,7 @@ class LiveSink(Sink):
         self._live = live_panel(console, lambda: self._latest, redirects=True)
 
     def take(self, at: float, fact: Fact) -> None:
-        assert isinstance(fact, StatusTaken)
-        if fact.status.workers or fact.status.waiting:
+        if isinstance(fact, StatusTaken) and (fact.status.workers or fact.status.waiting):
             self._latest = fact.status
             self._live.start()
 

@@ -1,4 +1,6 @@
-"""Collects the facts between two statuses into a `Tick` (`common/reporting/view.py`), for dashboard and run store.
+"""Collects the facts between two statuses into a `Tick` (`common/reporting/view.py`), and records the ticks of a run.
+
+The dashboard (`dashboard.py`) and the run store (`common/runstore`) get the ticks.
 
 This runs on the event loop and only counts. Each status makes one tick, for any number of contributions. A tick is an
 immutable value that other threads use, so neither viewers nor a disk can slow the run.
@@ -9,24 +11,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from ...common.config.schema import Config
 from ...common.reporting.happenings import event
-from ...common.reporting.status import Status, WorkerStatus
+from ...common.reporting.status import Status
 from ...common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, Tick, Wait
 from ...common.runstore.ran import Ran
-from ..core.effects import (
-    ContributionTaken,
-    ControlTaken,
-    Evaluated,
-    Fact,
-    RunEnded,
-    RunStarted,
-    Seated,
-    SnapshotTaken,
-    StatusTaken,
-    WorkerLeft,
-)
+from ...common.runstore.record import Record
+from ..core import effects
 from ..engine.engine import Engine
-from ..policies.base import Policy
 from . import reports
 from .bus import Sink
 from .history import line_of
@@ -35,7 +27,7 @@ _MOST_SPANS = 4  # spans of a rank in one tick; further spans are added to the l
 
 
 @dataclass(slots=True)
-class TickTaken(Fact):
+class TickTaken(effects.Fact):
     """The fact that a status was taken. The tick has the status, and the facts since the previous tick."""
 
     tick: Tick
@@ -46,12 +38,15 @@ class TickSink(Sink):
     """Publishes a tick for each status, and one at the end of the run."""
 
     name = "ticks"
-    kinds = (RunStarted, Seated, WorkerLeft, SnapshotTaken, Evaluated, ControlTaken, StatusTaken, RunEnded)
+    kinds = (
+        effects.RunStarted, effects.Seated, effects.WorkerLeft, effects.SnapshotTaken, effects.Evaluated,
+        effects.ControlTaken, effects.StatusTaken, effects.RunEnded,
+    )  # fmt: skip
 
     def __init__(self, draws_time: bool) -> None:
         """`draws_time`: collect every contribution, for the dashboard's time line of workers."""
         if draws_time:
-            self.kinds = (*TickSink.kinds, ContributionTaken)  # type: ignore[misc, assignment]  # of this sink
+            self.kinds = (*TickSink.kinds, effects.ContributionTaken)  # type: ignore[misc, assignment]  # of this sink
         self._timeline = Timeline()
         self._events: list[Event] = []
         self._evaluations: list[EvaluatedPoint] = []
@@ -60,34 +55,35 @@ class TickSink(Sink):
         self._has_snapshot = False
 
     def begin(self, engine: Engine) -> None:
-        self._engine, self._run, self._tensors = engine, engine.run, engine.tensors
+        super().begin(engine)
+        self._tensors = engine.tensors
         self._began, self._unix_s = engine.now(), time.time() - engine.now()  # offset of Unix time to a fact's time
 
-    def take(self, at: float, fact: Fact) -> None:
+    def take(self, at: float, fact: effects.Fact) -> None:
         match fact:
-            case ContributionTaken():
+            case effects.ContributionTaken():
                 self._timeline.add(at - self._began, fact)
-            case StatusTaken(status):
+            case effects.StatusTaken(status):
                 self._publish(at, status)
-            case RunEnded():
+            case effects.RunEnded():
                 self._add_event(at, fact, reason=self._run.ended_by)
                 self._publish(at, reports.status(self._engine), is_over=True)
-            case WorkerLeft():
+            case effects.WorkerLeft():
                 self._add_event(at, fact, reason=fact.reason)
-            case Evaluated(evaluated, is_best):
+            case effects.Evaluated(evaluated, is_best):
                 point = reports.with_bytes(self._engine, evaluated).model_dump()
                 self._evaluations.append(EvaluatedPoint(**point, is_best=is_best))
                 self._events.append(event(at + self._unix_s, "evaluated", None, {**point, "best": is_best}))
-            case SnapshotTaken(version, _, path, sha256):
+            case effects.SnapshotTaken(version, _, path, sha256):
                 self._has_snapshot = True
                 self._snapshots.append(Snapshot(version=version, at=at + self._unix_s, path=path, sha256=sha256))
                 self._add_event(at, fact)
             case _:
-                if isinstance(fact, RunStarted):
+                if isinstance(fact, effects.RunStarted):
                     self._has_snapshot |= fact.source is not None
                 self._add_event(at, fact)
 
-    def _add_event(self, at: float, fact: Fact, **more: str) -> None:
+    def _add_event(self, at: float, fact: effects.Fact, **more: str) -> None:
         kind, fields = line_of(fact)
         self._events.append(event(at + self._unix_s, kind, fields.pop("rank", None), fields | more))
 
@@ -97,6 +93,8 @@ class TickSink(Sink):
         spans, busy_s, self._busy_s = self._timeline.taken(), total_s - self._busy_s, total_s
         if busy_s > 0:  # the server's tensor work since the last tick, as one span
             spans.append(Span(rank=-1, begin_s=round(clock_s - busy_s, 4), apply_s=round(busy_s, 4)))
+        waiting = [worker for worker in status.workers if worker.waiting_for]
+        holders = self._run.policy.holders() if waiting else ()
         tick = Tick(
             at=at + self._unix_s,
             clock_s=clock_s,
@@ -105,7 +103,10 @@ class TickSink(Sink):
             final=dict(self._run.final),
             staleness=dict(self._run.contributions.staleness),
             durable_version=self._run.rhythm.durable_version if self._has_snapshot else None,
-            waits=_waits(self._run.policy, status.workers),
+            waits=[
+                Wait(rank=worker.rank, ranks=[rank for rank in holders if rank != worker.rank], why=worker.waiting_for)
+                for worker in waiting
+            ],
             spans=spans,
             events=self._events,
             evaluations=self._evaluations,
@@ -116,13 +117,54 @@ class TickSink(Sink):
         engine.publish(at, TickTaken(tick, reports.ran(engine)))
 
 
-def _waits(policy: Policy, workers: list[WorkerStatus]) -> list[Wait]:
-    waiting = [worker for worker in workers if worker.waiting_for]
-    holders = policy.holders() if waiting else ()
-    return [
-        Wait(rank=worker.rank, ranks=[rank for rank in holders if rank != worker.rank], why=worker.waiting_for)
-        for worker in waiting
-    ]
+class RecordingSink(Sink):
+    """Records the run once its first worker joins. A run without workers is not recorded."""
+
+    name = "store"
+    does_io = True
+    kinds = (effects.RunStarted, TickTaken)
+    close_s = 10.0
+    capacity = 1_000  # ticks of 64 workers
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._record: Record | None = None
+        self._events: list[Event] = []  # events before the first worker
+        self._last: Tick | None = None  # the last tick, once the run is over
+
+    def take(self, at: float, fact: effects.Fact) -> None:
+        if isinstance(fact, effects.RunStarted):
+            self._started = fact
+            return
+        assert isinstance(fact, TickTaken)
+        tick = fact.tick
+        if self._record is None:
+            self._events += tick.events
+            if not tick.status.num_ranks:
+                return
+            started = self._started
+            self._record = Record(self._config, run=started.run, mode=started.mode, at_version=started.version)
+            tick = tick.model_copy(update={"events": self._events})
+        self._record.ran = fact.ran
+        whole = self._model.whole  # may be read on this thread, because it is set only once
+        self._record.model = whole.fingerprint if whole is not None else ""
+        if tick.is_over:
+            self._last = tick
+        else:
+            self._record.add(tick)
+
+    def flush(self) -> None:
+        if self._record is not None:
+            self._record.flush()
+
+    def close(self) -> None:
+        """Record the results. The event loop waits for this thread, so the run no longer changes."""
+        if self._record is not None:
+            last = self._last or Tick(at=time.time(), status=reports.status(self._engine))
+            ended_by = reports.ended_by(self._engine)
+            if not ended_by and not self._engine.finished.done():
+                ended_by = "its server was told to stop"
+            self._record.end(last, reports.summary(self._engine), ended_by)
 
 
 class Timeline:
@@ -135,7 +177,7 @@ class Timeline:
         self._until: dict[int, float] = {}  # the end of each rank's last span
         self._spans: dict[int, list[list[float]]] = {}  # by rank: begin, wait, transfer, compute
 
-    def add(self, now_s: float, fact: ContributionTaken) -> None:
+    def add(self, now_s: float, fact: effects.ContributionTaken) -> None:
         """Add the previous exchange and the computing of a contribution that arrived at `now_s`.
 
         If they overlap (delayed update), they are scaled to the time since the last contribution.

@@ -69,9 +69,7 @@ class _Moment:
         name, problem = SnapshotName(*self.age, ""), ""
         try:
             manifests = [load(path).manifest for path in self.paths.values()]
-            names = {
-                SnapshotName(manifest.server_incarnation, manifest.version, manifest.run) for manifest in manifests
-            }
+            names = {SnapshotName(item.server_incarnation, item.version, item.run) for item in manifests}
             name = min(names)
             if len(names) > 1:
                 problem = f"its parts are of different runs, {' and '.join(sorted(name.run for name in names))}"
@@ -101,18 +99,17 @@ class Available:
         self._moments = self._look(self._directory) if self._directory is not None else []
         self.skipped: list[Path] = []  # unusable snapshots that are newer than the loaded one
         if options.resume not in (None, "never") and not self._moments:
-            raise CheckpointError(
-                f"there is no snapshot in {directory} to resume from (checkpoint.resume is {options.resume})",
-                fix="name a directory that ps-server --checkpoint-dir wrote to, or start a new run without --resume",
-            )
+            problem = f"there is no snapshot in {directory} to resume from (checkpoint.resume is {options.resume})"
+            fix = "name a directory that ps-server --checkpoint-dir wrote to, or start a new run without --resume"
+            raise CheckpointError(problem, fix=fix)
 
     def _look(self, directory: Path) -> list[_Moment]:
         here = self._num_shards
         local_paths = candidates(_shard_dir(directory, self._shard, here))
         found = [_Moment(directory, here, age_of(path), {self._shard: path}) for path in local_paths]
         # Other numbers of shards for which at least one shard has snapshots.
-        names = [_NAME.fullmatch(path.name) for path in directory.iterdir()] if directory.is_dir() else []
-        for num_shards in sorted(({int(name[2]) for name in names if name is not None} | {1}) - {here}):
+        names = filter(None, (_NAME.fullmatch(path.name) for path in directory.glob("shard-*")))
+        for num_shards in sorted(({int(name[2]) for name in names} | {1}) - {here}):
             found_here = [candidates(_shard_dir(directory, shard, num_shards)) for shard in range(num_shards)]
             parts = [{age_of(path): path for path in reversed(paths)} for paths in found_here]  # not a replaced .old
             for age in set().union(*parts):
@@ -141,10 +138,9 @@ class Available:
                 return moment.entry.name
         if not self._moments:
             return None
-        raise CheckpointError(
-            f"no snapshot in {self._directory} can be used: " + "; ".join(entry.problem for entry in self.entries),
-            fix="restore a copy of one, or start a new run with checkpoint.resume=never",
-        )
+        problems = "; ".join(entry.problem for entry in self.entries)
+        fix = "restore a copy of one, or start a new run with checkpoint.resume=never"
+        raise CheckpointError(f"no snapshot in {self._directory} can be used: {problems}", fix=fix)
 
     def is_newest(self, directory: Path, name: SnapshotName) -> bool:
         """Whether the newest usable snapshot of this folder has the name."""

@@ -17,7 +17,6 @@ thread, because it waits for the disk. It computes hashes without the GIL.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from ...common.errors import CheckpointError
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
+from .common import States
 from .files import MANIFEST, cannot_write, new_snapshot, sha256_of, sync, writing_to
 from .manifest import (
     OPTIMIZER,
@@ -67,7 +67,7 @@ class Loaded(NamedTuple):
     whole: Layout
     whole_optimizer: OptimizerSpec | None
     files: Files
-    states: Mapping[int, bytes] = MappingProxyType({})  # of scripts, by rank
+    states: States = MappingProxyType({})
 
     @property
     def state(self) -> Tensors:
@@ -75,7 +75,7 @@ class Loaded(NamedTuple):
         return self.files.get(OPTIMIZER, {})
 
 
-def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int, bytes] | None = None) -> Written:
+def write(directory: Path, manifest: Manifest, files: Files, states: States = MappingProxyType({})) -> Written:
     """Write one snapshot, with the states of scripts by rank.
 
     When this returns, the snapshot is on the disk. A crash before leaves no snapshot. Raises CheckpointError if there
@@ -92,8 +92,8 @@ def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int
     with writing_to(directory):
         try:
             with new_snapshot(final) as folder:
-                entries = {name: _write_tensors(folder / name, tensors) for name, tensors in files.items()}
-                written = {rank: _write(folder / state_file(rank), data) for rank, data in (states or {}).items()}
+                entries = {name: _write(folder / name, tensors) for name, tensors in files.items()}
+                written = {rank: _write(folder / state_file(rank), data) for rank, data in states.items()}
                 text = manifest.model_copy(update={"files": entries, "states": written})
                 content = text.model_dump_json(indent=1).encode()
                 _write(folder / MANIFEST, content)
@@ -105,20 +105,14 @@ def write(directory: Path, manifest: Manifest, files: Files, states: Mapping[int
     return Written(final, entries[WEIGHTS].sha256, sum(entry.num_bytes for entry in entries.values()))
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> FileEntry:
-    # safetensors writes from the tensors' own memory, without the GIL. It makes files that only the owner may read. The
-    # files get the directory's permissions instead.
-    save_file(dict(tensors), path)
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    return _synced(path)
-
-
-def _write(path: Path, content: bytes) -> FileEntry:
-    path.write_bytes(content)
-    return _synced(path)
-
-
-def _synced(path: Path) -> FileEntry:
+def _write(path: Path, content: bytes | Tensors) -> FileEntry:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        # safetensors writes from the tensors' own memory, without the GIL. It makes files that only the owner may read.
+        # The files get the directory's permissions instead.
+        save_file(dict(content), path)
+        path.chmod(path.parent.stat().st_mode & 0o666)
     sync(path)
     return FileEntry(num_bytes=path.stat().st_size, sha256=sha256_of(path))
 

@@ -14,6 +14,8 @@ from ...common.errors import CheckpointError, UsageError
 # Pattern of a run's name. Trackers use the name for a folder.
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$"
 _MOST_NAMED = 5
+States = Mapping[int, bytes]  # of ranks' scripts
+Done = Callable[[int], object]  # gets the newest version that is kept
 
 
 class Keeper:
@@ -22,8 +24,8 @@ class Keeper:
 
     num_written = 0  # by this process
 
-    def take(self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes]) -> None:
-        """Keep the newest version. `done` gets the newest version that is kept. See `Snapshots.take`."""
+    def take(self, saved: dict[str, Any], done: Done, states: States) -> None:
+        """Keep the newest version, and call `done`. See `Snapshots.take`."""
 
     def prune(self, least_common: int) -> None:
         """All shards have this version."""
@@ -75,25 +77,20 @@ def choose_common(by_shard: Mapping[int, Sequence[Entry]]) -> SnapshotName | Non
     runs = {shard: {entry.name.run for entry in entries if entry.is_whole} for shard, entries in shards}
     if all(runs.values()) and not set.intersection(*runs.values()):
         kinds = "; ".join(f"shard {shard} of run {', '.join(sorted(of))}" for shard, of in runs.items())
-        raise UsageError(
-            f"the shards have snapshots of different runs: {kinds}",
-            fix="give each shard its own --checkpoint-dir of one run, or start a new run with --resume never",
-        )
-    raise CheckpointError(
-        "no snapshot is complete on all shards: "
-        + "; ".join(f"shard {shard} has {_listed(entries)}" for shard, entries in shards),
-        fix="restore copies of the missing snapshots, or start a new run with --resume never",
-    )
+        fix = "give each shard its own --checkpoint-dir of one run, or start a new run with --resume never"
+        raise UsageError(f"the shards have snapshots of different runs: {kinds}", fix=fix)
+    found = "; ".join(f"shard {shard} has {_listed(entries)}" for shard, entries in shards)
+    fix = "restore copies of the missing snapshots, or start a new run with --resume never"
+    raise CheckpointError(f"no snapshot is complete on all shards: {found}", fix=fix)
 
 
 def _listed(entries: Sequence[Entry]) -> str:
     """Return the newest snapshots of one shard as a phrase."""
     newest = sorted(entries, key=lambda entry: entry.name, reverse=True)
-    named = [
-        f"version {entry.name.version} of server incarnation {entry.name.server_incarnation}"
-        + (f" (unusable: {entry.problem})" if entry.problem else "")
-        for entry in newest[:_MOST_NAMED]
-    ]
+    named = []
+    for (incarnation, version, _), problem, _ in newest[:_MOST_NAMED]:
+        unusable = f" (unusable: {problem})" if problem else ""
+        named.append(f"version {version} of server incarnation {incarnation}{unusable}")
     if len(newest) > _MOST_NAMED:
         named.append(f"{len(newest) - _MOST_NAMED} older")
     return ", ".join(named) or "none"

@@ -44,9 +44,8 @@ def candidates(location: Path) -> list[Path]:
             return [location] if location.is_dir() else []
         found = [path for path in location.iterdir() if _NAME.fullmatch(path.name)] if location.exists() else []
     except OSError as error:
-        raise CheckpointError(
-            f"cannot look for snapshots in {location}: {error.strerror}", fix="name a directory that you may read"
-        ) from None
+        fix = "name a directory that you may read"
+        raise CheckpointError(f"cannot look for snapshots in {location}: {error.strerror}", fix=fix) from None
     return sorted(found, key=lambda path: (age_of(path), path.suffix != ".old"), reverse=True)
 
 
@@ -107,13 +106,15 @@ def writing_to(directory: Path) -> Iterator[None]:
     """Return a context that locks `directory` and removes leftovers. An OSError inside becomes a CheckpointError."""
     try:
         with _locked(directory / ".lock"):
-            _remove_leftovers(directory)
+            for path in directory.iterdir():  # leftovers
+                if path.name.startswith((_WRITING, _REMOVING)):
+                    shutil.rmtree(path)
+                elif path.suffix == ".old" and _NAME.fullmatch(path.name) and path.with_suffix("").exists():
+                    _remove(path)
             yield
     except BlockingIOError:
-        raise CheckpointError(
-            f"another process is writing snapshots to {directory}",
-            fix="stop it, or give every run its own checkpoint.dir",
-        ) from None
+        fix = "stop it, or give every run its own checkpoint.dir"
+        raise CheckpointError(f"another process is writing snapshots to {directory}", fix=fix) from None
     except OSError as error:
         raise cannot_write(directory, error.strerror or str(error)) from None
 
@@ -135,10 +136,9 @@ def sole_server(directory: Path | None) -> Iterator[None]:
                 who = ""
                 with contextlib.suppress(OSError):
                     who = (directory / _SERVER).read_text(errors="replace").strip()
-                raise CheckpointError(
-                    f"another server keeps its snapshots in {directory}: {who or 'it has just started'}",
-                    fix="wait for its end or stop it, or give this job its own --checkpoint-dir",
-                ) from None
+                problem = f"another server keeps its snapshots in {directory}: {who or 'it has just started'}"
+                fix = "wait for its end or stop it, or give this job its own --checkpoint-dir"
+                raise CheckpointError(problem, fix=fix) from None
             except OSError as error:
                 raise cannot_write(directory, error.strerror or str(error)) from None
         yield
@@ -160,10 +160,8 @@ def cannot_write(directory: Path, why: str) -> CheckpointError:
     """Return the error for a snapshot that was not written, with the free space in `directory`."""
     with contextlib.suppress(OSError):
         why += f" ({shutil.disk_usage(directory).free / 1e6:.1f} MB are free there)"
-    return CheckpointError(
-        f"cannot write snapshots to {directory}: {why}",
-        fix="free space or allow writing there, or choose another checkpoint.dir; older snapshots are unchanged",
-    )
+    fix = "free space or allow writing there, or choose another checkpoint.dir; older snapshots are unchanged"
+    return CheckpointError(f"cannot write snapshots to {directory}: {why}", fix=fix)
 
 
 @contextlib.contextmanager
@@ -193,14 +191,6 @@ def new_snapshot(final: Path) -> Iterator[Path]:
 def _remove(path: Path) -> None:
     """Remove a snapshot. The rename comes first, so that no reader finds an incomplete one."""
     shutil.rmtree(path.rename(path.with_name(_REMOVING + path.name)))
-
-
-def _remove_leftovers(directory: Path) -> None:
-    for path in directory.iterdir():
-        if path.name.startswith((_WRITING, _REMOVING)):
-            shutil.rmtree(path)
-        elif path.suffix == ".old" and _NAME.fullmatch(path.name) and path.with_suffix("").exists():
-            _remove(path)
 
 
 def sync(path: Path) -> None:

@@ -114,10 +114,8 @@ def read_manifest(text: bytes) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("format",):
-            raise CheckpointError(
-                f"it has format {first['input']!r}, this version of paramserver reads format 3",
-                fix="resume with the version of paramserver that wrote it",
-            ) from None
+            problem = f"it has format {first['input']!r}, this version of paramserver reads format 3"
+            raise CheckpointError(problem, fix="resume with the version of paramserver that wrote it") from None
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"its manifest is damaged: {where + ': ' if where else ''}{first['msg']}") from None
 
@@ -150,8 +148,7 @@ def check_tensors(manifest: Manifest, layout: Layout, files: Files) -> None:
     if optimizer is not None and hyperparameters is not None:
         if len(hyperparameters) != len(optimizer.groups):
             raise CheckpointError(f"hyperparameters of {len(hyperparameters)} groups for {len(optimizer.groups)}")
-        saved = SavedState(optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {}))
-        check_state(stepped, saved)
+        check_state(stepped, SavedState(optimizer, hyperparameters, manifest.scalars, files.get(OPTIMIZER, {})))
         try:
             for name, group, now in zip(optimizer.classes, optimizer.groups, hyperparameters, strict=True):
                 check_hyperparameters(name, group.hyperparameters)
@@ -173,12 +170,11 @@ def _stepped(layout: Layout, files: Files) -> Layout:
     """Return the layout with the dtypes of the master weights. Raises CheckpointError for wrong master weights."""
     if MASTER not in files:
         return layout
-    narrow = {spec.name: spec for spec in layout.specs if spec.dtype in NARROW and spec.kind is not Kind.FROZEN}
-    expected = {
-        name: (torch.float32, spec.shape)
-        for name, spec in narrow.items()
-        if spec.kind is Kind.PARAMETER or name in files[MASTER]
-    }
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for spec in layout.specs:
+        has_master = spec.kind is Kind.PARAMETER or (spec.kind is Kind.BUFFER and spec.name in files[MASTER])
+        if spec.dtype in NARROW and has_master:
+            expected[spec.name] = torch.float32, spec.shape
     _check_shapes(MASTER, expected, files[MASTER])
     return Layout(replace(spec, dtype="float32") if spec.name in expected else spec for spec in layout.specs)
 

@@ -33,13 +33,18 @@ def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:
         files[TABLES] = merge_tables([part.files[TABLES] for part in parts], mine.tables)
     if (outer := manifest.outer) is not None:
         outer = outer_spec(outer.name, outer.groups[0].hyperparameters, share.layout)
-    changed = {"tensors": share.layout.specs, "optimizer": mine, "outer": outer, "scalars": _scalars(parts)}
+    # A shard whose tensors have no state names no keys with one value per parameter.
+    scalars = tuple(sorted({key for part in parts for key in part.manifest.scalars}))
+    changed = {"tensors": share.layout.specs, "optimizer": mine, "outer": outer, "scalars": scalars}
     manifest = manifest.model_copy(update=changed)
     return Loaded(parts[0].path, manifest, share.layout, whole, optimizer, files, states)
 
 
 def put_together(files: Sequence[Tensors], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
-    """Return the tensors of `share`, joined from the `files` of the shards `before`. Missing tensors are left out."""
+    """Return the tensors of `share`, joined from the `files` of the shards `before`. Missing tensors are left out.
+
+    A number of a tensor (its step count) is the same in all its parts.
+    """
     by_name = {name: tensor for file in files for name, tensor in file.items()}
     pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}  # for each tensor: first row, and rows
     for part in (part for share in before for part in share.parts):
@@ -49,9 +54,9 @@ def put_together(files: Sequence[Tensors], before: list[Share], share: Share) ->
     for part in share.parts:
         if part.name in by_name:
             found[part.name] = by_name[part.name]
-        elif part.spec.name in pieces:
-            rows = [rows[max(0, part.first - at) : max(0, part.end - at)] for at, rows in pieces[part.spec.name]]
-            found[part.name] = torch.cat(rows)
+        elif (known := pieces.get(part.spec.name)) is not None:
+            rows = [rows[max(0, part.first - at) : max(0, part.end - at)] for at, rows in known if rows.dim()]
+            found[part.name] = torch.cat(rows) if rows else known[0][1].clone()
     return found
 
 
@@ -60,42 +65,27 @@ def merge_tables(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> dict[
     found: dict[str, torch.Tensor] = {}
     for table in tables:
         before = [table.part(number, len(files)) for number in range(len(files))]
-        known = {
-            full: tensor for file in files for full, tensor in file.items() if full.partition("/")[2] == table.name
-        }
-        for full, example in known.items():  # a shard whose rows were never stepped has no state of them
+        known = {key: tensor for file in files for key, tensor in file.items() if key.partition("/")[2] == table.name}
+        for key, example in known.items():  # a shard whose rows were never stepped has no state of them
             if not example.dim():
-                found[full] = torch.stack([file[full] for file in files if full in file]).max()
+                found[key] = torch.stack([file[key] for file in files if key in file]).max()
                 continue
             empty = [example.new_zeros(part.end - part.first, *example.shape[1:]) for part in before]
-            tensors = [file.get(full, other) for file, other in zip(files, empty, strict=True)]
-            found[full] = torch.cat([
+            tensors = [file.get(key, other) for file, other in zip(files, empty, strict=True)]
+            found[key] = torch.cat([
                 tensor[max(0, table.first - part.first) : max(0, table.end - part.first)]
                 for tensor, part in zip(tensors, before, strict=True)
             ])  # fmt: skip
     return found
 
 
-def _scalars(parts: Sequence[Loaded]) -> tuple[str, ...]:
-    """Return the keys with one value per parameter. A shard whose tensors have no state names none."""
-    return tuple(sorted({key for part in parts for key in part.manifest.scalars}))
-
-
 def _state_together(parts: list[Loaded], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
-    """Return the optimizer state. Elementwise keys are joined as weights are; scalars are copied to each part."""
+    """Return the optimizer state. Each of its keys is joined as weights are."""
     by_key: dict[str, dict[str, torch.Tensor]] = {}
     for full, tensor in (item for part in parts for item in part.state.items()):
         key, _, name = full.partition("/")
         by_key.setdefault(key, {})[name] = tensor
-    scalars, found = _scalars(parts), dict[str, torch.Tensor]()
+    found: dict[str, torch.Tensor] = {}
     for key, tensors in by_key.items():
-        if key in scalars:
-            values = {
-                part.spec.name: tensors[part.name] for share in before for part in share.parts if part.name in tensors
-            }
-            whole = {part.name: part.spec.name for part in share.parts if part.spec.name in values}
-            shard_tensors = {name: values[source].clone() for name, source in whole.items()}
-        else:
-            shard_tensors = put_together([tensors], before, share)
-        found |= {f"{key}/{name}": tensor for name, tensor in shard_tensors.items()}
+        found |= {f"{key}/{name}": tensor for name, tensor in put_together([tensors], before, share).items()}
     return found

@@ -41,11 +41,9 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
     try:
         model.check_optimizer(optimizer)
     except ParamServerError as error:
-        raise CheckpointError(
-            f"snapshot {loaded.path} was made in mode {manifest.mode} with {optimizer.name}, which this run's server "
-            f"cannot run: {error.message}",
-            fix="resume in the snapshot's mode, or start a new run with --resume never",
-        ) from None
+        problem = f"snapshot {loaded.path} was made in mode {manifest.mode} with {optimizer.name}, which this run's"
+        fix = "resume in the snapshot's mode, or start a new run with --resume never"
+        raise CheckpointError(f"{problem} server cannot run: {error.message}", fix=fix) from None
     model.source = str(loaded.path)
     model.adopt(loaded.whole, optimizer)
     model.may_change = True
@@ -86,9 +84,6 @@ class Line(NamedTuple):
     since: int  # server incarnation with which the line began
     origin: list[Any]  # of a branch: server incarnation, version and run of the snapshot that it began from
 
-    def is_in(self, directory: Path) -> bool:
-        return self.path == str(directory.resolve()) or self.inode == _inode(directory)
-
     @property
     def parent(self) -> str | None:
         """The run and version that a branch began from, as a phrase."""
@@ -106,11 +101,9 @@ def take_line(config: Config, available: Available, name: SnapshotName | None, r
     known: Line | None = None
     with contextlib.suppress(OSError, ValueError, TypeError):
         known = Line(**read_json((directory / _LINE).read_text()))
+    line = Line(run, str(directory.resolve()), _inode(directory), incarnation, list(name or ()))
     if name is not None and known is not None and _goes_on(config, available, name, known):
-        run, incarnation, origin = known.run, known.since, known.origin
-    else:
-        origin = list(name or ())
-    line = Line(run, str(directory.resolve()), _inode(directory), incarnation, origin)
+        line = line._replace(run=known.run, since=known.since, origin=known.origin)
     _write(directory / _LINE, to_json(line._asdict()))
     return line
 
@@ -118,7 +111,7 @@ def take_line(config: Config, available: Available, name: SnapshotName | None, r
 def _goes_on(config: Config, available: Available, name: SnapshotName, line: Line) -> bool:
     """Whether a server that continues from this snapshot goes on with the line of its folder."""
     directory = Path(config.checkpoint.dir or "")
-    if not line.is_in(directory):
+    if line.path != str(directory.resolve()) and line.inode != _inode(directory):
         return False
     if name.run == line.run:
         return config.checkpoint.resume in (None, "latest") or available.is_newest(directory, name)
@@ -127,8 +120,7 @@ def _goes_on(config: Config, available: Available, name: SnapshotName, line: Lin
 
 
 def _inode(directory: Path) -> list[int]:
-    found = directory.stat() if directory.exists() else None
-    return [] if found is None else [found.st_dev, found.st_ino]
+    return [directory.stat().st_dev, directory.stat().st_ino] if directory.exists() else []
 
 
 def _write(path: Path, text: str) -> None:

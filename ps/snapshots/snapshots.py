@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .available import snapshot_dir
 from .checkpoint import Written, write
-from .common import Keeper
+from .common import Done, Keeper, States
 from .files import age_of, drop, mark_begun, prune
 from .manifest import ShareEntry
 from .store_state import Captured, capture, manifest_of, tensors_of
@@ -63,9 +63,7 @@ class Snapshots(Keeper):
         self._is_dropped = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots", initializer=_lower_priority)
 
-    def take(
-        self, saved: dict[str, Any], done: Callable[[int], object], states: Mapping[int, bytes] | None = None
-    ) -> None:
+    def take(self, saved: dict[str, Any], done: Done, states: States) -> None:
         """Start a snapshot. `done` gets its version once it is on the disk, or `least_common` after a failure.
 
         The lowest version that the shards report is the newest that all of them have. `saved` are fields of the
@@ -74,22 +72,15 @@ class Snapshots(Keeper):
         """
         into, self._captured = self._captured, None
         copied = self._tensors.run(partial(capture, self._model.store, into))
-        self._writing = asyncio.create_task(self._store(saved, states or {}, copied, done))
+        self._writing = asyncio.create_task(self._store(saved, states, copied, done))
 
-    async def _store(
-        self,
-        saved: dict[str, Any],
-        states: Mapping[int, bytes],
-        copied: asyncio.Future[Captured],
-        done: Callable[[int], object],
-    ) -> None:
+    async def _store(self, saved: dict[str, Any], states: States, copied: asyncio.Future[Captured], done: Done) -> None:
         """Write the copy of the store once it is made. Training does not wait for this."""
         try:
             captured = await copied
             began = time.monotonic()
             try:
-                write_it = partial(self._write, saved, states, captured)
-                written = await asyncio.get_running_loop().run_in_executor(self._thread, write_it)
+                written = await asyncio.wrap_future(self._thread.submit(self._write, saved, states, captured))
             finally:
                 self._captured = captured
         except Exception as error:  # older snapshots stay, and the run continues without this one
@@ -104,7 +95,7 @@ class Snapshots(Keeper):
         self._taken = SnapshotTaken(version, saved["rows"], str(path), sha256)
         done(version)
 
-    def _write(self, saved: dict[str, Any], states: Mapping[int, bytes], captured: Captured) -> Written:
+    def _write(self, saved: dict[str, Any], states: States, captured: Captured) -> Written:
         if self._is_dropped:
             raise CheckpointError("the shards were not in the same state when it was taken")
         model, server, run = self._model, self._config.server, self._config.run

@@ -177,11 +177,10 @@ def restore(store: Store, loaded: Loaded, is_outer: bool = False) -> None:
         name, groups = store.optimizer.name, store.optimizer.torch.param_groups
         spec = manifest.outer or manifest.optimizer
         if spec is None or spec.name.lower() != name.lower() or len(spec.groups) != len(groups):
-            raise CheckpointError(
-                f"snapshot {loaded.path} has the state of {spec.name if spec else 'no optimizer'}, the run uses {name}",
-                fix="resume with the optimizer the run was started with"
-                + (", and with policy.outer_delay or without it as it was" if is_outer else ""),
-            )
+            known = spec.name if spec else "no optimizer"
+            delay = ", and with policy.outer_delay or without it as it was" if is_outer else ""
+            fix = f"resume with the optimizer the run was started with{delay}"
+            raise CheckpointError(f"snapshot {loaded.path} has the state of {known}, the run uses {name}", fix=fix)
         saved = SavedState(spec, manifest.hyperparameters, manifest.scalars, loaded.state)
         store.optimizer.set_state(_state_from(store.step_layout, saved))
     if store.tables is not None:

@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from ...common.errors import ParamServerError
 from ...common.tensors.fused import kernel_of
 from ...common.tensors.layout import Entry, FlatRun, Layout, View, joined
 from ...common.tensors.optimizers import (
+    GroupSpec,
     Hyperparameters,
     JointOptimizer,
     OptimizerSpec,
@@ -39,6 +41,7 @@ from .windows import Window
 
 # Changes no result. torch's RMSprop makes the buffer of its momentum at its first step only, if momentum is above 0.
 _LEAST_MOMENTUM = 1e-30
+_offset = attrgetter("offset")  # of an entry
 
 
 class TensorState(NamedTuple):
@@ -115,9 +118,9 @@ class _Lines(_Flat):
         self._dtype, self._end, size = runs[0].dtype, runs[-1].end, runs[0].dtype.itemsize
         self._places = torch.cat([torch.arange(run.offset // size, run.end // size) for run in runs])
         num_per_line = _LINE_BYTES // size
-        self._num_elements = -(-len(self._places) // num_per_line) * num_per_line
+        num_elements = -(-len(self._places) // num_per_line) * num_per_line
         self._weights = weights
-        self._gradient = self._zeros()
+        self._gradient = torch.zeros(num_elements, dtype=self._dtype)
         self.parameter = torch.nn.Parameter(self.read(weights), requires_grad=False)
 
     def move(self, weights: torch.Tensor) -> None:
@@ -132,7 +135,7 @@ class _Lines(_Flat):
         self.write(self.parameter.data, self._weights)
 
     def read(self, payload: torch.Tensor) -> torch.Tensor:
-        out = self._zeros()
+        out = torch.zeros_like(self._gradient)
         self._gather(payload, out)
         return out
 
@@ -142,9 +145,6 @@ class _Lines(_Flat):
     def _gather(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         torch.index_select(payload[: self._end].view(self._dtype), 0, self._places, out=out[: len(self._places)])
 
-    def _zeros(self) -> torch.Tensor:
-        return torch.zeros(self._num_elements, dtype=self._dtype)
-
 
 _LINE_BYTES = 64  # size of the widest SIMD vectors
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -153,21 +153,18 @@ _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 class FlatOptimizer:
     """Steps the parameters of `weights`, uint8 [layout.total_bytes], in windows."""
 
-    def __init__(self, spec: OptimizerSpec, layout: Layout, weights: torch.Tensor, windows: list[Window]) -> None:
-        self._layout = layout
+    def __init__(
+        self, spec: OptimizerSpec, layout: Layout, weights: torch.Tensor, windows: list[Window], view: View
+    ) -> None:
+        self._layout, self._view = layout, view
         self._ranges = [(window.start, window.end) for window in windows]
         self._weights = [weights] * len(windows)  # for each window, the payload with its weights
-        self._has_lines = [
-            _has_lines(cls, group.hyperparameters) for cls, group in zip(spec.classes, spec.groups, strict=True)
-        ]
-        entries = {entry.spec.name: entry for entry in layout.entries}
-        hyperparameters = [
-            sorted((entries[name] for name in group.tensors if entries[name].num_bytes), key=_offset)
-            for group in spec.groups
-        ]
+        self._has_lines = [_has_lines(*item) for item in zip(spec.classes, spec.groups, strict=True)]
+        names = [set(group.tensors) for group in spec.groups]
+        members = [[entry for entry in layout.entries if entry.num_bytes and entry.spec.name in of] for of in names]
         # The flats by window, then by group.
         self._windows = [
-            [list(self._build(index, group, hyperparameters[group])) for group in range(len(hyperparameters))]
+            [list(self._build(index, group, entries)) for group, entries in enumerate(members)]
             for index in range(len(windows))
         ]
         groups = [
@@ -181,21 +178,19 @@ class FlatOptimizer:
         ]
         self._is_parted = False  # whether some flats have skipped steps that others took
         self._newest: list[Hyperparameters] = []  # hyperparameters that were set last
+        self.unscaled: list[Hyperparameters] = []  # of each group, what `begin` has scaled
 
     def _build(self, index: int, group: int, entries: list[Entry], history: int = 0) -> Iterator[_Flat]:
         """Yield the flats for the parts of these tensors that are in window `index`, in the order of a payload."""
         start, end = self._ranges[index]
         weights = self._weights[index]
         ends: defaultdict[torch.dtype, list[FlatRun]] = defaultdict(list)
-        for of_tensors in joined(_lying_in(start, end, entries)):
-            if (run := of_tensors.within(start, end)) is None:
-                continue
+        for run in filter(None, (run.within(start, end) for run in joined(_lying_in(start, end, entries)))):
             size = run.dtype.itemsize
             num_left = run.num_elements % (_LINE_BYTES // size) if self._has_lines[group] else 0
             if num_whole := run.num_elements - num_left:
                 whole = replace(run, num_elements=num_whole)
-                tensors = _lying_in(whole.offset, whole.end, entries)
-                yield _Flat(whole, weights, tensors, history)
+                yield _Flat(whole, weights, _lying_in(whole.offset, whole.end, entries), history)
             if num_left:
                 ends[run.dtype].append(replace(run, offset=run.offset + num_whole * size, num_elements=num_left))
         for runs in ends.values():
@@ -225,29 +220,33 @@ class FlatOptimizer:
             if state := self.torch.state.get(flat.parameter):
                 state.update({key: torch.zeros_like(flat.parameter) for key in wanted - state.keys()})
 
-    def slow_down(self, lr_scale: float, momentum_among: int) -> list[Hyperparameters]:
-        """Multiply every group's learning rate by `lr_scale`, and reduce its momentum. Return what `restore` needs.
+    def begin(
+        self, version: int, groups: Sequence[Hyperparameters], lr_scale: float = 1.0, momentum_among: int = 1
+    ) -> None:
+        """Prepare the steps of the windows that make the next of `version`. `end` follows.
 
-        `lr_scale` is 0 or more. `momentum_among` is the number of workers whose gradients step one by one. Their delay
-        already acts as momentum, so `momentum_left` reduces the group's momentum. Returns [] if nothing changed.
+        `groups`: the hyperparameters of each group; empty: they stay. `lr_scale`, 0 or more, multiplies every learning
+        rate. `momentum_among` is the number of workers whose gradients step one by one. Their delay already acts as
+        momentum, so `momentum_left` reduces the group's momentum.
         """
-        before: list[Hyperparameters] = []
+        if groups:
+            self.set_hyperparameters(groups)
+        self.torch.at(version)
+        if lr_scale == 1.0 and momentum_among == 1:
+            return
         for group in self.torch.param_groups:
             momentum = group.get("momentum") if momentum_among != 1 else None
-            if lr_scale == 1.0 and not momentum:
-                before.append({})
-                continue
-            before.append({"lr": group["lr"], "momentum": momentum} if momentum else {"lr": group["lr"]})
+            self.unscaled.append({"lr": group["lr"], "momentum": momentum} if momentum else {"lr": group["lr"]})
             group["lr"] = group["lr"] * lr_scale
             if momentum:
                 least = 0.0 if "dampening" in group else _LEAST_MOMENTUM  # SGD makes its buffer when it needs one
                 group["momentum"] = max(least, momentum_left(momentum, momentum_among))
-        return before if any(before) else []
 
-    def restore(self, before: list[Hyperparameters]) -> None:
-        """Undo `slow_down`."""
-        for group, values in zip(self.torch.param_groups, before, strict=True):
+    def end(self) -> None:
+        """Restore the learning rates and momenta that `begin` scaled."""
+        for group, values in zip(self.torch.param_groups, self.unscaled, strict=True):
             group.update(values)
+        self.unscaled.clear()
 
     def move(self, index: int, weights: torch.Tensor) -> None:
         """Step window `index` in this payload from now on. It must have the same weights."""
@@ -256,9 +255,7 @@ class FlatOptimizer:
             for flat in flats:
                 flat.move(weights)
 
-    def step(
-        self, index: int, gradient: torch.Tensor, view: View, without: frozenset[str] | set[str] = frozenset()
-    ) -> None:
+    def step(self, index: int, gradient: torch.Tensor, without: frozenset[str] | set[str] = frozenset()) -> None:
         """Step window `index` along `gradient`, uint8 [exchange_bytes].
 
         Tensors `without` a gradient stay unchanged, as in torch: no decay, no momentum, and no step is counted.
@@ -267,11 +264,11 @@ class FlatOptimizer:
         if without:
             for number in range(len(window)):
                 self._part(index, number, lambda name: name in without)
-        elif self._step_directly(window, gradient, view):
+        elif self._step_directly(window, gradient):
             return
         stepped = [flat for flats in window for flat in flats if not (without and flat.tensors[0].spec.name in without)]
         for flat in stepped:
-            flat.parameter.grad = flat.prepare(gradient, view)
+            flat.parameter.grad = flat.prepare(gradient, self._view)
         # A fused step of torch cannot mix parameters with state and parameters without.
         for has_state in (True, False) if self._is_parted else (None,):
             # The flats of the window with state (True), without state (False), or all (None).
@@ -286,7 +283,7 @@ class FlatOptimizer:
             flat.finish()
             flat.parameter.grad = None  # the gradient's memory is reused
 
-    def _step_directly(self, window: list[list[_Flat]], gradient: torch.Tensor, view: View) -> bool:
+    def _step_directly(self, window: list[list[_Flat]], gradient: torch.Tensor) -> bool:
         """Step with the groups' kernels, and return True. If a kernel or its state is missing, only return False."""
         if gradient.numel() < self._layout.exchange_bytes:  # a kernel would read beyond the end; torch raises an error
             return False
@@ -300,7 +297,7 @@ class FlatOptimizer:
                     return False
                 steps.append((step, flats))
         for step, flats in steps:
-            step([flat.parameter for flat in flats], [flat.prepare(gradient, view) for flat in flats])
+            step([flat.parameter for flat in flats], [flat.prepare(gradient, self._view) for flat in flats])
             for flat in flats:
                 flat.finish()
         return True
@@ -341,15 +338,13 @@ class FlatOptimizer:
         """Copy the state of a flat to the last group of `state`, and its elementwise part to the payloads."""
         keys, scalars = [], {}
         for key, value in self.torch.state.get(flat.parameter, {}).items():
-            if value is None:
-                continue
-            if value.dim() == 0:
+            if value is not None and value.dim() == 0:
                 scalars[key] = value.clone()
-                continue
-            if (value.dtype, value.shape) != (flat.parameter.dtype, flat.parameter.shape):
-                raise ParamServerError(f"{self.name} keeps {key} in a form unlike its weights")
-            keys.append(key)
-            flat.write(value, state.payload(key, self._layout))
+            elif value is not None:
+                if (value.dtype, value.shape) != (flat.parameter.dtype, flat.parameter.shape):
+                    raise ParamServerError(f"{self.name} keeps {key} in a form unlike its weights")
+                keys.append(key)
+                flat.write(value, state.payload(key, self._layout))
         of_all = TensorState(frozenset(keys), scalars)
         state.groups[-1].tensors.update((entry.spec.name, of_all) for entry in flat.tensors)
 
@@ -383,8 +378,8 @@ class FlatOptimizer:
 
     @property
     def num_state_bytes(self) -> int:
-        tensors = [v for entry in self.torch.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        values = (value for state in self.torch.state.values() for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def _switches(group: Mapping[str, Any]) -> list[bool]:
@@ -392,17 +387,13 @@ def _switches(group: Mapping[str, Any]) -> list[bool]:
     return [bool(group.get(name)) for name in ("momentum", "centered", "amsgrad")]
 
 
-def _has_lines(cls: str, hyperparameters: Hyperparameters) -> bool:
+def _has_lines(cls: str, group: GroupSpec) -> bool:
     """Whether the fused kernel and the scalar code of a class round differently.
 
     In SGD without momentum they do not, which saves two copies for each step. This ignores a momentum that is set
     later.
     """
-    return has_fused(cls) and (cls.lower() != "sgd" or bool(hyperparameters.get("momentum")))
-
-
-def _offset(entry: Entry) -> int:
-    return entry.offset
+    return has_fused(cls) and (cls.lower() != "sgd" or bool(group.hyperparameters.get("momentum")))
 
 
 def _lying_in(start: int, end: int, entries: list[Entry]) -> list[Entry]:

@@ -8,20 +8,13 @@ arXiv:1710.03740). Averaged running statistics of 16 bits have master values too
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from ...common.tensors.layout import FlatRun, Kind, Layout, TensorSpec, joined, new_payload
 
 NARROW = ("float16", "bfloat16")
-
-
-class _Pair(NamedTuple):
-    """The same elements in the workers' layout and in the layout of the master weights."""
-
-    narrow: FlatRun
-    wide: FlatRun
+Pair = tuple[FlatRun, FlatRun]  # the same elements in the workers' layout, and in the layout of the master weights
 
 
 class Master:
@@ -40,16 +33,17 @@ class Master:
         self._pairs = _pairs(narrow, self.layout)
         self.weights = new_payload(self.layout.total_bytes)
         self.free: list[torch.Tensor] = []  # memory of contributions that were folded
-        self.set(published)
+        self.widened(published, self.weights)
 
-    def set(self, published: torch.Tensor) -> None:
-        """Continue from these weights, in the workers' layout."""
-        self._widen(published, self.weights)
+    def widened(self, payload: torch.Tensor, wide: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a payload of the workers' layout in the layout of the master weights.
 
-    def widened(self, payload: torch.Tensor) -> torch.Tensor:
-        """Return a payload of the workers' layout in the layout of the master weights. `free` takes it back."""
-        wide = self.free.pop() if self.free else new_payload(self.layout.total_bytes)
-        self._widen(payload, wide)
+        It is written to `wide`, or to memory that `free` takes back.
+        """
+        if wide is None:
+            wide = self.free.pop() if self.free else new_payload(self.layout.total_bytes)
+        for narrow, run in self._pairs:
+            run.view(wide).copy_(narrow.view(payload))
         return wide
 
     def contribution(self, payload: torch.Tensor, published: torch.Tensor, are_weights: bool) -> torch.Tensor:
@@ -73,31 +67,26 @@ class Master:
     def num_bytes(self) -> int:
         return sum(payload.numel() for payload in (self.weights, *self.free))
 
-    def _widen(self, payload: torch.Tensor, wide: torch.Tensor) -> None:
-        for narrow, run in self._pairs:
-            run.view(wide).copy_(narrow.view(payload))
-
 
 def first_narrow(layout: Layout) -> TensorSpec | None:
     """Return the first 16-bit parameter, or None."""
     return next((spec for spec in layout.specs if spec.kind is Kind.PARAMETER and spec.dtype in NARROW), None)
 
 
-def _pairs(narrow: Layout, wide: Layout) -> list[_Pair]:
+def _pairs(narrow: Layout, wide: Layout) -> list[Pair]:
     """Return the pairs of all tensors of `wide`. Neighbours of one dtype in both layouts are one pair."""
     entries = {entry.spec.name: entry for entry in wide.entries}
-    pairs: list[_Pair] = []
+    pairs: list[Pair] = []
     for entry in narrow.entries:
         if (other := entries.get(entry.spec.name)) is None:
             continue
-        of_entry = [joined([item])[0] for item in (entry, other)]
-        if pairs and all(_follows(*runs) for runs in zip(pairs[-1], of_entry, strict=True)):
-            num = pairs[-1].narrow.num_elements + entry.spec.num_elements
-            pairs[-1] = _Pair(*(replace(run, num_elements=num) for run in pairs[-1]))
-        else:
-            pairs.append(_Pair(*of_entry))
+        here, there = joined([entry])[0], joined([other])[0]
+        if pairs:
+            before, above = pairs[-1]
+            ends = [(run.end, run.kind, run.dtype) for run in (before, above)]
+            if ends == [(run.offset, run.kind, run.dtype) for run in (here, there)]:
+                num = before.num_elements + here.num_elements
+                pairs[-1] = replace(before, num_elements=num), replace(above, num_elements=num)
+                continue
+        pairs.append((here, there))
     return pairs
-
-
-def _follows(run: FlatRun, other: FlatRun) -> bool:
-    return run.end == other.offset and (run.kind, run.dtype) == (other.kind, other.dtype)

@@ -25,7 +25,7 @@ from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..policies.base import Policy
 from .master import first_narrow
-from .replies.publication import Changes, Publisher
+from .replies.publication import Changes, Publication, Publisher
 from .replies.reference import References
 from .staging import StagingPool
 from .store import Store, StoreOptions
@@ -65,8 +65,7 @@ class Model:
     def __init__(self, config: Config, tensors: TensorThread, policy: Policy) -> None:
         self._config, self._tensors = config, tensors
         self.kind = policy.kind
-        self._may_sum, self._has_rounds, self._has_fragments = policy.may_sum, policy.has_rounds, policy.fragments > 1
-        self._outer = policy.outer
+        self._policy, self._outer = policy, policy.outer
         self.whole: Layout | None = None  # the workers' model
         self.whole_optimizer: OptimizerSpec | None = None
         self.share: Share | None = None  # this shard's part of the model; with one shard, all of it
@@ -94,17 +93,19 @@ class Model:
     @property
     def running(self) -> OptimizerSpec | None:
         """The optimizer that runs here, or whose state the server keeps for the workers."""
-        return self.outer or (self.optimizer if not self.kind.worker_steps or self._can_be_kept() else None)
-
-    def _can_be_kept(self) -> bool:
-        """Whether the server can keep the state of the workers' optimizer: a class of torch that is elementwise."""
-        if not self.kind.has_peers or self.optimizer is None or self.optimizer.tables:
-            return False
+        if (outer := self.outer) is not None:
+            return outer
+        optimizer = self.optimizer
+        if optimizer is None or not self.kind.worker_steps:
+            return optimizer
+        # The server can keep the workers' state only for a class of torch that is elementwise.
+        if not self.kind.has_peers or optimizer.tables:
+            return None
         try:
-            self.optimizer.check_known()
+            optimizer.check_known()
         except ParamServerError:
-            return False
-        return True
+            return None
+        return optimizer
 
     # ---- what all workers agree on --------------------------------------------------------
 
@@ -143,13 +144,11 @@ class Model:
         """
         mode, aggregation = self._config.run.mode, self._config.policy.aggregation
         sums = optimizer.reduction == "sum"
-        if sums and not (self._may_sum and self.kind.steps_along_mean_gradient):
+        if sums and not (self._policy.may_sum and self.kind.steps_along_mean_gradient):
             why = "steps use a weighted mean" if not self.kind.worker_steps else "workers step by themselves"
-            raise refusal(
-                Reason.OPTIMIZER_UNSUPPORTED,
-                f"session.optimizer(..., reduction='sum') in mode {mode}, whose {why}",
-                fix="use --mode sync, allreduce, async or ssp; or a loss that is a mean over its batch",
-            )
+            problem = f"session.optimizer(..., reduction='sum') in mode {mode}, whose {why}"
+            fix = "use --mode sync, allreduce, async or ssp; or a loss that is a mean over its batch"
+            raise refusal(Reason.OPTIMIZER_UNSUPPORTED, problem, fix=fix)
         if error := refused(choices_of(self._config, mode, has_rows=bool(optimizer.tables))):
             raise refusal(Reason.OPTIMIZER_UNSUPPORTED, error.message, fix=error.fix)
         if self.kind.worker_steps:
@@ -283,29 +282,24 @@ class Model:
         assert self.layout is not None
         server, policy = self._config.server, self._config.policy
         self.prepare_tables(None)
-        self.store = Store(
-            self.layout,
-            weights.payload,
-            self.running,
-            StoreOptions(
-                **dict(self._config.store),
-                aggregation=AGGREGATIONS.load(policy.aggregation),
-                trim=policy.trim,
-                is_part=server.shards > 1,
-                measures_direction=self._outer is not None,
-                steps=not self.kind.has_peers,
-                has_master=self._has_master(),
-            ),
-            self._tables,
+        options = StoreOptions(
+            **dict(self._config.store),
+            aggregation=AGGREGATIONS.load(policy.aggregation),
+            trim=policy.trim,
+            is_part=server.shards > 1,
+            measures_direction=self._outer is not None,
+            steps=not self.kind.has_peers,
+            has_master=self._has_master(),
         )
+        self.store = Store(self.layout, weights.payload, self.running, options, self._tables)
         restore(self.store)
         num_bytes = self.layout.exchange_bytes
         self._tensors.size_for(num_bytes)
         self.staging = StagingPool(server.max_staged, num_bytes)
-        notify, version = self._tensors.notify, self.store.version
-        self.publisher = Publisher(weights, num_bytes, server.max_replies, self.new_memory, notify, version)
-        self.changes = Changes(self.layout, version)
-        self.references = References(self.store, self._tensors, self._has_rounds, self._has_fragments)
+        first = Publication(self.store.version, weights, num_bytes, self._tensors.notify)
+        self.publisher = Publisher(first, server.max_replies, self.new_memory)
+        self.changes = Changes(self.layout, self.store.version)
+        self.references = References(self.store, self._tensors, self._policy.has_rounds, self._policy.fragments > 1)
         self.has_weights = True
 
     def replace(self, weights: torch.Tensor, version: int) -> None:
@@ -345,10 +339,8 @@ def outer_spec(name: str, arguments: Mapping[str, Any], layout: Layout) -> Optim
 
 def names_of(layout: Layout, optimizer: OptimizerSpec) -> tuple[str, str]:
     """Return hexadecimal hashes of a model and of its optimizer, by which equal models are recognised."""
-    spec: list[Any] = [
-        optimizer.name,
-        [[list(group.tensors), dict(group.hyperparameters)] for group in optimizer.groups],
-    ]
+    groups = [[list(group.tensors), dict(group.hyperparameters)] for group in optimizer.groups]
+    spec: list[Any] = [optimizer.name, groups]
     if optimizer.tables:
         spec.append([vars(table) for table in optimizer.tables])
     if optimizer.reduction != "mean":

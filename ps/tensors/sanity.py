@@ -50,9 +50,10 @@ class Sanity:
         name_of: Callable[[FlatRun], str] = lambda _: "",
     ) -> None:  # fmt: skip
         self.limits = limits
+        self._limits_here = limits.model_copy(update={"max_norm": None}) if is_part else limits
         self._windows, self._view, self._name_of = windows, view, name_of
-        self._is_gradient, self._is_part = is_gradient, is_part
         self._floats = [piece for window in windows for piece in window.pieces if piece.is_float]
+        self._is_gradient, self._is_part = is_gradient, is_part
 
     def look(self, payload: torch.Tensor, windows: slice, findings: Findings) -> None:
         """Add the findings in some windows of a payload. After the first NaN or Inf, no window is examined."""
@@ -113,10 +114,6 @@ class Sanity:
         self.look(payload, slice(None), findings)
         return findings
 
-    @property
-    def _limits_here(self) -> StoreConfig:
-        return self.limits.model_copy(update={"max_norm": None}) if self._is_part else self.limits
-
     def changes(self, findings: Findings) -> bool:
         """Whether `judge` will change a payload with these findings."""
         is_sound = findings.is_finite and self.limits.max_norm is None
@@ -129,14 +126,12 @@ class Sanity:
         """
         if findings.is_finite and self.limits.max_norm is None:
             return SOUND
-        limits = self._limits_here
-        action, problem, limit = decide(limits, findings.is_finite, findings.norm)
+        action, problem, limit = decide(self._limits_here, findings.is_finite, findings.norm)
         is_clipped = False
         if not findings.is_finite:
-            found = (self.first_unsound(payload, window) for window in self._windows)
-            first = next((element for element in found if element is not None), None)
-            name = self._name_of(first) if first is not None else ""
-            problem += f" in '{name}'" if name else ""
+            found = filter(None, (self.first_unsound(payload, window) for window in self._windows))
+            if name := next(map(self._name_of, found), ""):
+                problem += f" in '{name}'"
             if action == "clip":
                 # By 0 in a gradient, and by the server's value in statistics and weights.
                 for piece in self._floats:
@@ -146,7 +141,7 @@ class Sanity:
                     else:
                         values.copy_(torch.where(torch.isfinite(values), values, piece.view(weights)))
                 is_clipped, findings = True, self._look_at_all(payload)
-                action, other, limit = decide(limits, findings.is_finite, findings.norm)
+                action, other, limit = decide(self._limits_here, findings.is_finite, findings.norm)
                 problem = f"{problem}, and without them {other}" if other else problem
         if action == "clip" and self.limits.max_norm is not None:
             self.scale(payload, factor_to(self.limits.max_norm, findings.norm))
@@ -169,18 +164,13 @@ class Sanity:
         assert action != "take"
         return Judgement(action, problem, limit)
 
-    def scale(self, payload: torch.Tensor, factor: float) -> None:
-        """Multiply the parameters by `factor`, 0 to 1."""
-        for window in self._windows:
-            self.scale_window(payload, window, factor)
-
-    def scale_window(self, payload: torch.Tensor, window: Window, factor: float) -> None:
-        """Multiply the parameters of one window by `factor`, 0 to 1."""
+    def scale(self, payload: torch.Tensor, factor: float, window: Window | None = None) -> None:
+        """Multiply the parameters of one window, or of all, by `factor`, 0 to 1."""
         factors = (factor,) if factor >= _LEAST_FACTOR else (math.sqrt(factor),) * 2
-        for piece in window.pieces:
-            if piece.kind is Kind.PARAMETER:
-                for item in factors:
-                    self._view(piece, payload).mul_(item)
+        windows = self._windows if window is None else [window]
+        for piece in (piece for window in windows for piece in window.pieces if piece.kind is Kind.PARAMETER):
+            for item in factors:
+                self._view(piece, payload).mul_(item)
 
 
 def _sum(values: torch.Tensor) -> float:

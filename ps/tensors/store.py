@@ -112,7 +112,7 @@ class Store:
         self.averaged = stepped.clone() if options.polyak is not None else None
         self.optimizer = None
         if optimizer is not None:
-            self.optimizer = FlatOptimizer(optimizer, self.step_layout, stepped, self._windows)
+            self.optimizer = FlatOptimizer(optimizer, self.step_layout, stepped, self._windows, self._view)
 
     def fold(
         self,
@@ -151,7 +151,7 @@ class Store:
         target.copy_(weights)
         self.weights = target
         if self.master is not None:
-            self.master.set(weights)
+            self.master.widened(weights, self.master.weights)
 
     def change(self, rule: Callable[..., object], *weights: torch.Tensor) -> None:
         """Change the weights in place: call `rule(layout, now, *weights)`, with all weights in that layout."""
@@ -180,18 +180,14 @@ class Store:
         still apply momentum and weight decay. Raises Unsound if the step leaves NaN or Inf in the weights, which then
         are not a valid version.
         """
-        round_, optimizer = self.aggregator, self.optimizer
+        round_, optimizer, groups = self.aggregator, self.optimizer, step.hyperparameters or ()
         factor = self._clip_factor(norm, step.clip_norm)
         if self.tables is not None:
-            if optimizer is not None and step.hyperparameters:
-                self.tables.set_hyperparameters(step.hyperparameters[len(optimizer.torch.param_groups) :])
-            if wrong_rows := self.tables.commit(step.lr_scale, 1.0 if factor is None else factor):
-                raise Unsound(wrong_rows)
-        if optimizer is not None and step.hyperparameters:
-            optimizer.set_hyperparameters(step.hyperparameters)
+            if optimizer is not None and groups:
+                self.tables.set_hyperparameters(groups[len(optimizer.torch.param_groups) :])
+            self.tables.commit(step.lr_scale, 1.0 if factor is None else factor)
         if optimizer is not None:
-            optimizer.torch.at(self.version)
-        before = [] if optimizer is None else optimizer.slow_down(step.lr_scale, step.momentum_among)
+            optimizer.begin(self.version, groups, step.lr_scale, step.momentum_among)
         new = self.weights if target is None else target
         stepped = new if self.master is None else self.master.weights
         for index, window in enumerate(self._windows):
@@ -204,7 +200,7 @@ class Store:
                     round_.complete(window)
                 elif factor < 1:
                     mean = round_.writable(window)
-                    self.sanity.scale_window(mean, window, factor)
+                    self.sanity.scale(mean, factor, window)
                 self._move_window(index, mean, stepped, step)
             if self.master is None:
                 self._check_window(new, window)
@@ -214,8 +210,8 @@ class Store:
             for window in self.windows:
                 self._check_window(new, window)
             progress(self.layout.exchange_bytes)
-        if optimizer is not None and before:  # not after a failed step, which ends the run
-            optimizer.restore(before)
+        if optimizer is not None and optimizer.unscaled:  # not after a failed step, which ends the run
+            optimizer.end()
         self.weights = new
         self.version += 1
         if self.direction is not None:
@@ -278,7 +274,7 @@ class Store:
         if self.direction is not None:
             self.direction.see(index, mean, self._without)
         if self.optimizer is not None and self._steps:
-            self.optimizer.step(index, mean, self._view, self._without)
+            self.optimizer.step(index, mean, self._without)
         view, buffers, polyak = self._view, self._options.buffers, self._options.polyak
         for piece in self._windows[index].pieces:
             is_buffer = piece.kind is Kind.BUFFER

@@ -16,6 +16,7 @@ from ...common.errors import Reason, refusal
 from ...common.tensors.layout import DTYPES
 from ...common.tensors.optimizers import Hyperparameters, TableSpec
 from ...common.tensors.tables import Table, summed
+from .sanity import Unsound
 
 _ID_BYTES = 8
 
@@ -96,17 +97,16 @@ class Tables:
         norms = (torch.linalg.vector_norm(values, dtype=torch.float64) for _, values in self._mean.values())
         return math.hypot(*(norm.item() for norm in norms))
 
-    def commit(self, lr_scale: float = 1.0, factor: float = 1.0) -> str:
+    def commit(self, lr_scale: float = 1.0, factor: float = 1.0) -> None:
         """Step each table that has a gradient along the round's mean times `factor`.
 
-        Returns "", or a phrase that names the first row with NaN or Inf.
+        Raises Unsound, which names the first row with NaN or Inf.
         """
         mean = self._mean if self._mean is not None else self._mean_of_round()
         self._round, self._mean = [], None
         for index, (ids, values) in mean.items():
             if wrong := self._tables[index].step(ids, values if factor == 1.0 else values * factor, lr_scale):
-                return wrong
-        return ""
+                raise Unsound(wrong)
 
     def _mean_of_round(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return (ids, mean gradient) of each table that has a gradient, by the table's number."""

@@ -15,9 +15,8 @@ from ...common.wire.records import ReferenceInfo, Reply, WeightsInfo
 from ...proto import parameter_server_pb2 as pb
 from ..engine.engine import Engine
 from ..engine.peers import Done, Go, Item, Peer
-from ..tensors.replies.encoded import encoded_weights
 from ..tensors.replies.publication import Publication
-from ..tensors.replies.reference import ReferenceUpdate
+from ..tensors.replies.reference import ReferenceUpdate, encoded_weights
 from .stream import Stream
 from .transports import Transport, announce
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from paramserver.catalog.comparing import labels_of
 from paramserver.catalog.filtering import fitting
+from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.happenings import event
@@ -35,7 +36,6 @@ from paramserver.common.runstore.ran import Ran
 from paramserver.common.runstore.reading import RunStore, StoredRun, relevant_settings
 from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import VERSION
-from paramserver.common.runstore.writing import Beginning, RunWriter
 from paramserver.tests.cluster import Cluster, run_forked
 from paramserver.web.compared import summary_of
 from paramserver.web.stored import Store, view_of
@@ -47,9 +47,8 @@ def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str 
           **config: Any) -> None:  # fmt: skip
     """A run of three statuses and two evaluations."""
     settings = {"run": {"mode": mode, "seed": seed, "steps": 100}, "optimizer": {"lr": 0.1, **config}}
-    writer = RunWriter(path, Beginning(run=run, mode=mode, project="paramserver", version=0, heartbeat_s=1.0,
-                                       code={}, machine={"host": "here"}))  # fmt: skip
-    writer.ran = Ran(work, settings)
+    record = Record(config_of(path.parent), run=run, mode=mode)
+    record.ran = Ran(work, settings)
     curve = [
         EvaluatedPoint(step=step, version=step, elapsed_s=step / 10, metrics={"accuracy": step / 200},
                        samples=10 * step, num_bytes=1000 * step, is_best=True)
@@ -62,14 +61,15 @@ def write(path: Path, run: str, *, mode: str = "sync", seed: int = 0, work: str 
         tick = Tick(at=time.time(), status=status, events=events,
                     evaluations=[point for point in curve if point.step == step])  # fmt: skip
         if step < 100 or not ends:
-            writer.add(tick)
+            record.add(tick)
     if ends:
         workers = [WorkerStatus(rank=0, training_steps=100, samples=1000, compute_s=1.0, bytes_sent=50_000)]
         summary = Summary(mode=mode, wall_s=10.0 + seed, final={"accuracy": 0.5}, curve=list(curve), version=100,
                           workers=workers)  # fmt: skip
-        assert writer.end(tick, summary, "")
-    assert writer.flush()
-    writer.close()
+        record.end(tick, summary, "")
+    else:
+        assert record.write()
+        record.close()
 
 
 def write_many(file: Path, count: int) -> None:
@@ -242,13 +242,12 @@ def test_a_page_reads_the_list_again_once_somebody_has_written(tmp_path: Path) -
 
 def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
-    writer = RunWriter(file, Beginning(run="a", mode="sync", project="p", version=0, heartbeat_s=1.0,
-                                       code={}, machine={}))  # fmt: skip
+    record = Record(config_of(tmp_path), run="a", mode="sync")
     for step in range(1, 5001):
         status = Status(step=step, version=step, workers=[WorkerStatus(rank=0)])
-        writer.add(Tick(at=float(step), status=status, is_over=step == 5000))
-    assert writer.flush()
-    writer.close()
+        record.add(Tick(at=float(step), status=status, is_over=step == 5000))
+    assert record.write()
+    record.close()
     with RunStore(file) as store:
         (run,) = store.runs()
         steps = [point.step for point in store.series(run)]
@@ -260,16 +259,14 @@ def test_a_long_run_is_thinned_and_its_end_is_there(tmp_path: Path) -> None:
 
 def test_a_finished_run_has_its_staleness_by_versions_and_its_waits(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
-    writer = RunWriter(file, Beginning(run="a", mode="async", project="p", version=0, heartbeat_s=1.0,
-                                       code={}, machine={}))  # fmt: skip
+    record = Record(config_of(tmp_path), run="a", mode="async")
     for step in (1, 2):
         ranks = [WorkerStatus(rank=rank, compute_s=3.0 * step, wait_s=1.0 * step * rank, contributions=rank + 1,
                               staleness_sum=rank * (rank + 1)) for rank in range(2)]  # fmt: skip
         tick = Tick(at=float(step), status=Status(step=step, version=step, elapsed_s=step, workers=ranks))
         if step == 1:
-            writer.add(tick)
-    assert writer.end(tick, Summary(mode="async", staleness={0: 5, 2: 1}), "")
-    writer.close()
+            record.add(tick)
+    record.end(tick, Summary(mode="async", staleness={0: 5, 2: 1}), "")
     with RunStore(file) as store:
         (run,) = store.runs()
         found = view_of(store, run)
@@ -282,13 +279,13 @@ def test_a_file_that_is_damaged_during_a_run_ends_what_is_written_and_nothing_el
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = record_in(tmp_path)
-    record.writer.add(tick(1))
+    record.add(tick(1))
     record.flush()
     assert not record.is_off
     for path in tmp_path.iterdir():  # also what is not in the file itself yet
         path.write_bytes(b"no database" * 5000)
     for step in range(2, 50):
-        record.writer.add(tick(step))
+        record.add(tick(step))
         record.flush()
     record.end(tick(50), Summary(mode="sync"), "")
     assert record.is_off
@@ -312,7 +309,7 @@ def test_a_file_that_may_only_be_read_is_left_as_it_is(tmp_path: Path, capsys: p
     before = file.read_bytes()
     with read_only(file):
         record = record_in(tmp_path)
-        record.writer.add(tick(1))
+        record.add(tick(1))
         record.flush()
         record.end(tick(50), Summary(mode="sync"), "")
         assert record.is_off and capsys.readouterr().err.count("store_off") == 1
@@ -324,9 +321,9 @@ def test_a_file_that_may_only_be_read_is_left_as_it_is(tmp_path: Path, capsys: p
 def process(run: str) -> str:
     """A process that begins a run in the store of its folder, and lives until its input ends."""
     return (
-        "import sys; from pathlib import Path; from paramserver.common.runstore.writing import Beginning, RunWriter; "
-        f"RunWriter(Path('runs/paramserver.db'), Beginning(run='{run}', mode='sync', project='p', version=0, "
-        "heartbeat_s=1.0, code={}, machine={})).flush(); print('begun', flush=True); sys.stdin.read()"
+        "import sys; from paramserver.common.config.schema import Config; "
+        "from paramserver.common.runstore.record import Record; "
+        f"Record(Config(), run='{run}', mode='sync').write(); print('begun', flush=True); sys.stdin.read()"
     )
 
 
@@ -336,7 +333,7 @@ def test_a_run_has_one_writer_and_its_key_goes_to_no_other(tmp_path: Path, capsy
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "begun\n"
         record = record_in(file.parent)
-        record.writer.add(tick(1))
+        record.add(tick(1))
         record.flush()
         assert f"process {other.pid} on " in capsys.readouterr().err and not record.is_off
         with RunStore(file) as store:
@@ -350,7 +347,7 @@ def test_a_run_has_one_writer_and_its_key_goes_to_no_other(tmp_path: Path, capsy
         assert (run.starts, run.step) == (2, 1)
     changing.remove(file, [run.key])
     write(file, "c" * 12)
-    record.writer.add(tick(2))
+    record.add(tick(2))
     record.flush()
     assert record.is_off and "was deleted while this process wrote it" in capsys.readouterr().err
     with RunStore(file) as store:
@@ -361,9 +358,8 @@ def test_a_run_has_one_writer_and_its_key_goes_to_no_other(tmp_path: Path, capsy
 def test_a_run_that_goes_back_loses_the_evaluations_beyond_its_snapshot(tmp_path: Path) -> None:
     file = tmp_path / "paramserver.db"
     write(file, "a" * 12)
-    again = RunWriter(file, Beginning(run="a" * 12, mode="sync", project="p", version=60, heartbeat_s=1.0, code={},
-                                      machine={}, name="mine", note="a note"))  # fmt: skip
-    assert again.flush()
+    again = Record(config_of(tmp_path, name="mine", note="a note"), run="a" * 12, mode="sync", at_version=60)
+    assert again.write()
     again.close()
     with RunStore(file) as store:
         (run,) = store.runs()
@@ -416,6 +412,10 @@ def test_runs_of_which_nobody_said_what_they_run_are_pooled_with_none() -> None:
 
 def tick(step: int) -> Tick:
     return Tick(at=time.time(), status=Status(step=step))
+
+
+def config_of(folder: Path, **output: str) -> Config:
+    return Config.model_validate({"output": {"track_dir": str(folder), **output}})
 
 
 def record_in(folder: Path) -> Record:

@@ -20,7 +20,7 @@ from paramserver.common.reporting.status import Status
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.reporting.view import About, Tick, View
 from paramserver.common.runstore.reading import RunStore
-from paramserver.common.runstore.writing import Beginning, RunWriter
+from paramserver.common.runstore.record import Record
 from paramserver.ps.core.counting.stats import WorkerStats
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import policy_of
@@ -37,7 +37,9 @@ from starlette.testclient import TestClient
 from paramserver.web.app import Runs, make_app
 from paramserver.web.feed import Feed
 
-BEGINNING = Beginning(run="a" * 12, mode="async", project="p", version=0, heartbeat_s=1.0, code={}, machine={})
+
+def record_in(folder: Path) -> Record:
+    return Record(Config.model_validate({"output": {"track_dir": str(folder)}}), run="a" * 12, mode="async")
 
 
 @pytest.fixture(autouse=True)
@@ -60,9 +62,9 @@ def taken() -> tuple[Status, Summary, str]:
         try:
             sink.begin(engine)
             engine.run.roster.stats.update({rank: WorkerStats(rank, dropped=rank + 1) for rank in range(2)})
-            read = await sink.read_ranks()
+            _, ranks = await sink.read()
             registry = CollectorRegistry(auto_describe=False)
-            registry.register(type("Ranks", (), {"collect": lambda self: sink.ranks(read)})())
+            registry.register(type("Ranks", (), {"collect": lambda self: sink.of_ranks(ranks)})())
             return reports.status(engine), reports.summary(engine), generate_latest(registry).decode()
         finally:
             sink.close()
@@ -113,13 +115,12 @@ def test_the_page_has_it() -> None:
 def test_the_run_store_has_it_also_in_a_file_that_is_older(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "paramserver.db"
     declared = unregister("crumb_s")
-    RunWriter(path, BEGINNING).flush()
+    record_in(tmp_path).write()
     register(declared)
     status, summary, _ = taken()
-    writer = RunWriter(path, BEGINNING)
-    writer.add(Tick(at=time.time(), status=status))
-    assert writer.end(Tick(at=time.time(), status=status), summary, "")
-    writer.close()
+    record = record_in(tmp_path)
+    record.add(Tick(at=time.time(), status=status))
+    record.end(Tick(at=time.time(), status=status), summary, "")
     with RunStore(path) as store:
         (run,) = store.runs()
         assert run.crumb_s == store.series(run)[-1].crumb_s == 7.5

@@ -13,8 +13,9 @@ import typer
 from paramserver.common import synonyms
 from paramserver.common.config.cli import run_command, single_app
 from paramserver.common.config.option import LAUNCHER, SERVE, SERVER, WORKER
+from paramserver.common.config.schema import Config
 from paramserver.common.registry import CODECS, MODES
-from paramserver.common.runstore.writing import Beginning, RunWriter
+from paramserver.common.runstore.record import Record
 from paramserver.launch import main as launch_main
 from paramserver.launch.main import launch
 from paramserver.ps.main import serve as server
@@ -87,12 +88,10 @@ def test_a_word_for_the_newest_run_is_answered_with_last(
     from paramserver.catalog.main import main
 
     assert {word for word in words if word in synonyms.RUNS}
-    path = tmp_path / "runs.db"
-    beginning = Beginning(run="r", mode="sync", project="p", version=0, heartbeat_s=1.0, code={}, machine={"host": "h"})
-    writer = RunWriter(path, beginning)
-    assert writer.flush()
-    writer.close()
-    monkeypatch.setattr(sys, "argv", ["ps-runs", *words, "--db", str(path)])
+    record = Record(Config.model_validate({"output": {"track_dir": str(tmp_path)}}), run="r", mode="sync")
+    assert record.write()
+    record.close()
+    monkeypatch.setattr(sys, "argv", ["ps-runs", *words, "--db", str(tmp_path / "paramserver.db")])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

@@ -49,8 +49,8 @@ def main() -> None:
         for rank in range(2):
             cluster.worker(rank, "--task", "xor", "--set", "slowdown.base_s=0.2")
         server.event("training_started")
-        write_many(folder / "many.db", 1000)
-        dashboard = cluster.start("dashboard", "-m", "paramserver.catalog", "ui", "many.db")
+        write_many(folder / "paramserver.db", 1000)
+        dashboard = cluster.start("dashboard", "-m", "paramserver.catalog", "ui", "paramserver.db")
         dashboard.until(lambda: "runs of" in dashboard.output and dashboard.output.endswith("\n"), "address")
         wanted = {
             "page of a live run": (

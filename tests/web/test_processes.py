@@ -15,11 +15,10 @@ from paramserver.common.reporting.folding import mean_recorded
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.view import View
 from paramserver.common.runstore.reading import RunStore
-from paramserver.common.runstore.writing import RunWriter
 from paramserver.launch.plan.process import Child
 from paramserver.launch.view.logs import WorkerLogs
 from paramserver.tests.cluster import Cluster
-from paramserver.tests.common.test_metric_from_one_file import BEGINNING
+from paramserver.tests.common.test_metric_from_one_file import record_in
 from paramserver.tests.web.conftest import Client, Tab, about, tick
 from paramserver.worker.training import readings
 from paramserver.worker.training.readings import Readings
@@ -119,11 +118,11 @@ def recorded(step: int) -> Status:
 
 def test_the_run_store_keeps_what_scripts_record(tmp_path: Path) -> None:
     path = tmp_path / "paramserver.db"
-    writer = RunWriter(path, BEGINNING)
+    record = record_in(tmp_path)
     for step in (1, 2):
-        writer.add(tick(step, status=recorded(step)))
-    writer.flush()
-    writer.close()
+        record.add(tick(step, status=recorded(step)))
+    record.flush()
+    record.close()
     with RunStore(path) as store:
         (run,) = store.runs()
         assert run.recorded == {"score": 2.5} and run.learning_rate == 0.1

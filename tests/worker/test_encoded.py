@@ -17,7 +17,7 @@ from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payload
 from paramserver.common.wire.records import WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.tensors.replies.encoded import encoded_weights
+from paramserver.ps.tensors.replies.reference import encoded_weights
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 from paramserver.worker.transports.down import Down

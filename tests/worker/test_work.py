@@ -17,6 +17,7 @@ from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 from paramserver.common.runstore.process import code_of
 from paramserver.common.runstore.ran import label_of, read_work, settings_of
+from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.records import MAX_WORK
 from paramserver.worker.training.work import Work
 
@@ -99,5 +100,6 @@ def test_what_no_worker_has_said_is_unknown_and_what_the_mode_decides_is_known(m
     unknown = {"script", "task", "optimizer", "train", "loader", "worker", "slowdown", "config"}
     assert not unknown & found.keys()
     assert MODES.load(mode).Options.model_fields.keys() <= found["policy"].keys()
-    known = settings_of(config, mode, {}, {"name": "Adam", "lr": 0.3}, {"run": {"batch_size": 8}, "config": {"a": 1}})
+    adam = OptimizerSpec("Adam", (GroupSpec((), {"lr": 0.3}),))
+    known = settings_of(config, mode, {}, adam, {"run": {"batch_size": 8}, "config": {"a": 1}})
     assert (known["optimizer"]["lr"], known["run"]["batch_size"], known["config"]) == (0.3, 8, {"a": 1})

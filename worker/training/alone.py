@@ -24,7 +24,7 @@ from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.status import RECORDED, Status, WorkerStatus
 from ...common.reporting.summary import Cost, Summary
 from ...common.reporting.view import EvaluatedPoint, Tick
-from ...common.runstore.ran import Ran, label_of, optimizer_settings, settings_of
+from ...common.runstore.ran import Ran, label_of, settings_of
 from ...common.runstore.record import Record
 from ...common.tensors.clipping import clip
 from ...common.tensors.judgement import SOUND, Judgement, decide, halted, overflowed, rejected_too_often, unsound_start
@@ -90,7 +90,7 @@ class Alone:
         self._measure: Callable[[], Mapping[str, float]] = dict
         self._model: ModelTensors | None = None
         self.fingerprint = ""  # of the model's layout, as a server computes it; empty before there is a model
-        self._described: dict[str, Any] | None = None  # the optimizers
+        self._described: OptimizerSpec | None = None
         self._work: dict[str, Any] = {}
         self._after: list[torch.Tensor] = []  # buffers, or at the end of the run all tensors, after the newest step
 
@@ -108,7 +108,7 @@ class Alone:
         optimizer.check_known()
         self._optimizer, self._spec = JointOptimizer(optimizer.classes, groups), optimizer
         self._tables = [Table(spec, self.settings.seed) for spec in optimizer.tables]
-        self._described = optimizer_settings(optimizer.name, [group.hyperparameters for group in optimizer.groups])
+        self._described = optimizer
         self._model, self.fingerprint, self.started_at = model, model.layout.fingerprint, time.perf_counter()
         if wrong := self._first_unsound(model.tensors[: model.num_trained]):
             raise unsound_start(0, wrong)
@@ -432,13 +432,13 @@ def _report_until(stop: threading.Event, alone: Alone, config: Config) -> None:
             continue
         points, best = alone.curve.points[num_points:], alone.curve.best
         num_points += len(points)
-        record.writer.model, record.writer.ran = alone.fingerprint, alone.ran()
+        record.model, record.ran = alone.fingerprint, alone.ran()
         evaluations = [EvaluatedPoint(**point.model_dump(), is_best=point is best) for point in points]
         tick = Tick(at=time.time(), status=status, evaluations=evaluations, is_over=is_last)
         if is_last and alone.summary is not None:
             record.end(tick, alone.summary, alone.ended_by)
         else:
-            record.writer.add(tick)
+            record.add(tick)
             record.flush()
 
 

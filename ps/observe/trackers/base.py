@@ -17,7 +17,6 @@ from ....common.registry import TRACKERS
 from ....common.reporting.metrics import Display, Tense, shown_of_run, shown_of_workers
 from ....common.reporting.status import Status
 from ...core.effects import Evaluated, Fact, RunStarted, StatusTaken
-from ...engine.engine import Engine
 from .. import reports
 from ..bus import Sink
 
@@ -53,8 +52,8 @@ class Tracker(Protocol):
     def flush(self) -> None:
         """Send the recorded metrics, because no more are waiting."""
 
-    def finish(self, metrics: Metrics, ended_by: str) -> None:
-        """Record the results of the run. `ended_by` is empty if all steps were taken."""
+    def finish(self, step: int, metrics: Metrics, ended_by: str) -> None:
+        """Record the results of the run, at its last step. `ended_by` is empty if all steps were taken."""
 
 
 class TrackerSink(Sink):
@@ -70,40 +69,37 @@ class TrackerSink(Sink):
         try:
             self._tracker: Tracker = TRACKERS.load(name)()
         except ModuleNotFoundError as error:
-            raise UsageError(
-                f"tracker {name}: the package {error.name} is not installed",
-                fix=f"pip install 'paramserver[{name}]'; or leave {name} out of --track",
-            ) from None
-        self._run = ""
+            fix = f"pip install 'paramserver[{name}]'; or leave {name} out of --track"
+            raise UsageError(f"tracker {name}: the package {error.name} is not installed", fix=fix) from None
         self._from_step: int | None = None  # from which the run continues; None: that of the next status
         self._is_started = False
-
-    def begin(self, engine: Engine) -> None:
-        self._engine = engine
+        self._step = 0  # the highest that was logged
 
     def take(self, at: float, fact: Fact) -> None:
         match fact:
             case RunStarted():
-                self._run, self._from_step = fact.run, None if fact.version else 0
+                self._from_step = None if fact.version else 0
             case StatusTaken(status):
                 if self._from_step is None:
                     self._from_step = status.step
                 if status.step > self._from_step:  # the first contribution says what runs
-                    self._start()
-                    self._tracker.log(status.step, _finite(metrics_of(status)))
+                    self._log(status.step, metrics_of(status))
             case Evaluated(point):
-                self._start()
-                metrics = {f"eval/{name}": metric for name, metric in point.metrics.items()}
-                self._tracker.log(point.step, _finite(metrics))
+                self._log(point.step, {f"eval/{name}": metric for name, metric in point.metrics.items()})
+
+    def _log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self._start()
+        self._step = max(self._step, step)
+        self._tracker.log(step, _finite(metrics))
 
     def _start(self) -> None:
         """Start the tracker at the first metrics. This runs on the sink's thread, as a connection may take seconds."""
         if not self._is_started:
-            output, mode = self._config.output, self._config.run.mode
-            name, settings = output.name or f"{mode}-{self._run[:6]}", reports.ran(self._engine).settings
-            self._tracker.start(
-                TrackedRun(self._run, mode, output.project, output.track_dir, settings, self._from_step or 0, name)
-            )
+            output, mode, run = self._config.output, self._config.run.mode, self._run.name
+            settings, self._step = reports.ran(self._engine).settings, self._from_step or 0
+            name = output.name or f"{mode}-{run[:6]}"
+            tracked = TrackedRun(run, mode, output.project, output.track_dir, settings, self._step, name)
+            self._tracker.start(tracked)
             self._is_started = True
 
     def flush(self) -> None:
@@ -117,7 +113,7 @@ class TrackerSink(Sink):
         self._start()
         of_run = {metric.name: getattr(summary, metric.name) for metric in shown_of_run(Display.NOTEBOOK)}
         metrics = {f"final/{name}": value for name, value in (of_run | summary.final).items()}
-        self._tracker.finish(_finite(metrics), summary.ended_by)
+        self._tracker.finish(self._step, _finite(metrics), summary.ended_by)
 
 
 def metrics_of(status: Status) -> dict[str, float | None]:

@@ -24,7 +24,6 @@ class MlflowTracker(Tracker):
             uri = f"sqlite:///{(folder / 'mlflow.db').absolute()}"
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._metrics: list[Metric] = []
-        self._step = run.step
         known = self._client.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known is not None else self._client.create_experiment(run.project)
         same = self._client.search_runs([experiment], f"tags.paramserver_run = '{run.run}'", max_results=1)
@@ -44,7 +43,6 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._run, params=params[first : first + _PARAMS_AT_ONCE], tags=tags)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._step = max(self._step, step)
         now = int(time.time() * 1000)
         self._metrics += [Metric(name, value, now, step) for name, value in metrics.items()]
 
@@ -53,8 +51,8 @@ class MlflowTracker(Tracker):
         for first in range(0, len(metrics), _AT_ONCE):
             self._client.log_batch(self._run, metrics=metrics[first : first + _AT_ONCE])
 
-    def finish(self, metrics: Metrics, ended_by: str) -> None:
-        self.log(self._step, metrics)
+    def finish(self, step: int, metrics: Metrics, ended_by: str) -> None:
+        self.log(step, metrics)
         self.flush()
         self._client.set_tag(self._run, "ended_by", ended_by or "all steps taken")
         self._client.set_terminated(self._run, "FAILED" if ended_by else "FINISHED")

@@ -16,18 +16,16 @@ class TensorBoardTracker(Tracker):
         purge_step = run.step + 1 if run.step else None
         self._writer = SummaryWriter(str(Path(run.folder) / run.name), purge_step=purge_step)
         self._writer.add_text("config", f"```\n{to_json(run.config, indent=2)}\n```", run.step)
-        self._step = run.step
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._step = max(self._step, step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
         self._writer.flush()
 
-    def finish(self, metrics: Metrics, ended_by: str) -> None:
-        self.log(self._step, metrics)
+    def finish(self, step: int, metrics: Metrics, ended_by: str) -> None:
+        self.log(step, metrics)
         self._writer.close()
 
 

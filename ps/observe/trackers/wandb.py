@@ -19,7 +19,7 @@ class WandbTracker(Tracker):
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({"step": step, **metrics})
 
-    def finish(self, metrics: Metrics, ended_by: str) -> None:
+    def finish(self, step: int, metrics: Metrics, ended_by: str) -> None:
         self._run.summary.update({**metrics, "ended_by": ended_by})
         self._run.finish(exit_code=int(bool(ended_by)))
 

@@ -6,10 +6,10 @@ the mean, because it ignores most values.
 
 from __future__ import annotations
 
-from .order import OrderAggregator
+from .trimmed_mean import TrimmedMean
 
 
-class Median(OrderAggregator):
+class Median(TrimmedMean):
     @property
     def fewest(self) -> int:
         return 3

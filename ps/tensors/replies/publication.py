@@ -80,12 +80,11 @@ class Publication:
         self.segment = segment
         self.num_bytes = num_bytes
         self.ready = 0
-        self._notify = notify
+        self.notify = notify  # calls a function on the loop, from the tensor thread
         self.owns_segment = True
         self.num_users = 0  # workers that receive it
         self.num_readers = 0  # readers of the segment: workers without frames, and the encoder
         self._frames: list[tuple[bytes, int, int]] = []  # frame, and its range [start, end) of the payload
-        self._num_encoded = 0
         self._encoder: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -98,7 +97,7 @@ class Publication:
         """Report that the first `num_bytes` are finished. Called on the tensor thread."""
         if num_bytes - self.ready >= _STRIDE_BYTES or num_bytes == self.num_bytes:
             self.ready = num_bytes
-            self._notify(self._wake)
+            self.notify(self._wake)
 
     async def progress(self) -> AsyncIterator[tuple[int, int]]:
         """Yield the ranges (start, end) of the payload as they are finished."""
@@ -111,8 +110,8 @@ class Publication:
 
     async def frames(self, left_out: Sequence[Range] = ()) -> AsyncIterator[bytes]:
         """Yield the frames of the payload, which all readers share. A short message replaces a left-out frame."""
-        num_sent = 0
-        while num_sent < len(self._frames) or self._num_encoded < self.num_bytes:
+        num_sent = end = 0
+        while end < self.num_bytes:
             while num_sent == len(self._frames):
                 await self._changed.wait()
             raw, start, end = self._frames[num_sent]
@@ -132,8 +131,8 @@ class Publication:
             async for start, end in self.progress():
                 for at in range(start, end, CHUNK_BYTES):
                     part = self.segment.bytes[at : min(at + CHUNK_BYTES, end)]
-                    self._num_encoded += len(part)
-                    self._frames += ((raw, at, at + len(part)) for raw in payload_frames([part], offset=at))
+                    (raw,) = payload_frames([part], offset=at)
+                    self._frames.append((raw, at, at + len(part)))
                     self._wake()
                     await asyncio.sleep(0)  # a frame takes 0.1 ms, so let other tasks run
         finally:
@@ -148,30 +147,19 @@ class Publication:
     def forget_frames(self) -> None:
         """Drop the frames, unless they are still being made."""
         if self._encoder is not None and self._encoder.done():
-            self._encoder, self._frames, self._num_encoded = None, [], 0
+            self._encoder, self._frames = None, []
 
 
 class Publisher:
     """Gives every commit its memory, and every worker a version to read. It is used only on the event loop.
 
-    `new_memory` makes memory in which the bytes that commits never write are set. `notify` calls a function on the loop
-    from the tensor thread.
+    `first` is complete. `new_memory` makes memory in which the bytes that commits never write are set.
     """
 
-    def __init__(
-        self,
-        first: Segment,
-        num_bytes: int,
-        limit: int,
-        new_memory: Callable[[], Segment],
-        notify: Callable[[Callable[[], None]], None],
-        version: int = 0,
-    ) -> None:
-        self.latest = Publication(version, first, num_bytes, notify)
-        self.latest.ready = num_bytes
-        self._notify = notify
+    def __init__(self, first: Publication, limit: int, new_memory: Callable[[], Segment]) -> None:
+        self.latest = first
+        self.latest.ready = first.num_bytes
         self.num_memories = 1
-        self._num_bytes = num_bytes
         self._limit = limit
         self._new_memory = new_memory
         self._free: list[Segment] = []
@@ -191,7 +179,7 @@ class Publisher:
         else:
             segment = self._new_memory()
             self.num_memories += 1
-        self.latest = Publication(version, segment, self._num_bytes, self._notify)
+        self.latest = Publication(version, segment, old.num_bytes, old.notify)
         self._tidy(old)
         return self.latest
 

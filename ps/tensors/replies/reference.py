@@ -4,7 +4,7 @@
 
 Only commits and replies decide which versions are published. They are equal on all shards, so all parts of a reply have
 one version. The tensor thread does the work, in its order. After the server starts or goes back to a snapshot, a new
-reference is a copy of the weights.
+reference is a copy of the weights. `encoded_weights` is for replies that are weights and not differences.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ....common.codecs.base import payload_bytes
+from ....common.codecs.base import Codec, FreeBuffers, encode_payload, payload_bytes
 from ....common.codecs.shared.by_tensor import ByTensor, only_rest
 from ....common.codecs.shared.reference import approach, check_sum, distance
-from ....common.tensors.layout import as_bytes, new_payload
+from ....common.errors import Reason, refusal
+from ....common.tensors.layout import Kind, Layout, as_bytes, new_payload
 from ..store import Store
 from ..thread import TensorThread
 
@@ -165,3 +166,18 @@ class References:
     @property
     def num_bytes(self) -> int:
         return sum(reference.num_bytes for reference in self._of_codec.values())
+
+
+def encoded_weights(codec: Codec, layout: Layout, free_buffers: FreeBuffers, weights: torch.Tensor) -> torch.Tensor:
+    """Encode weights, uint8 [>= exchange_bytes], into a buffer of `free_buffers`, uint8 [payload_bytes].
+
+    Raises a LIMIT_EXCEEDED refusal for weights that would become infinite.
+    """
+    for run in layout.runs_of(Kind.PARAMETER):
+        if codec.largest < torch.finfo(run.dtype).max and run.num_elements:
+            largest = max(abs(float(end)) for end in run.view(weights).aminmax())
+            if largest > codec.largest:
+                problem = f"weights up to {largest:g}, which worker.reply_codec {codec.name} cannot encode"
+                fix = "--set worker.reply_codec=bf16, whose range is float32's"
+                raise refusal(Reason.LIMIT_EXCEEDED, f"{problem} (at most {codec.largest:,.0f})", fix=fix)
+    return encode_payload(codec, layout, weights, free_buffers)

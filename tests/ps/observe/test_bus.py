@@ -61,7 +61,7 @@ LEFT = WorkerLeft(0, 1, "closed", "connection lost")
 def begun(sinks: list[Any], capacity: int | None = None, is_large: bool = False) -> Bus:
     bus = Bus(sinks, capacity)
     model: Any = SimpleNamespace(is_large=is_large)
-    bus.begin(SimpleNamespace(model=model))  # type: ignore[arg-type]  # of the engine, the sinks here see its model
+    bus.begin(SimpleNamespace(model=model, run=None))  # type: ignore[arg-type]  # the sinks here see the model
     return bus
 
 

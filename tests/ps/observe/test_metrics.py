@@ -137,9 +137,10 @@ async def metrics_of(
 
 
 async def read(sink: MetricsSink) -> Samples:
-    ranks = CollectorRegistry(auto_describe=False)
-    ranks.register(_Found(list(sink.ranks(await sink.read_ranks()))))
-    return samples_of((generate_latest(sink.registry) + generate_latest(ranks)).decode())
+    families, ranks = await sink.read()
+    found = CollectorRegistry(auto_describe=False)
+    found.register(_Found([*families, *sink.of_ranks(ranks)]))
+    return samples_of(generate_latest(found).decode())
 
 
 class _Found(Collector):
@@ -209,7 +210,8 @@ def test_a_scrape_of_ten_times_the_workers_is_ten_times_the_work() -> None:
         async with metrics_of(*(WorkerStats(rank) for rank in range(num_workers))) as (_, sink):
             sys.setprofile(lambda _, event, __: calls.append(event))
             try:
-                families = [*sink.registry.collect(), *sink.ranks(await sink.read_ranks())]
+                families, ranks = await sink.read()
+                families += sink.of_ranks(ranks)
             finally:
                 sys.setprofile(None)
             assert sum(len(family.samples) for family in families) > 8 * num_workers

@@ -18,7 +18,6 @@ from paramserver.common.reporting.view import Event, Tick
 from paramserver.common.runstore.reading import RunStore, StoredRun
 from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import FILE, VERSION, StoreError
-from paramserver.common.runstore.writing import RunWriter
 from paramserver.tests.cluster import Cluster, Process
 
 FLAGS = ("--mode", "async", "--workers", "1", "--steps", "60", "--task", "linear", "--eval-every", "20")
@@ -249,38 +248,38 @@ def tick(at: float, fields: dict[str, str]) -> Tick:
     return Tick(at=at, status=Status(), events=[Event(at=at, kind="join", rank=0, fields=fields)])
 
 
-def _write_thrice(writer: RunWriter) -> None:
+def _write_thrice(record: Record) -> None:
     for _ in range(3):
-        writer.add(tick(1.0, {}))
-        assert writer.flush()
+        record.add(tick(1.0, {}))
+        assert record.write()
 
 
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_a_file_that_is_spoilt_under_a_writer_is_said(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
     path, config = tmp_path / FILE, Config.model_validate({"output": {"track_dir": str(tmp_path)}})
-    writer = Record(config, run="run", mode="sync").writer
+    record = Record(config, run="run", mode="sync")
     for number in range(200):
-        writer.add(tick(float(number), {"some": "text" * 50}))
-        assert writer.flush()
+        record.add(tick(float(number), {"some": "text" * 50}))
+        assert record.write()
     with closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # as any process does that has written enough
-    _write_thrice(writer)
+    _write_thrice(record)
     spoil(path)
     with pytest.raises((ParamServerError, sqlite3.Error)) as raised:  # SQLite's own word where it notices first
-        _write_thrice(writer)
+        _write_thrice(record)
     assert SPOILT[spoil] in str(raised.value) or "malformed" in str(raised.value)
-    writer.close()
+    record.close()
 
 
 def test_a_file_that_another_run_writes_into_is_whole(tmp_path: Path) -> None:
     config = Config.model_validate({"output": {"track_dir": str(tmp_path)}})
-    writers = [Record(config, run=name, mode="sync").writer for name in ("one", "two")]
+    records = [Record(config, run=name, mode="sync") for name in ("one", "two")]
     for number in range(1500):  # each writes its log back now and then
-        for writer in writers:
-            writer.add(tick(float(number), {"some": "text" * 50}))
-            assert writer.flush()
-    for writer in writers:
-        writer.close()
+        for record in records:
+            record.add(tick(float(number), {"some": "text" * 50}))
+            assert record.write()
+    for record in records:
+        record.close()
     with RunStore(tmp_path / FILE) as store:
         assert [len(store.events(run)) for run in store.runs()] == [1500, 1500]
 

@@ -58,7 +58,7 @@ class Rig:
     async def take(self) -> int:
         """What the caller is told when it is over."""
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.snapshots.take(SAVED, done.set_result)
+        self.snapshots.take(SAVED, done.set_result, {})
         return await done
 
 
@@ -176,7 +176,7 @@ async def test_a_run_of_local_optimizers_goes_on_on_the_server_only_with_one_it_
         model.begin(model.new_memory())
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         snapshots = Snapshots(model, tensors, config, lambda fact: None)
-        snapshots.take(SAVED, done.set_result)
+        snapshots.take(SAVED, done.set_result, {})
         await done
         snapshots.close()
         assert len(candidates(folder)) == 1

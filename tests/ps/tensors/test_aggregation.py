@@ -16,9 +16,9 @@ from paramserver.common.config.schema import Config
 from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import DTYPES, FlatRun, Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.tensors.aggregation import order
+from paramserver.ps.tensors.aggregation import trimmed_mean
 from paramserver.ps.tensors.aggregation.base import Aggregator
-from paramserver.ps.tensors.aggregation.order import sort_rows
+from paramserver.ps.tensors.aggregation.trimmed_mean import sort_rows
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.ps.tensors.windows import windows_of
 
@@ -177,7 +177,7 @@ def test_windows_and_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, name:
     payloads = [payload_of(rank) for rank in range(5)]
     whole = aggregate(name, payloads)
     monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
-    monkeypatch.setattr(order, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(trimmed_mean, "_CHUNK_BYTES", chunk_bytes)
     assert len(windows_of(LAYOUT)) > 10
     parts = aggregate(name, payloads)
     assert all(torch.equal(whole[tensor], parts[tensor]) for tensor in whole)

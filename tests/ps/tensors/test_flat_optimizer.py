@@ -31,11 +31,11 @@ def payload_of(seed: int, layout: Layout = LAYOUT) -> torch.Tensor:
 
 def made(name: str, hyperparameters: dict[str, Any], weights: torch.Tensor) -> FlatOptimizer:
     groups = tuple(GroupSpec(names, hyperparameters) for names in GROUPS)
-    return FlatOptimizer(OptimizerSpec(name, groups), LAYOUT, weights, windows_of(LAYOUT))
+    return FlatOptimizer(OptimizerSpec(name, groups), LAYOUT, weights, windows_of(LAYOUT), FlatRun.view)
 
 
 def step(optimizer: FlatOptimizer, seed: int, without: frozenset[str] = frozenset()) -> None:
-    optimizer.step(0, payload_of(seed), FlatRun.view, without)
+    optimizer.step(0, payload_of(seed), without)
 
 
 def test_the_ends_of_all_runs_of_a_group_are_one_parameter() -> None:
@@ -53,11 +53,11 @@ def test_a_tensor_gets_the_same_bits_whatever_lies_beside_it(name: str, hyperpar
         layout = Layout([spec])
         payload = payload_of(0, layout)
         only = OptimizerSpec(name, (GroupSpec((spec.name,), hyperparameters),))
-        alone[spec.name] = layout, payload, FlatOptimizer(only, layout, payload, windows_of(layout))
+        alone[spec.name] = layout, payload, FlatOptimizer(only, layout, payload, windows_of(layout), FlatRun.view)
     for seed in range(1, 5):
         step(together, seed)
         for layout, _, optimizer in alone.values():
-            optimizer.step(0, payload_of(seed, layout), FlatRun.view)
+            optimizer.step(0, payload_of(seed, layout))
     for spec, view in LAYOUT.views(weights):
         layout, payload, _ = alone[spec.name]
         assert torch.equal(view, next(item for _, item in layout.views(payload))), spec
@@ -103,7 +103,7 @@ def test_a_schedule_may_turn_on_what_a_first_step_would_have_made(name: str, fir
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (41,))])
     flat = new_payload(layout.total_bytes)
     spec = OptimizerSpec(name, (GroupSpec(("w",), {"lr": 0.1, **first}),))
-    optimizer, windows = FlatOptimizer(spec, layout, flat, windows_of(layout)), windows_of(layout)
+    optimizer, windows = FlatOptimizer(spec, layout, flat, windows_of(layout), FlatRun.view), windows_of(layout)
     weights = torch.nn.Parameter(torch.zeros(41, dtype=torch.float64))
     reference = getattr(torch.optim, name)([weights], lr=0.1, **first)
     for step in range(8):
@@ -111,7 +111,7 @@ def test_a_schedule_may_turn_on_what_a_first_step_would_have_made(name: str, fir
         gradient = torch.randn(41, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         optimizer.set_hyperparameters([numbers])
         for index in range(len(windows)):
-            optimizer.step(index, gradient.view(torch.uint8), FlatRun.view)
+            optimizer.step(index, gradient.view(torch.uint8))
         reference.param_groups[0].update(numbers)
         if step == 4 and name != "SGD":
             state = reference.state[weights]

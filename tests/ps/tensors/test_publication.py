@@ -91,7 +91,8 @@ class World:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.memories = [private_segment(NUM_BYTES)]
-        self.publisher = Publisher(self.memories[0], NUM_BYTES, limit, self._new_memory, lambda wake: wake())
+        first = Publication(0, self.memories[0], NUM_BYTES, lambda wake: wake())
+        self.publisher = Publisher(first, limit, self._new_memory)
         self.weights = self.memories[0]  # the store's
         self.work: deque[Callable[[], None]] = deque()
         self.readers: list[Reader] = []

@@ -211,7 +211,7 @@ def test_every_shard_counts_the_steps_of_a_table_whoever_has_its_rows(optimizer:
                 header = frame.of(pb.Rows)
                 found.append(tables.read(header.table, header.count, frame.data, found))
             tables.fold(found, 1.0)
-            assert tables.commit() == ""
+            tables.commit()
     for table in range(2):
         wanted, *parts = (tables._tables[table].weight.detach() for tables in sides)
         assert torch.equal(torch.cat(parts), wanted)

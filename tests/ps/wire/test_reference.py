@@ -5,7 +5,6 @@ by a few lines of numpy after the wire's own words, against the reference that t
 from __future__ import annotations
 
 import random
-import re
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from prometheus_client import generate_latest
 from torch import nn
 
 from paramserver.common.codecs.base import encode_payload
@@ -381,9 +379,11 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
         assert checked == [8]
         sink = MetricsSink("127.0.0.1:0")
         sink.begin(server.engine)
-        (distance,) = re.findall(rb'paramserver_reference_distance{codec="int8"} (\S+)', generate_latest(sink.registry))
+        families, _ = await sink.read()
         sink.close()
-        assert 0 < float(distance) < 0.05
+        (family,) = [family for family in families if family.name == "paramserver_reference_distance"]
+        (sample,) = family.samples
+        assert sample.labels == {"codec": "int8"} and 0 < sample.value < 0.05
         as_bytes(payload_of(worker.down))[3] ^= 0x80  # a bit of its memory turns over
         for _ in range(6):
             worker.push(random_payload(SMALL, chance))
