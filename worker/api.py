@@ -24,7 +24,6 @@ from ..common.reporting.log import get_logger, setup_logging
 from .ownership import ParentsSession, mark, parent_of
 from .training.alone import AloneSession
 from .training.ending import exit_at_once, watch_exit
-from .training.remote import RemoteSession
 from .training.session import Session
 from .training.tasks.evaluator import EvaluatorSession
 
@@ -35,7 +34,7 @@ _OF_SERVERS = (
     "checkpoint.", "limits.", "output.history", "output.save", "output.summary", "output.track", "policy.", "run.mode",
     "run.workers", "server.metrics", "server.web", "store.polyak", "upstream.", "worker.codec", "worker.reply_codec",
 )  # fmt: skip
-_newest: dict[str, RemoteSession] = {}  # of this process, by server
+_newest: dict[str, Session] = {}  # of this process, by server
 
 
 def connect(address: str | None = None, rank: int | None = None) -> Session:
@@ -71,7 +70,7 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     if sys.excepthook is _explain:
         get_logger().routine("connecting")  # ps-launch: from here on an uncaught exception is reported as one
     session = open_session(resolved.config)
-    if isinstance(session, RemoteSession):
+    if not worker.evaluate:
         _newest[worker.server] = session
     session.work.set_script(sys.argv)
     return session
@@ -104,4 +103,4 @@ def open_session(config: Config, overlap: bool = False) -> Session:
         return EvaluatorSession(config)
     if config.worker.server == "none":
         return AloneSession(config)
-    return RemoteSession(config, overlap)
+    return Session(config, overlap)

@@ -41,7 +41,7 @@ from ..strategies.base import Strategy
 from ..strategies.blocking import BlockingStrategy
 from ..tensors.transfer import ModelTensors, named_tensors
 from .ending import ending_of, one_line
-from .remote import RemoteSession
+from .session import Session
 
 log = get_logger()
 
@@ -386,7 +386,7 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     return all(bool(torch.isfinite(item).all()) for item in tensors)
 
 
-class AloneSession(RemoteSession):
+class AloneSession(Session):
     """A session whose conversation is with a run in this process."""
 
     def __init__(self, config: Config) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from hashlib import blake2b
 from operator import index
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -14,21 +14,11 @@ from ...common.errors import UsageError
 from ..tensors.sharing import is_divided
 from .data import Loader, Shares, pass_batches, seed_everything, step_seed
 from .position.cursor import Cursor
-from .position.data import DataPosition
 from .position.memory import Memory
 from .position.stream import check_stream
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 _SUMMED = 1 << 20  # elements of a tensor that are summed at once
-
-
-class Stated(NamedTuple):
-    """What a script says about its loops over `session.shard()`."""
-
-    accumulate: int = 1  # batches of a step
-    prefetch: int = 0  # batches that a loop may have fetched ahead
-    epochs: int | None = 1  # passes of a loop; None: it goes on until the run ends
-    ends_by_metrics: bool = False  # the run may end without a number of steps
 
 
 class NoLengthError(UsageError, TypeError):
@@ -41,20 +31,21 @@ class Batches:
     def __init__(
         self,
         shares: Shares,
-        position: tuple[DataPosition, Memory | None],
+        memory: Memory,
         end: tuple[Callable[[], bool], Callable[[], bool]],
         options: dict[str, Any],
-        stated: Stated,
+        accumulate: int,
+        prefetch: int,
+        epochs: int | None,
         inner: tuple[int, int] = (0, 1),
     ) -> None:
         """`shares` has the batch size of one process.
 
-        `end`: whether the run has all its steps, and the same after a wait for all workers. `inner`: this process's
-        group rank and the size of the replica group.
+        `end`: whether the run has all its steps, and the same after a wait for all workers. `epochs`: passes of a loop;
+        None: it goes on until the run ends. `inner`: this process's group rank and the size of the replica group.
         """
         self._group_rank, self._group_size = inner
-        self._shares, self._stated = shares, stated
-        self._data, self._memory = position
+        self._shares, self._memory, self._data = shares, memory, memory.data
         self._progress = self._data.progress
         self._is_done, self._is_over = end
         self._options = options
@@ -62,7 +53,7 @@ class Batches:
         self._cursor: Cursor | None = None  # of the newest loop
         self._number = 0  # of the newest loop
         self._num_samples = shares.num_samples
-        self._accumulate, self._newest_samples = stated.accumulate, 0
+        self._accumulate, self._prefetch, self._epochs, self._newest_samples = accumulate, prefetch, epochs, 0
         self._check()
         self._pass_batches = self._num_in_pass()  # raises UsageError early if the data cannot be divided
         self._data.add(self)
@@ -76,7 +67,8 @@ class Batches:
             options = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
             counts_epochs = self._data.epoch is not None or self._data.length.epochs is not None
             check_stream(self._shares.dataset, counts_epochs, options)
-        if self._stated.epochs is None and not (has_end or self._data.length.epochs or self._stated.ends_by_metrics):
+        ends_by_metrics = self._data.strategy.settings.ends_by_metrics  # the run may end without a number of steps
+        if self._epochs is None and not (has_end or self._data.length.epochs or ends_by_metrics):
             message = "session.shard(epochs=None) goes on until the run ends, and the run has no length"
             raise UsageError(message, fix="--steps N or --epochs N; or session.shard(epochs=N)")
 
@@ -85,8 +77,8 @@ class Batches:
     def __len__(self) -> int:
         """Batches of this rank in one loop. It does not change while the loop runs, and is the same after a resume."""
         length = self._data.length
-        if self._stated.epochs is not None:
-            num = self._stated.epochs * self._pass_batches
+        if self._epochs is not None:
+            num = self._epochs * self._pass_batches
         elif (steps := self._progress.total_steps or length.default) is not None:
             return steps * self.accumulate
         else:
@@ -140,15 +132,14 @@ class Batches:
         number, cursor = self._number, self._open()
         if cursor.end is not None and cursor.next >= cursor.end:  # the loop lies behind the rank
             cursor.has_ended = self._data.has_read_all = True
-            if self._memory is not None:
-                self._memory.passed_over = self._progress.is_replaying
+            self._memory.passed_over = self._progress.is_replaying
             return
         batches: Iterator[tuple[Any, int, bool]] = iter(())
         made_for, num_read = -1, 0  # `num_moves` of the cursor when `batches` was made; batches read since
         while self._goes_on(number, cursor):
             if made_for != cursor.num_moves:
                 batches, made_for, num_read = self._read(cursor), cursor.num_moves, 0
-            begins = self._memory is not None and self._memory.note()
+            begins = self._memory.note()
             rank = (self._progress.rank or 0) * self._group_size + self._group_rank
             seed_everything(step_seed(self._shares.seed, rank, cursor.next))
             if (found := next(batches, None)) is None:
@@ -156,7 +147,7 @@ class Batches:
                     made_for = -1  # a batch may be a filler twice
                     continue
                 self._data.has_read_all = True
-                if begins and self._memory is not None and not cursor.in_hand:
+                if begins and not cursor.in_hand:
                     self._memory.no_batch()
                 break
             batch, self._newest_samples, is_last = found
@@ -165,15 +156,15 @@ class Batches:
             yield batch
         if number == self._number:
             cursor.has_ended = True
-            if cursor.in_hand and self._memory is not None:
+            if cursor.in_hand:
                 self._memory.note()  # the batches in hand still need a step
 
     def _open(self) -> Cursor:
         """Begin a loop at this rank's position."""
         self._check()
-        epochs, of_run = self._stated.epochs, self._data.length.epochs
+        epochs, of_run = self._epochs, self._data.length.epochs
         cursor, first = self._data.open(self, epochs)
-        cursor.accumulate, cursor.prefetch = self._accumulate, self._stated.prefetch
+        cursor.accumulate, cursor.prefetch = self._accumulate, self._prefetch
         self._cursor, self._pass_batches = cursor, self._num_in_pass()
         self._data.set_run_length(self._accumulate, epochs)
         ends = [end for end in (epochs and first + epochs, of_run) if end is not None]
@@ -193,11 +184,11 @@ class Batches:
             data.apply_start()
             if cursor.num_fill:
                 return True
-            if memory is not None and memory.has_moved and (data.epoch is not None or not data.is_void):
+            if memory.has_moved and (data.epoch is not None or not data.is_void):
                 if data.epoch is not None:
                     return False  # ends the inner loop, so that the loop over epochs can go back
                 memory.move()
-            if memory is not None and data.has_replayed and not cursor.in_hand:
+            if data.has_replayed and not cursor.in_hand:
                 memory.replayed()
             if not self._is_done():
                 # Whether the loop has yielded the batches of all remaining steps.

@@ -15,7 +15,7 @@ from torch.autograd import profiler
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.clipping import check_max_norm
-from ...common.tensors.optimizers import IN_WORKERS, Hyperparameters, current_hyperparameters, plain_step
+from ...common.tensors.optimizers import IN_WORKERS, plain_step
 from .position.steps import Steps
 from .rows import refuse_scaler
 
@@ -114,8 +114,6 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             item.register_step_pre_hook(self._before_inner_step)
         self._is_stepping, self._plain_step = False, plain_step(type(inner))
         self._clip_norm = 0.0  # for the next step; 0: no limit
-        self._last_values: list[list[Any]] = []
-        self._hyperparameters: list[Hyperparameters] = []
         steps.parts.append(self)
 
     @property
@@ -214,8 +212,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if not self._steps.prepare_step(self):
             return closure() if closure is not None else None
         loss = self._step(closure)
-        self._steps.stepped(self)
-        self._clip_norm = 0.0  # also if the step was replayed and not sent
+        self._steps.stepped(self, self._take_clip_norm())
         return loss
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_take_step)
@@ -244,12 +241,12 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if self._is_stepping:  # inside the closure of a local step
             self._clip_here()
 
-    def take_clip_norm(self) -> float:
+    def _take_clip_norm(self) -> float:
         clip_norm, self._clip_norm = self._clip_norm, 0.0
         return clip_norm
 
     def _clip_here(self) -> None:
-        if clip_norm := self.take_clip_norm():
+        if clip_norm := self._take_clip_norm():
             self._steps.strategy.clip(self.parameters, clip_norm)
 
     @property
@@ -291,23 +288,6 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             return self.inner.step() if closure is None else self.inner.step(closure)  # some take no closure
         finally:
             self._is_stepping = False
-
-    def hyperparameters(self) -> list[Hyperparameters]:
-        """The hyperparameters of every group. They are computed again only when a value changes, which is rare."""
-        groups = self.inner.param_groups
-        values = [
-            # A learning rate may be a tensor that a scheduler changes in place.
-            [
-                value.tolist() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            ]
-            for group in groups
-        ]
-        if values != self._last_values:
-            self._last_values = values
-            self._hyperparameters = [current_hyperparameters(group) for group in groups]
-        return self._hyperparameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
 

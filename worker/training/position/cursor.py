@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from typing import NamedTuple
+from weakref import ReferenceType
 
 from ....common.errors import UsageError
 
@@ -29,6 +30,9 @@ class Cursor:
     """Batches are numbered from 0, over all passes. `accumulate` may change between steps."""
 
     def __init__(self, position: int = 0) -> None:
+        self.loop: ReferenceType[object] | None = None  # the newest one
+        self.epoch: int | None = None  # in which it began; None: outside of the script's loop over epochs
+        self.epoch_at = 0  # where the script's epoch began
         self.accumulate, self.prefetch = 1, 0
         self.position = self.next = position  # behind the newest used batch; number of the next batch to yield
         self.begins = {0: 0}  # by pass: the number of its first batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
@@ -16,37 +15,36 @@ _SIGNATURE = inspect.signature(DataLoader).parameters
 _OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
-@dataclass(frozen=True)
-class Source:
-    """The data that `session.shard()` divides, and how to make batches from it."""
-
-    dataset: Any
-    batch_size: int | None = None  # of one worker; None: run.batch_size
-    shuffle: bool = True
-    drop_last: bool = False
-    sampler: Any = None  # gives the order instead of `shuffle`
-    options: dict[str, Any] = field(default_factory=dict)  # passed to the DataLoader
+# The arguments of `session.shard()` about the data, and what they are unless a script gives them.
+_DEFAULTS = {"batch_size": None, "shuffle": True, "drop_last": False, "sampler": None}
 
 
-def source_of(source: Source) -> Source:
-    """Unpack a DataLoader into its data set and options; return any other data set's `source` unchanged.
+def source_of(dataset: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Unpack a DataLoader into its data set and the arguments to divide it; return other data and `given` unchanged.
 
-    A batch of the DataLoader is a batch of one worker. With a plain `shuffle=True` the order follows from the run's
-    seed, as without a DataLoader. Raises UsageError for a DataLoader that the session cannot use, and for an argument
-    that contradicts the DataLoader.
+    `given`: the arguments of `session.shard()`, with the options for a DataLoader. A batch of the DataLoader is a batch
+    of one worker. With a plain `shuffle=True` the order follows from the run's seed, as without a DataLoader. Raises
+    UsageError for a DataLoader that the session cannot use, and for an argument that contradicts the DataLoader.
     """
-    loader = source.dataset
+    loader = dataset
     if not isinstance(loader, DataLoader):
-        return source
+        return dataset, given
     _check_kind(loader)
     options = {name: getattr(loader, name) for name in _SIGNATURE if name not in _OF_BATCHES}
     if options["collate_fn"] is default_collate:
         options["collate_fn"] = None
     shuffle = isinstance(loader.sampler, RandomSampler)
-    of_loader = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "shuffle": shuffle, **options}
-    _check_source(source, {**of_loader, "sampler": loader.sampler})
+    found = {"batch_size": loader.batch_size, "shuffle": shuffle, "drop_last": loader.drop_last}
+    of_loader = {**found, "sampler": loader.sampler, **options}
+    for name, value in given.items():
+        is_default = name in _DEFAULTS and value is _DEFAULTS[name]
+        if not is_default and name in of_loader and value is not of_loader[name] and value != of_loader[name]:
+            raise UsageError(
+                f"session.shard({name}={value!r}) of a DataLoader whose {name} is {of_loader[name]!r}",
+                fix=f"give {name} once: to the DataLoader, or give session.shard() the loader's data set",
+            )
     changed = {name: value for name, value in options.items() if value != _SIGNATURE[name].default}
-    return Source(loader.dataset, loader.batch_size, shuffle, loader.drop_last, _order_of(loader), changed)
+    return loader.dataset, {**found, "sampler": _order_of(loader), **changed}
 
 
 def _order_of(loader: DataLoader[Any]) -> Any:
@@ -69,21 +67,6 @@ def _check_kind(loader: DataLoader[Any]) -> None:
         raise _refusal(f"a DataLoader with a batch_sampler of its own ({type(batches).__name__})")
     if loader.batch_size is None:
         raise _refusal("a DataLoader with batch_size=None, whose data set makes the batches")
-
-
-def _check_source(source: Source, of_loader: dict[str, Any]) -> None:
-    """Raises UsageError for an argument of `session.shard()` that contradicts the DataLoader. Defaults are ignored."""
-    default = Source(None)
-    arguments = {name: getattr(source, name) for name in ("batch_size", "shuffle", "drop_last", "sampler")}
-    arguments = {
-        name: value for name, value in arguments.items() if value is not getattr(default, name)
-    } | source.options
-    for name, value in arguments.items():
-        if name in of_loader and value is not of_loader[name] and value != of_loader[name]:
-            raise UsageError(
-                f"session.shard({name}={value!r}) of a DataLoader whose {name} is {of_loader[name]!r}",
-                fix=f"give {name} once: to the DataLoader, or give session.shard() the loader's data set",
-            )
 
 
 def _refusal(source: str) -> UsageError:

@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ....common.errors import UsageError
-from ....common.tensors.optimizers import Hyperparameters
+from ....common.tensors.optimizers import Hyperparameters, current_hyperparameters
 from ....common.wire.records import Contribution, Counts, FirstInfo, Outcome, Timing, TrainingInfo
 from ...conversation.messages import Begun, Outgoing, RowGradients
 from ...ownership import Owner
-from ...strategies.base import Strategy
 from ..batches import digest_of
 from ..evaluation import Evaluation
 from ..readings import Readings
 from ..rows import Rows
 from ..scaler import Scaling
 from ..slowdown import Slowdown
-from .data import DataPosition
 from .memory import Memory
 from .restarted import Restarted, rates_of
-
-
-class Part(Protocol):
-    """One of the optimizers that the script steps (`ExchangeOptimizer`)."""
-
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters of all its groups."""
-
-    def hyperparameters(self) -> list[Hyperparameters]:
-        """The hyperparameters of every group."""
-
-    def take_clip_norm(self) -> float:
-        """The norm to which the script clips this step; 0: none."""
 
 
 class Steps:
@@ -46,23 +28,21 @@ class Steps:
 
     def __init__(
         self,
-        strategy: Strategy,
-        slowdown: Slowdown | None,
-        data: DataPosition,
         memory: Memory,
+        slowdown: Slowdown | None,
         tables: Sequence[Rows] = (),
         evaluation: Evaluation | None = None,
         restarted: Restarted | None = None,
         scaling: Scaling | None = None,
     ) -> None:
-        self.strategy, self.data, self.memory, self._slowdown = strategy, data, memory, slowdown
-        self.progress = data.progress
+        self.memory, self.data, self._slowdown = memory, memory.data, slowdown
+        self.strategy, self.progress = self.data.strategy, self.data.progress
         self.tables, self._evaluation = tables, evaluation or Evaluation()
         self._restarted, self.scaling = restarted or Restarted(), scaling or Scaling()
         self.scaling.skipped = self.skip_step
         self._owner = Owner()
         self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
-        self.parts: list[Part] = []
+        self.parts: list[torch.optim.Optimizer] = []
         self.readings: Readings | None = None  # what the process measures
         self.work: Callable[[], str] = str  # what the process runs, as JSON
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
@@ -70,8 +50,8 @@ class Steps:
         self._begins = True  # whether the current step() begins a training step
         self._newest_step = -1  # number of the newest training step that began, or that was skipped as void
         # The optimizer that began the newest training step; None: this process has not taken a step.
-        self.newest: Part | None = None
-        self._unsent: Part | None = None  # one that has stepped since the newest contribution
+        self.newest: torch.optim.Optimizer | None = None
+        self._unsent: torch.optim.Optimizer | None = None  # one that has stepped since the newest contribution
         self._began: Begun | None = None  # where the newest training step's contribution began
         self._num_starts = -1
         self._replays_left = 0  # contributions that count already, of the training step that is replayed
@@ -81,12 +61,13 @@ class Steps:
         self._losses: list[float] = []
         self._fresh_samples, self._fresh_losses = 0, list[float]()  # since the last step
         self._hyperparameters: tuple[Hyperparameters, ...] = ()
+        self._last_values: list[list[Any]] = []  # of which they were computed
         self._sent_first_for = self._digest_for = -1  # `num_starts` when FirstInfo was sent, and the digest made
         self._digest = 0  # of the gradients of the first step after the newest start
         self._resumed_at = time.perf_counter()
         self._compute_s = 0.0
-        if data.is_parted:  # a process may take over in the middle of a training step
-            memory.use()
+        if self.data.is_parted:  # a process may take over in the middle of a training step
+            self.data.use()
 
     @property
     def step(self) -> int:
@@ -101,7 +82,7 @@ class Steps:
             self._losses.append(loss)
             self._fresh_losses.append(loss)
 
-    def prepare_step(self, part: Part) -> bool:
+    def prepare_step(self, part: torch.optim.Optimizer) -> bool:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         self._owner.check()
         progress = self.progress
@@ -126,7 +107,7 @@ class Steps:
                 self._evaluation.begin(progress, self.data)
             drawn = self.data.prepare_step()
             num_samples = num_samples or drawn
-        self.strategy.before_step(num_samples, _mean(self._fresh_losses), part.parameters)
+        self.strategy.before_step(num_samples, _mean(self._fresh_losses), _parameters_of(part))
         self._fresh_losses = []
         return True
 
@@ -156,7 +137,7 @@ class Steps:
             self.strategy.restore()
         return True
 
-    def skip_step(self, part: object) -> None:
+    def skip_step(self, part: torch.optim.Optimizer) -> None:
         """A step is not taken, because a scaler found infinities. Other optimizers may step on the same batches."""
         if self.data.is_parted and (part is not self.parts[-1] or not self.data.begins(part)):
             return
@@ -166,14 +147,17 @@ class Steps:
         self._fresh_samples = 0
         self.memory.skipped()
 
-    def stepped(self, part: Part) -> None:
-        """Called after this worker's part of a step(). Contributes if a contribution is complete."""
+    def stepped(self, part: torch.optim.Optimizer, clip_norm: float) -> None:
+        """Called after this worker's part of a step(). Contributes if a contribution is complete.
+
+        `clip_norm`: the norm to which the script clips this step; 0: none.
+        """
         if self._begins:
             self.newest = part
             # The first gradients after a start have a digest. Batches of `session.shard()` need none.
             if self._digest_for != self.progress.num_starts and not self.progress.is_replaying:
                 self._digest_for = self.progress.num_starts
-                gradients = [parameter.grad for parameter in part.parameters if parameter.grad is not None]
+                gradients = [parameter.grad for parameter in _parameters_of(part) if parameter.grad is not None]
                 self._digest = 0 if self.data.uses_shard else digest_of(gradients)
             if self.readings is not None:
                 self.readings.note_step(part.param_groups)
@@ -193,7 +177,7 @@ class Steps:
         self._compute_s += now - self._resumed_at
         if self._is_due():
             if not self.progress.is_replaying:
-                self._contribute(part)
+                self._contribute(part, clip_norm)
             else:
                 self._replays_left -= 1
                 if not self._replays_left:
@@ -217,7 +201,7 @@ class Steps:
         # there is none, so they are sent now.
         return not self.strategy.kind.worker_steps or self.progress.is_last
 
-    def _contribute(self, part: Part) -> None:
+    def _contribute(self, part: torch.optim.Optimizer, clip_norm: float = 0.0) -> None:
         self._unsent = None
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
         if self.data.uses_shard:
@@ -226,7 +210,7 @@ class Steps:
         hyperparameters = self._current_hyperparameters()
         is_due = False
         if self._begins:
-            self._began = self.memory.take() if self.memory.is_used else None
+            self._began = self.memory.take() if self.data.is_sent else None
             is_due = self._evaluation.is_due(self.progress, self.data)
             if self._evaluation.every is not None:
                 is_due = self.strategy.agreed(is_due)
@@ -236,7 +220,7 @@ class Steps:
             num_steps = num_batches = self.progress.local_steps
             if self.data.uses_shard:
                 num_batches = self.data.take_reported()
-        clip_norm, began = part.take_clip_norm(), self._began
+        began = self._began
         contribution = Contribution(
             kind=self.strategy.kind,
             counts=Counts(num_samples, num_steps, num_batches, number),
@@ -250,11 +234,11 @@ class Steps:
         rows = tuple([RowGradients(at, *taken) for at, taken in found if taken is not None])
         outgoing = Outgoing(contribution, began.payload if began is not None else None, rows)
         num_counted = self.progress.row.seq
-        self.strategy.contribute(outgoing, part.parameters if number else None)
+        self.strategy.contribute(outgoing, _parameters_of(part) if number else None)
         if self._begins and self.progress.outcome is Outcome.REJECTED and self.progress.row.seq == num_counted:
             self._skips_step = self.data.is_parted  # the other optimizers' parts would count to the step before
         self._begin_anew()
-        if self.memory.is_used:
+        if self.data.is_sent:
             self.memory.after_step()
         self.data.apply_start()
         if self.data.is_void or (self.progress.is_done and self.data.has_in_hand):
@@ -283,11 +267,16 @@ class Steps:
             self._contribute(self._unsent)
 
     def _current_hyperparameters(self) -> tuple[Hyperparameters, ...]:
-        """Hyperparameters of all groups, then of all tables. Returns the same tuple until a value changes."""
-        found = [group for part in self.parts for group in part.hyperparameters()]
-        found += [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]
-        if found != list(self._hyperparameters):
-            self._hyperparameters = tuple(found)
+        """Hyperparameters of all groups, then of all tables. They are computed only when a value changes."""
+        groups = [group for part in self.parts for group in part.param_groups]
+        values = [[value for key, value in group.items() if key != "params"] for group in groups]
+        values.append([table.lr for table in self.tables])
+        # A learning rate may be a tensor that a scheduler changes in place.
+        values = [[item.tolist() if isinstance(item, torch.Tensor) else item for item in found] for found in values]
+        if values != self._last_values:
+            self._last_values = values
+            of_tables = [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]
+            self._hyperparameters = (*map(current_hyperparameters, groups), *of_tables)
         return self._hyperparameters
 
     def _first(self) -> FirstInfo:
@@ -296,6 +285,10 @@ class Steps:
         data = self.data
         num_samples = 0 if data.accepts_other_data else data.num_samples
         return FirstInfo(num_samples, self._digest, data.run_steps, self._first_rates or (), self.work())
+
+
+def _parameters_of(part: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in part.param_groups for param in group["params"]]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn, cast
 
 import torch
+from torch import nn
 
 from ....common.config.conditions import Every, every
 from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.tensors.clipping import check_max_norm
+from ....common.tensors.optimizers import Reduction
 from ....common.user_code import user_code
+from ...conversation.messages import Settings
 from ...conversation.reader import Evaluator
 from ...conversation.threads import sleep
+from ...session import Progress
+from ...strategies.base import Strategy
 from ...tasks.base import Task
 from ...tensors.transfer import ModelTensors
 from ..batches import Batches
-from ..ending import ending_of
+from ..ending import Ending, ending_of
 from ..evaluation import Evaluation, untouched
 from ..position.data import DataPosition
-from ..session import Offer, Session
+from ..position.memory import Memory
+from ..session import Session
 
 log = get_logger()
 
@@ -89,6 +94,15 @@ def _evaluate(evaluator: Evaluator, measure: Callable[[], dict[str, float]], ver
     log.info("evaluated", step=step, version=version, **metrics)
 
 
+class _Onlooker:
+    """Stands where a worker's session has its conversation: an evaluator is at no position of the run."""
+
+    begun = None
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.progress = settings, Progress(num_workers=settings.num_workers)
+
+
 class EvaluatorSession(Session):
     """The session of a script that runs as an evaluator (worker.evaluate).
 
@@ -96,18 +110,16 @@ class EvaluatorSession(Session):
     Then it exits the process, because the code after the loop is meant for workers.
     """
 
+    _epoch_steps = 0  # of the data given to `shard`
+    _tensors: ModelTensors
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._evaluator = Evaluator(config)
-        self.settings = self._evaluator.settings
-        self._choices = replace(self._choices, evaluates=True)
         self.evaluation = Evaluation(config.run.eval_every or self.settings.eval_every)
-        self._epoch_steps = 0  # of the data given to `shard`
-        self._tensors: ModelTensors | None = None
 
-    @property
-    def num_workers(self) -> int:
-        return max(1, self.settings.num_workers)
+    def _open(self, may_overlap: bool) -> Strategy:
+        self._evaluator = Evaluator(self._config)
+        return Strategy(cast(Any, _Onlooker(self._evaluator.settings)))
 
     @property
     def _position(self) -> int:
@@ -115,17 +127,22 @@ class EvaluatorSession(Session):
 
     @property
     def is_done(self) -> bool:
-        self._evaluate()
+        self._watch_run()
 
-    def _begin(self, offer: Offer) -> tuple[torch.optim.Optimizer, ...]:
-        model, optimizers, averaged_buffers, reduction = offer
+    def _begin(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        averaged_buffers: Collection[str],
+        reduction: Reduction,
+    ) -> tuple[torch.optim.Optimizer, ...]:
         self._check_first(reduction)
-        self._model, self._data = model, DataPosition(self._progress, optimizers, self.length)
+        self._model, self._memory = model, Memory(DataPosition(self._strategy, optimizers, self.length))
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         stepped = (parameter for group in groups for parameter in group["params"])
         self._tensors = ModelTensors(model, stepped, averaged_buffers)
         for item in optimizers:
-            item.register_step_pre_hook(lambda *_: self._evaluate())
+            item.register_step_pre_hook(lambda *_: self._watch_run())
             item.clip_grad_norm = check_max_norm  # type: ignore[attr-defined]  # no step follows
         return tuple(optimizers)
 
@@ -135,9 +152,8 @@ class EvaluatorSession(Session):
             self._epoch_steps = -(-len(dataset) // union)
         return super().shard(dataset, batch_size, **options)
 
-    def _evaluate(self) -> NoReturn:
+    def _watch_run(self) -> NoReturn:
         self._joined()
-        assert self._tensors is not None
         interval = self.evaluation.every
         if interval is None or (interval.unit == "epochs" and not self._epoch_steps):
             raise UsageError(
@@ -154,10 +170,10 @@ class EvaluatorSession(Session):
         pass
 
     def stop(self, reason: str) -> None:
-        self._evaluate()
+        self._watch_run()
 
     def finish(self) -> bool:
-        self._evaluate()
+        self._watch_run()
 
-    def close(self) -> None:
+    def _close(self, ending: Ending) -> None:
         self._evaluator.close()
