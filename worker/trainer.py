@@ -52,7 +52,12 @@ def train(
         model = model.to(device)
         if init is not None:
             load_weights(model, init)
-    first = lambda num: _first(data, max(1, batch_size // num), device)  # noqa: E731
+
+    def first(num: int) -> Any:
+        """The first samples, as one of `num` microbatches."""
+        with torch.random.fork_rng(devices=[]), user_code():
+            return to_device(next(iter(DataLoader(data, batch_size=max(1, batch_size // num)))), device)
+
     model = session.divided(model, task.loss, first, init if is_read_by_stages else None)
     model.train()
     check_arguments(settings.optimizer, settings.optimizer_args or {})  # they may come from a server
@@ -70,7 +75,11 @@ def train(
         length = {"epochs": settings.epochs} if settings.epochs else {"steps": settings.steps or TASK_STEPS}
         say("training", rank=session.rank, workers=session.num_workers, mode=settings.mode, **length)
     accumulate = settings.train.accumulate
-    batches = session.shard(data, batch_size, accumulate=accumulate, epochs=None, **_options(task, data, loader))
+    options = dict(loader or {})
+    if callable(make := getattr(task, "sampler", None)):
+        with user_code():
+            options["sampler"] = make(data)
+    batches = session.shard(data, batch_size, accumulate=accumulate, epochs=None, **options)
     stepper = Stepper(session, task, model, optimizer, device)
     for batch in _checked(batches):
         loss = stepper.add(batches, batch)
@@ -88,20 +97,6 @@ def train(
             metrics["tokens_per_s"] = round(num_batches * batch_size * session.num_workers * tokens / wall_s, 1)
         session.report(**metrics)
     return model, wall_s
-
-
-def _first(data: Any, num_samples: int, device: torch.device) -> Any:
-    """The first samples, as a batch."""
-    with torch.random.fork_rng(devices=[]), user_code():
-        return to_device(next(iter(DataLoader(data, batch_size=num_samples))), device)
-
-
-def _options(task: Task, data: Any, loader: dict[str, Any] | None) -> dict[str, Any]:
-    """The options to load the data with, including the task's sampler if it has one."""
-    if not callable(make := getattr(task, "sampler", None)):
-        return dict(loader or {})
-    with user_code():
-        return {**(loader or {}), "sampler": make(data)}
 
 
 def _checked(batches: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import UsageError
 from ..ownership import die_with_parent
-from .position.stream import StreamPass, is_stream, share_of_few, streamed
+from .position.stream import StreamPass, is_stream, pieces, share_of_few, streamed
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -177,20 +177,8 @@ def draw(sampler: Any, seed: int, epoch: int, size: int) -> Iterator[torch.Tenso
         sampler.set_epoch(epoch)
     if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
         generator.manual_seed(seed + epoch)
-    state = torch.Generator().manual_seed(seed + epoch).get_state()
-    indices: Iterator[Any] | None = None
-    while True:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.set_rng_state(state)
-            indices = iter(sampler) if indices is None else indices
-            rows = torch.tensor(
-                [int(index) for index in itertools.islice(indices, size)], dtype=torch.int64, device="cpu"
-            )
-            state = torch.get_rng_state()
-        if len(rows):
-            yield rows
-        if len(rows) < size:
-            return
+    for indices in pieces(sampler, seed + epoch, size, device="cpu"):
+        yield torch.tensor([int(index) for index in indices], dtype=torch.int64, device="cpu")
 
 
 def pass_batches(

@@ -16,7 +16,7 @@ from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.clipping import check_max_norm
 from ...common.tensors.optimizers import IN_WORKERS, plain_step
-from .position.steps import Steps
+from .position.steps import Steps, parameters_of
 from .rows import refuse_scaler
 
 log = get_logger()
@@ -109,7 +109,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         hooks = {key: hooks for key, hooks in vars(inner).items() if "state_dict_" in key and key.endswith("_hooks")}
         self.__setstate__({"defaults": dict(inner.defaults), **hooks})
         self._steps, self.progress = steps, steps.progress
-        self._server_state = None if self._steps_here else ServerState(self.parameters, steps)
+        self._server_state = None if self._steps_here else ServerState(parameters_of(self), steps)
         for item in (inner, *(part for part in vars(inner).values() if isinstance(part, torch.optim.Optimizer))):
             item.register_step_pre_hook(self._before_inner_step)
         self._is_stepping, self._plain_step = False, plain_step(type(inner))
@@ -190,10 +190,6 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     def _saved_at(self) -> dict[str, Any]:
         return {"run": self.progress.run, "steps": self.progress.position}
 
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        return [param for group in self.inner.param_groups for param in group["params"]]
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one training step, or this optimizer's part of it. Returns the closure's loss.
 
@@ -211,7 +207,15 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._steps.scaling.num_steps += 1
         if not self._steps.prepare_step(self):
             return closure() if closure is not None else None
-        loss = self._step(closure)
+        loss = None
+        if self._steps_here and not self._steps.strategy.kind.has_peers:  # with peers, clip after averaging
+            self._clip_here()
+            loss = self.step_inner(closure)
+        else:
+            self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it checks this
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
         self._steps.stepped(self, self._take_clip_norm())
         return loss
 
@@ -231,7 +235,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         UsageError for an invalid norm, and before the first backward().
         """
         check_max_norm(max_norm)
-        has_any = any(parameter.grad is not None for parameter in self.parameters) or any(
+        has_any = any(parameter.grad is not None for parameter in parameters_of(self)) or any(
             table.is_used for table in self._steps.tables
         )
         if not has_any and self._steps.newest is None:
@@ -247,7 +251,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
 
     def _clip_here(self) -> None:
         if clip_norm := self._take_clip_norm():
-            self._steps.strategy.clip(self.parameters, clip_norm)
+            self._steps.strategy.clip(parameters_of(self), clip_norm)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -257,17 +261,6 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             raise UsageError(message, fix="use bf16, which needs none; or wrap the model in DistributedDataParallel")
         self._steps.scaling.check()
         return refuse_scaler(self._steps.tables)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """Do this worker's part of a step. Returns the closure's loss."""
-        if self._steps_here and not self._steps.strategy.kind.has_peers:  # with peers, clip after averaging
-            self._clip_here()
-            return self.step_inner(closure)
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it checks this
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
 
     def step_inner(self, closure: Callable[[], Any] | None = None) -> Any:
         self._is_stepping = True

@@ -71,9 +71,6 @@ class Cursor:
             is_end = item.is_last or (self.has_ended and index == num)
             if index < self.accumulate and is_end and num - index <= self.prefetch:
                 return index
-        raise self._refusal(num)
-
-    def _refusal(self, num: int) -> UsageError:
         stated = f"accumulate={self.accumulate}, prefetch={self.prefetch}"
         message = (
             f"step() with {num} unused batch{'es' * (num != 1)} of session.shard() ({self.num_yielded} yielded, "
@@ -87,7 +84,7 @@ class Cursor:
                 "the loop fetches ahead; session.skip() for each batch that no step uses (of two loops in zip(), the "
                 "shorter one comes first); a DataLoader for data that is not trained on"
             )
-        return UsageError(message, fix=fix)
+        raise UsageError(message, fix=fix)
 
     def use(self, num: int) -> int:
         """A step uses the oldest `num` batches. Returns their samples, without those of void batches."""

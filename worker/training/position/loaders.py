@@ -29,7 +29,13 @@ def source_of(dataset: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]
     loader = dataset
     if not isinstance(loader, DataLoader):
         return dataset, given
-    _check_kind(loader)
+    kind, batches = type(loader), loader.batch_sampler
+    if any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
+        raise _refusal(f"{kind.__name__}, which iterates in a way of its own")
+    if loader.batch_size is None and batches is not None:
+        raise _refusal(f"a DataLoader with a batch_sampler of its own ({type(batches).__name__})")
+    if loader.batch_size is None:
+        raise _refusal("a DataLoader with batch_size=None, whose data set makes the batches")
     options = {name: getattr(loader, name) for name in _SIGNATURE if name not in _OF_BATCHES}
     if options["collate_fn"] is default_collate:
         options["collate_fn"] = None
@@ -57,16 +63,6 @@ def _order_of(loader: DataLoader[Any]) -> Any:
         return sampler
     is_random = type(sampler) is RandomSampler
     return sampler if is_random and (sampler.replacement or sampler.num_samples != len(dataset)) else None
-
-
-def _check_kind(loader: DataLoader[Any]) -> None:
-    kind, batches = type(loader), loader.batch_sampler
-    if any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
-        raise _refusal(f"{kind.__name__}, which iterates in a way of its own")
-    if loader.batch_size is None and batches is not None:
-        raise _refusal(f"a DataLoader with a batch_sampler of its own ({type(batches).__name__})")
-    if loader.batch_size is None:
-        raise _refusal("a DataLoader with batch_size=None, whose data set makes the batches")
 
 
 def _refusal(source: str) -> UsageError:

@@ -107,7 +107,7 @@ class Steps:
                 self._evaluation.begin(progress, self.data)
             drawn = self.data.prepare_step()
             num_samples = num_samples or drawn
-        self.strategy.before_step(num_samples, _mean(self._fresh_losses), _parameters_of(part))
+        self.strategy.before_step(num_samples, _mean(self._fresh_losses), parameters_of(part))
         self._fresh_losses = []
         return True
 
@@ -157,7 +157,7 @@ class Steps:
             # The first gradients after a start have a digest. Batches of `session.shard()` need none.
             if self._digest_for != self.progress.num_starts and not self.progress.is_replaying:
                 self._digest_for = self.progress.num_starts
-                gradients = [parameter.grad for parameter in _parameters_of(part) if parameter.grad is not None]
+                gradients = [parameter.grad for parameter in parameters_of(part) if parameter.grad is not None]
                 self._digest = 0 if self.data.uses_shard else digest_of(gradients)
             if self.readings is not None:
                 self.readings.note_step(part.param_groups)
@@ -234,7 +234,7 @@ class Steps:
         rows = tuple([RowGradients(at, *taken) for at, taken in found if taken is not None])
         outgoing = Outgoing(contribution, began.payload if began is not None else None, rows)
         num_counted = self.progress.row.seq
-        self.strategy.contribute(outgoing, _parameters_of(part) if number else None)
+        self.strategy.contribute(outgoing, parameters_of(part) if number else None)
         if self._begins and self.progress.outcome is Outcome.REJECTED and self.progress.row.seq == num_counted:
             self._skips_step = self.data.is_parted  # the other optimizers' parts would count to the step before
         self._begin_anew()
@@ -287,7 +287,8 @@ class Steps:
         return FirstInfo(num_samples, self._digest, data.run_steps, self._first_rates or (), self.work())
 
 
-def _parameters_of(part: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(part: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of all its groups."""
     return [param for group in part.param_groups for param in group["params"]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -30,6 +31,26 @@ def share_of_few(index: int, num_workers: int, num_left: int) -> tuple[int, int]
     return index % num_left, 1 if not num_more else at_least if is_more else at_least + 1
 
 
+def pieces(source: Iterable[Any], seed: int, size: int, device: str | None = None) -> Iterator[list[Any]]:
+    """Yield what a stream or a sampler gives, `size` items at a time.
+
+    It draws from a generator of torch with this seed, whatever the script draws meanwhile. `device`: torch's default
+    device while it draws.
+    """
+    state = torch.Generator().manual_seed(seed).get_state()
+    items: Iterator[Any] | None = None
+    while True:
+        with torch.random.fork_rng(devices=[]), nullcontext() if device is None else torch.device(device):
+            torch.set_rng_state(state)
+            items = iter(source) if items is None else items
+            found = list(islice(items, size))
+            state = torch.get_rng_state()
+        if found:
+            yield found
+        if len(found) < size:
+            return
+
+
 @dataclass(frozen=True)
 class StreamPass(IterableDataset[Any]):
     """One pass through a stream. Yields one rank's batches and weights, without the first `first` batches.
@@ -49,7 +70,7 @@ class StreamPass(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         union, count = self.num_workers * self.batch_size, 0
-        for rows in self._unions(union):
+        for rows in pieces(self.stream, self.seed, union):
             if len(rows) < union and self.drop_last:
                 break
             if count >= self.first:
@@ -60,21 +81,6 @@ class StreamPass(IterableDataset[Any]):
                 yield self.collate(mine), num_samples or len(mine)
             count += 1
         yield None, -count
-
-    def _unions(self, size: int) -> Iterator[list[Any]]:
-        """Yield the samples of all workers for each step. The stream draws from a generator of its own."""
-        state = torch.Generator().manual_seed(self.seed).get_state()
-        samples: Iterator[Any] | None = None
-        while True:
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(state)
-                samples = iter(self.stream) if samples is None else samples
-                rows = list(islice(samples, size))
-                state = torch.get_rng_state()
-            if rows:
-                yield rows
-            if len(rows) < size:
-                return
 
 
 def streamed(once: StreamPass, number: int, options: dict[str, Any]) -> Iterator[tuple[Any, int]]:

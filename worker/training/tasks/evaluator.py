@@ -76,22 +76,18 @@ def _watch(
         over = int((time.monotonic() - began_at if interval.unit == "seconds" else step) // each)
         if over > num_done and version > evaluated and (pulled := evaluator.pull(model)) is not None:
             num_done, evaluated, count = over, pulled, count + 1
-            _evaluate(evaluator, metrics, pulled, step)
+            try:
+                found = metrics()
+            except Exception as error:
+                _, failure, exit_code = ending_of(error)
+                evaluator.report(pulled, step, failure=failure, exit_code=exit_code)
+                raise
+            evaluator.report(pulled, step, metrics=found)
+            log.info("evaluated", step=step, version=pulled, **found)
         else:
             sleep(_LOOK_S)
     log.info("run_over", evaluations=count)
     evaluator.close()
-
-
-def _evaluate(evaluator: Evaluator, measure: Callable[[], dict[str, float]], version: int, step: int) -> None:
-    try:
-        metrics = measure()
-    except Exception as error:
-        _, failure, exit_code = ending_of(error)
-        evaluator.report(version, step, failure=failure, exit_code=exit_code)
-        raise
-    evaluator.report(version, step, metrics=metrics)
-    log.info("evaluated", step=step, version=version, **metrics)
 
 
 class _Onlooker:
