@@ -34,6 +34,7 @@ _OF_SERVERS = (
     "checkpoint.", "limits.", "output.history", "output.save", "output.summary", "output.track", "policy.", "run.mode",
     "run.workers", "server.metrics", "server.web", "store.polyak", "upstream.", "worker.codec", "worker.reply_codec",
 )  # fmt: skip
+_REPLACED_HOOKS = ("sys", "torch.distributed.distributed_c10d")  # Python's own excepthook, and a process group's
 _newest: dict[str, Session] = {}  # of this process, by server
 
 
@@ -43,10 +44,7 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     Without an address, train alone. Waits for the server up to worker.give_up_s, then raises UnreachableError.
     Environment variables PS_SECTION__KEY can set every setting.
     """
-    if getattr(sys.excepthook, "__module__", "") in (
-        "sys",
-        "torch.distributed.distributed_c10d",
-    ):  # Python's default hook, or that of a process group
+    if getattr(sys.excepthook, "__module__", "") in _REPLACED_HOOKS:
         sys.excepthook = _explain
         watch_exit()
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)

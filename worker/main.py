@@ -113,7 +113,7 @@ def _work(resolved: Resolved) -> None:
     after_torch()
     config: Config = resolved.config
     without_compiler()
-    device = choose_device(local_device(config.worker.device, config.worker.local_rank, torch.cuda.device_count()))
+    device = choose_device(config.worker.device, config.worker.local_rank)
     if config.worker.threads is not None:
         torch.set_num_threads(config.worker.threads)
     for path in (config.output.save, config.output.summary, config.output.curve):
@@ -133,26 +133,13 @@ def _work(resolved: Resolved) -> None:
             task, name, args = _load_task(resolved, session.settings, device)
             session.work.set_task(config, name, args)
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
-            options: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
             recorded = session.alone.recorded(session.metrics) if isinstance(session, AloneSession) else nullcontext()
             with recorded:
-                train(session, task, batch_size, device, say, **options)
+                train(session, task, batch_size, device, say, config.task.init, config.loader.options())
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
         get_logger().routine("uncaught")
         raise SystemExit(1) from None
-
-
-def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
-    """The device for `auto` on a host with several cuda devices, chosen by local rank.
-
-    Workers share a device if there are more workers than devices.
-
-    If an engine gives each process one device, the process sees only that device.
-    """
-    if name != "auto" or local_rank is None or num_devices < 2:
-        return name
-    return f"cuda:{local_rank % num_devices}"
 
 
 def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> tuple[Task, str, dict[str, Any]]:

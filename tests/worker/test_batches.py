@@ -23,7 +23,7 @@ from paramserver.common.config.schema import Config, RunConfig
 from paramserver.common.errors import UsageError
 from paramserver.worker.training.alone import AloneSession
 from paramserver.worker.training.batches import digest_of
-from paramserver.worker.training.position.loaders import source_of
+from paramserver.worker.training.position.sources import source_of
 
 
 def session(steps: int) -> tuple[AloneSession, torch.nn.Module, torch.optim.Optimizer]:

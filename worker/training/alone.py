@@ -201,14 +201,12 @@ class Alone:
         training, limits = outgoing.contribution.training, self._config.store
         parameters = self._model.tensors[: self._model.num_trained]
         found = self._model.sources(ContributionKind.GRADIENT, range(len(parameters)))
-        sources = [
-            None if item is None else _like(parameter, item.detach())
-            for parameter, item in zip(parameters, found, strict=True)
-        ]
-        gradients, rows = [item for item in sources if item is not None], [item.gradients for item in outgoing.rows]
-        where = self._first_unsound(sources)
+        pairs = zip(parameters, found, strict=True)
+        gradients = {parameter: _like(parameter, item.detach()) for parameter, item in pairs if item is not None}
+        rows = [item.gradients for item in outgoing.rows]
+        where = self._first_unsound([gradients.get(parameter) for parameter in parameters])
         is_finite = not where and _are_finite(rows)
-        norm = float(_norm(gradients)) if is_finite and limits.max_norm is not None else 0.0
+        norm = float(_norm([*gradients.values()])) if is_finite and limits.max_norm is not None else 0.0
         action, problem, limit = decide(limits, is_finite, norm)
         problem += f" in '{where}'" if where else ""
         if action != "take" and action != "clip":
@@ -216,22 +214,22 @@ class Alone:
         bounds = [training.clip_norm, limits.clip_norm or 0.0]
         if action == "clip":
             bounds.append(limits.max_norm or 0.0)
-            sources = [None if item is None else torch.nan_to_num(item, 0.0, 0.0, 0.0) for item in sources]
+            gradients = {parameter: torch.nan_to_num(item, 0.0, 0.0, 0.0) for parameter, item in gradients.items()}
             rows = [torch.nan_to_num(item, 0.0, 0.0, 0.0) for item in rows]
             for buffer, saved in zip(self._model.tensors[self._model.num_trained :], self._after, strict=True):
                 buffer.data.copy_(torch.where(torch.isfinite(buffer), buffer, saved))
         if bound := min((item for item in bounds if item), default=0.0):
-            sources = [None if item is None else item.clone() for item in sources]
+            gradients = {parameter: item.clone() for parameter, item in gradients.items()}
             rows = [item.clone() for item in rows]
-            clip([*(item for item in sources if item is not None), *rows], bound)
+            clip([*gradients.values(), *rows], bound)
         before = [parameter.grad for parameter in parameters]
         self._optimizer.at(self.progress.version)
-        have_state = [bool(self._optimizer.state.get(parameter)) for parameter in parameters]
+        with_state = {parameter for parameter in gradients if self._optimizer.state.get(parameter)}
         try:
             # A fused step of torch cannot mix parameters with state and parameters without.
-            for has_state in {known for known, source in zip(have_state, sources, strict=True) if source is not None}:
-                for parameter, gradient, known in zip(parameters, sources, have_state, strict=True):
-                    parameter.grad = gradient if known is has_state else None
+            for stepped in filter(None, (with_state, gradients.keys() - with_state)):
+                for parameter in parameters:
+                    parameter.grad = gradients[parameter] if parameter in stepped else None
                 self._optimizer.step()
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):

@@ -15,7 +15,7 @@ from ..tensors.sharing import is_divided
 from .data import Loader, Shares, pass_batches, seed_everything, step_seed
 from .position.cursor import Cursor
 from .position.memory import Memory
-from .position.stream import check_stream
+from .position.sources import check_stream
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 _SUMMED = 1 << 20  # elements of a tensor that are summed at once
@@ -48,23 +48,23 @@ class Batches:
         self._shares, self._memory, self._data = shares, memory, memory.data
         self._progress = self._data.progress
         self._is_done, self._is_over = end
-        self._options = options
         self._loader = Loader(shares.dataset, options)
         self._cursor: Cursor | None = None  # of the newest loop
         self._number = 0  # of the newest loop
-        self._num_samples = shares.num_samples
-        self._accumulate, self._prefetch, self._epochs, self._newest_samples = accumulate, prefetch, epochs, 0
+        self._size = shares.num_samples
+        self._accumulate, self._prefetch, self._epochs = accumulate, prefetch, epochs
+        self.num_samples = 0  # weight of the newest batch in a mean: its number of samples
         self._check()
         self._pass_batches = self._num_in_pass()  # raises UsageError early if the data cannot be divided
         self._data.add(self)
-        self._data.num_samples = self._data.num_samples or self._num_samples
+        self._data.num_samples = self._data.num_samples or self._size
         self._data.batches_per_epoch = self._data.batches_per_epoch or self._pass_batches
 
     def _check(self) -> None:
         """Raises UsageError for options that do not go together."""
         has_end = self._progress.total_steps is not None or self._data.length.default is not None
         if self._shares.is_stream:
-            options = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
+            options = {"pad": self._shares.pads, "sampler": self._shares.sampler, **self._loader.options}
             counts_epochs = self._data.epoch is not None or self._data.length.epochs is not None
             check_stream(self._shares.dataset, counts_epochs, options)
         ends_by_metrics = self._data.strategy.settings.ends_by_metrics  # the run may end without a number of steps
@@ -119,11 +119,6 @@ class Batches:
         if self._cursor is not None:
             self._cursor.accumulate = num
 
-    @property
-    def num_samples(self) -> int:
-        """Weight of the newest batch in a mean: its number of samples."""
-        return self._newest_samples
-
     # ---- one loop -----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
@@ -148,11 +143,11 @@ class Batches:
                     continue
                 self._data.has_read_all = True
                 if begins and not cursor.in_hand:
-                    self._memory.no_batch()
+                    self._memory.take()  # the script may do work before the contribution begins
                 break
-            batch, self._newest_samples, is_last = found
+            batch, self.num_samples, is_last = found
             num_read += 1
-            cursor.yielded(self._newest_samples, is_last)
+            cursor.yielded(self.num_samples, is_last)
             yield batch
         if number == self._number:
             cursor.has_ended = True
@@ -212,9 +207,9 @@ class Batches:
 
     def _num_in_pass(self) -> int:
         """Batches of this rank in a pass; 0: not known. Raises UsageError if the data set has changed its length."""
-        if self._shares.num_samples != self._num_samples:
+        if self._shares.num_samples != self._size:
             raise UsageError(
-                f"the data set of session.shard() had {self._num_samples} samples, and has {self._shares.num_samples} "
+                f"the data set of session.shard() had {self._size} samples, and has {self._shares.num_samples} "
                 "now: this rank's position in it is lost",
                 fix="give session.shard() the data set of each epoch, or a sampler that draws from the whole one",
             )
@@ -241,14 +236,6 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     if not seen.any():
         return 0
     return int.from_bytes(blake2b(seen.numpy().tobytes(), digest_size=8).digest(), "little")
-
-
-def read_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options for the DataLoader. Raises UsageError for options that `session.shard()` does not support."""
-    if options.get("batch_sampler") is not None:
-        message = "session.shard() divides the data itself and cannot use a batch_sampler"
-        raise UsageError(message, fix="give session.shard() batch_size=, drop_last= and sampler=")
-    return {name: value for name, value in options.items() if name != "batch_sampler"}
 
 
 def check_count(name: str, num: int, least: int = 0) -> int:

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import UsageError
 from ..ownership import die_with_parent
-from .position.stream import StreamPass, is_stream, pieces, share_of_few, streamed
+from .position.sources import StreamPass, is_stream, pieces, share_of_few, streamed
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -337,14 +337,11 @@ def choices_of(config: Config, settings: Settings | None = None) -> Choices:
     )
     if settings is None:
         return mine
+    same = {name: getattr(settings, name) for name in ("mode", "kind", "polyak", "delayed_update", "fragments")}
     return replace(
         mine,
-        mode=settings.mode,
-        kind=settings.kind,
+        **same,
         has_rounds=settings.union_batch,
-        polyak=settings.polyak,
-        delayed_update=settings.delayed_update,
-        fragments=settings.fragments,
         staleness=settings.outstanding,
         is_region=settings.in_region,
         precision=settings.train.precision,

@@ -236,7 +236,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         """
         check_max_norm(max_norm)
         has_any = any(parameter.grad is not None for parameter in parameters_of(self)) or any(
-            table.is_used for table in self._steps.tables
+            table.used for table in self._steps.tables
         )
         if not has_any and self._steps.newest is None:
             message = "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step"

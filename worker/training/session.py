@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ...common.combinations import check
@@ -20,26 +21,24 @@ from ...common.tensors.statistics import batch_norms
 from ...common.tensors.tables import make_spec
 from ..strategies.base import divided_tensor
 from ..tensors.transfer import together
-from .batches import Batches, check_count, read_options
+from .batches import Batches, check_count
 from .data import Shares
 from .member import RunMember
 from .optimizer import ExchangeOptimizer
 from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_of, on_meta
 from .position.data import DataPosition
-from .position.loaders import source_of
 from .position.memory import Memory, stateful
 from .position.restarted import Restarted
-from .position.steps import Steps
+from .position.sources import source_of
+from .position.steps import Scaling, Steps
 from .readings import number_of
 from .rows import Rows
-from .scaler import Scaling
 from .slowdown import Slowdown
 from .tasks.init import load_weights
 
 log = get_logger()
 
-Part = tuple[nn.Module, torch.optim.Optimizer]
-
+Part = tuple[nn.Module, Optimizer]
 _NUM_NAMED = 4
 _BATCH_NORM = (
     "BatchNorm uses the statistics of each process' own batch, so the run differs from one process with the union "
@@ -158,7 +157,7 @@ class Session(RunMember):
     def optimizer(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         *,
         averaged_buffers: Collection[str] = (),
         reduction: Reduction = "mean",
@@ -207,11 +206,7 @@ class Session(RunMember):
         return self._begin(whole, optimizers, averaged_buffers, reduction)
 
     def _begin(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        averaged_buffers: Collection[str],
-        reduction: Reduction,
+        self, model: nn.Module, optimizers: list[Optimizer], averaged_buffers: Collection[str], reduction: Reduction
     ) -> tuple[Any, ...]:
         """Join the run with a model and its optimizers; returns the optimizers to step."""
         self._check_first(reduction)
@@ -402,10 +397,13 @@ class Session(RunMember):
                 f"a batch of {size} samples cannot be divided among the {self._data_share[1]} processes of this worker",
                 fix=f"a batch size that is a multiple of {self._data_share[1]}",
             )
+        if found.pop("batch_sampler", None) is not None:
+            message = "session.shard() divides the data itself and cannot use a batch_sampler"
+            raise UsageError(message, fix="give session.shard() batch_size=, drop_last= and sampler=")
         order = {name: found.pop(name) for name in ("shuffle", "drop_last", "sampler")}
         shares = Shares(source, size // self._data_share[1], settings.seed, pads=pad, **order)
         end = (lambda: self.is_done), self.is_over
-        return Batches(shares, memory, end, read_options(found), accumulate, prefetch, epochs, self._data_share)
+        return Batches(shares, memory, end, found, accumulate, prefetch, epochs, self._data_share)
 
     def skip(self) -> None:
         """Say that no step uses the batch that the script computes now, as in a loop that goes on with `continue`."""
@@ -413,7 +411,7 @@ class Session(RunMember):
         memory.data.skip()
         memory.skipped()
 
-    def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def skip_step(self, optimizer: Optimizer) -> None:
         """Say that a step is not taken: the batches that it would use are used up, and count for nothing."""
         self._scaling.skipped(optimizer)
 
@@ -426,8 +424,7 @@ class Session(RunMember):
 
     def watched(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
         """Let a trainer's own GradScaler tell the session about the steps that it skips."""
-        self._scaling.watch(scaler)
-        return scaler
+        return self._scaling.watch(scaler)
 
     def expect(self, steps: int) -> None:
         """Tell the session how many training steps this script takes. If the run is shorter, a warning says so."""

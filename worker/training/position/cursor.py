@@ -29,12 +29,12 @@ class InHand(NamedTuple):
 class Cursor:
     """Batches are numbered from 0, over all passes. `accumulate` may change between steps."""
 
-    def __init__(self, position: int = 0) -> None:
+    def __init__(self) -> None:
         self.loop: ReferenceType[object] | None = None  # the newest one
         self.epoch: int | None = None  # in which it began; None: outside of the script's loop over epochs
         self.epoch_at = 0  # where the script's epoch began
         self.accumulate, self.prefetch = 1, 0
-        self.position = self.next = position  # behind the newest used batch; number of the next batch to yield
+        self.position = self.next = 0  # behind the newest used batch; number of the next batch to yield
         self.begins = {0: 0}  # by pass: the number of its first batch
         self.in_hand: deque[InHand] = deque()  # the oldest first
         self.num_void = 0  # of those in hand, the oldest

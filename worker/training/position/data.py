@@ -8,6 +8,7 @@ that lie behind the rank, and goes on in the right one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from weakref import WeakSet, ref
 
 import torch
@@ -103,13 +104,13 @@ class DataPosition:
             cursor.use(cursor.num_void)
             cursor.num_fill = 0
 
-    def position_record(self, step: int, local_steps: int) -> Position:
+    def position_record(self) -> Position:
         """The position at the beginning of a contribution."""
-        position = self.position
+        found = Position(self.progress.position, self.progress.local_steps, self.position)
         if self.epoch is None:
-            return Position(step, local_steps, position)
-        in_epoch = position - sum(cursor.epoch_at for cursor in self.cursors)
-        return Position(step, local_steps, position, self.epoch, max(0, in_epoch))
+            return found
+        in_epoch = found.batches - sum(cursor.epoch_at for cursor in self.cursors)
+        return replace(found, epoch=self.epoch, epoch_batches=max(0, in_epoch))
 
     # ---- loops --------------------------------------------------------------------------------
 

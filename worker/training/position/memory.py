@@ -104,14 +104,9 @@ class Memory:
             if self._objects:
                 self._load(begun.payload, self._objects)
         if self.data.is_sent and self._noted is None and not progress.is_replaying and not self.has_moved:
-            position = self.data.position_record(progress.position, progress.local_steps)
-            self._noted = Begun(position, self._pack())
+            self._noted = Begun(self.data.position_record(), self._pack())
             return True
         return False
-
-    def no_batch(self) -> None:
-        """There was no batch where `note` said that a contribution begins: the script may do work before the next."""
-        self._noted = None
 
     def skipped(self) -> None:
         """A step was not taken. If it would have been the first of a contribution, that begins after it.

@@ -56,7 +56,7 @@ class Restarted:
             self._look_first(progress)
 
     def _look_first(self, progress: Progress) -> None:
-        compared = zip(rates_of(self.optimizers), progress.first_rates, progress.last_rates, strict=False)
+        compared = zip(rates_of(self.optimizers), progress.rates.first, progress.rates.last, strict=False)
         anew = next(((rate, last) for rate, first, last in compared if rate == first != last), None)
         if anew is None:
             if not (self.knows_step or self.has_epochs):
@@ -67,7 +67,7 @@ class Restarted:
         change = f"its learning rate restarts at {rate:g} instead of {last:g}"
         if names:
             change += f" ({', '.join(names)})"
-        if self.knows_step or not (names or progress.num_rate_changes > 1):
+        if self.knows_step or not (names or progress.rates.num_changes > 1):
             self._warn(progress, change)
             return
         raise UsageError(

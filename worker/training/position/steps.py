@@ -17,10 +17,42 @@ from ..batches import digest_of
 from ..evaluation import Evaluation
 from ..readings import Readings
 from ..rows import Rows
-from ..scaler import Scaling
 from ..slowdown import Slowdown
 from .memory import Memory
 from .restarted import Restarted, rates_of
+
+
+class Scaling:
+    """The scalers of one session. `num_steps` grows with each step() of an optimizer."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.skipped: Callable[[Any], None] = lambda _: None  # called with the optimizer whose step is not taken
+        self._has_any = False
+
+    def watch(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        """Let a scaler tell about skipped steps. A foreign one is refused by name (`check`)."""
+        step = scaler.step
+        self._has_any = True
+
+        def watched(optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            before = self.num_steps
+            result = step(optimizer, *args, **options)
+            if self.num_steps == before:
+                self.skipped(optimizer)
+            return result
+
+        scaler.step = watched  # type: ignore[method-assign]
+        return scaler
+
+    def check(self) -> None:
+        """Raises UsageError if the scaler that asks is not the session's: the session has none."""
+        if not self._has_any:
+            raise UsageError(
+                "torch.amp.GradScaler on the optimizer of session.optimizer(): the run would not know of the steps "
+                "that it skips",
+                fix='scaler = session.scaler("cuda"), with the arguments of GradScaler; bfloat16 needs no scaler',
+            )
 
 
 class Steps:
@@ -162,11 +194,9 @@ class Steps:
             if self.readings is not None:
                 self.readings.note_step(part.param_groups)
             self._iteration += 1
-            num_samples = self.data.step()
-            self._num_samples += self._fresh_samples or num_samples
-        else:
-            self._num_samples += self._fresh_samples
-        self._fresh_samples = 0
+            drawn = self.data.step()
+            self._fresh_samples = self._fresh_samples or drawn
+        self._num_samples, self._fresh_samples = self._num_samples + self._fresh_samples, 0
         if self.notice is not None and self.notice():
             self.notice = None
         now = time.perf_counter()
@@ -215,11 +245,8 @@ class Steps:
             if self._evaluation.every is not None:
                 is_due = self.strategy.agreed(is_due)
         number = self.parts.index(part) + 1 if self.data.is_parted else 0
-        num_steps = num_batches = 0
-        if self._begins:  # else the previous part has counted the training step
-            num_steps = num_batches = self.progress.local_steps
-            if self.data.uses_shard:
-                num_batches = self.data.take_reported()
+        num_steps = self.progress.local_steps if self._begins else 0  # else the previous part has counted it
+        num_batches = self.data.take_reported() if self._begins and self.data.uses_shard else num_steps
         began = self._began
         contribution = Contribution(
             kind=self.strategy.kind,
@@ -238,8 +265,7 @@ class Steps:
         if self._begins and self.progress.outcome is Outcome.REJECTED and self.progress.row.seq == num_counted:
             self._skips_step = self.data.is_parted  # the other optimizers' parts would count to the step before
         self._begin_anew()
-        if self.data.is_sent:
-            self.memory.after_step()
+        self.memory.after_step()
         self.data.apply_start()
         if self.data.is_void or (self.progress.is_done and self.data.has_in_hand):
             self.strategy.pause()

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ....common.config.conditions import Every, every
 from ....common.config.schema import Config
@@ -23,7 +24,6 @@ from ...session import Progress
 from ...strategies.base import Strategy
 from ...tasks.base import Task
 from ...tensors.transfer import ModelTensors
-from ..batches import Batches
 from ..ending import Ending, ending_of
 from ..evaluation import Evaluation, untouched
 from ..position.data import DataPosition
@@ -106,7 +106,6 @@ class EvaluatorSession(Session):
     Then it exits the process, because the code after the loop is meant for workers.
     """
 
-    _epoch_steps = 0  # of the data given to `shard`
     _tensors: ModelTensors
 
     def __init__(self, config: Config) -> None:
@@ -126,12 +125,8 @@ class EvaluatorSession(Session):
         self._watch_run()
 
     def _begin(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        averaged_buffers: Collection[str],
-        reduction: Reduction,
-    ) -> tuple[torch.optim.Optimizer, ...]:
+        self, model: nn.Module, optimizers: list[Optimizer], averaged_buffers: Collection[str], reduction: Reduction
+    ) -> tuple[Optimizer, ...]:
         self._check_first(reduction)
         self._model, self._memory = model, Memory(DataPosition(self._strategy, optimizers, self.length))
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
@@ -142,24 +137,15 @@ class EvaluatorSession(Session):
             item.clip_grad_norm = check_max_norm  # type: ignore[attr-defined]  # no step follows
         return tuple(optimizers)
 
-    def shard(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Batches:
-        if hasattr(dataset, "__len__"):
-            union = (batch_size or self.settings.batch_size) * self.num_workers
-            self._epoch_steps = -(-len(dataset) // union)
-        return super().shard(dataset, batch_size, **options)
-
     def _watch_run(self) -> NoReturn:
-        self._joined()
-        interval = self.evaluation.every
-        if interval is None or (interval.unit == "epochs" and not self._epoch_steps):
+        interval, epoch_steps = self.evaluation.every, self._joined().data.batches_per_epoch
+        if interval is None or (interval.unit == "epochs" and not epoch_steps):
             raise UsageError(
                 "an evaluator (worker.evaluate) whose script "
                 + ("has no function to evaluate with" if interval is None else "does not say how long an epoch is"),
                 fix="call session.evaluate(fn, every=100) before the loop; fn(model) returns a dict of metrics",
             )
-        _watch(
-            self._evaluator, self._tensors, interval, self._epoch_steps, lambda: self.evaluation.metrics(self._model)
-        )
+        _watch(self._evaluator, self._tensors, interval, epoch_steps, lambda: self.evaluation.metrics(self._model))
         raise SystemExit(0)
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:

@@ -23,7 +23,11 @@ def load_weights(
     Dtypes may differ, but names and shapes must match. Name prefixes of torch.compile and DistributedDataParallel are
     ignored. Raises UsageError with the differences.
     """
-    found, tensors = _read(path, flag), named_tensors(model)
+    from safetensors.torch import load_file
+
+    with _named(path, flag):
+        found = {name.replace("_orig_mod.", ""): tensor for name, tensor in load_file(path).items()}
+    tensors = named_tensors(model)
     if not any(name.startswith("module.") for name in tensors):
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
     loaded = {id(tensors[name]) for name in found if name in tensors}  # a file may have only one name of tied weights
@@ -76,13 +80,6 @@ def check_file(path: str, flag: str) -> None:
 
     with _named(path, flag), safe_open(path, "pt"):
         pass
-
-
-def _read(path: str, flag: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    with _named(path, flag):
-        return {name.replace("_orig_mod.", ""): tensor for name, tensor in load_file(path).items()}
 
 
 @contextmanager
