@@ -53,6 +53,7 @@ class Alone:
 
     begun = None
     replies_lose = False
+    _model: ModelTensors  # set by `start`
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -88,7 +89,6 @@ class Alone:
         self.first_samples = 0  # samples of the first step
         self._num_rejected = 0  # contributions in a row
         self.measure: Callable[[], Mapping[str, float]] = dict  # what it returns is in each status
-        self._model: ModelTensors | None = None
         self.fingerprint = ""  # of the model's layout, as a server computes it; empty before there is a model
         self._described: dict[str, Any] | None = None  # the optimizers
         self._work: dict[str, Any] = {}
@@ -114,7 +114,7 @@ class Alone:
         self.progress.started(reply)
 
     def contribute(self, outgoing: Outgoing) -> Reply:
-        self._take_measured()
+        self._take_news()
         contribution = outgoing.contribution
         if contribution.first is not None:
             self._work = read_json(contribution.first.work or "{}")
@@ -131,8 +131,6 @@ class Alone:
         self.first_samples = self.row.samples or 0 if is_first else self.first_samples
         if not math.isnan(contribution.training.loss):
             self.loss = contribution.training.loss
-        if self.stop_reason and not self.ended_by:
-            self.ended_by = f"stopped: {one_line(self.stop_reason)}"
         if judgement.action == "skip":
             self._restore()
             reason = f"{judgement.problem} ({judgement.limit}): counted as a contribution, nothing folded"
@@ -159,9 +157,7 @@ class Alone:
                     state[key] = value.to(parameter.device)
 
     def finish(self, can_evaluate: bool) -> Final | None:
-        self._take_measured()
-        if self.stop_reason and not self.ended_by:
-            self.ended_by = f"stopped: {one_line(self.stop_reason)}"
+        self._take_news()
         self._restore()
         return Final(version=self.progress.version, evaluate=can_evaluate)
 
@@ -169,7 +165,6 @@ class Alone:
         return self.progress.version
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
-        assert self._model is not None
         names = self._model.names
         return {
             names[id(parameter)]: {
@@ -197,7 +192,6 @@ class Alone:
 
         The script's gradients stay as they are.
         """
-        assert self._model is not None
         training, limits = outgoing.contribution.training, self._config.store
         parameters = self._model.tensors[: self._model.num_trained]
         found = self._model.sources(ContributionKind.GRADIENT, range(len(parameters)))
@@ -260,7 +254,6 @@ class Alone:
 
     def _first_unsound(self, parameters: Sequence[torch.Tensor | None]) -> str:
         """The name of the first of these tensors of parameters, and of the buffers, with NaN or Inf; empty: none."""
-        assert self._model is not None
         others = self._model.tensors[len(parameters) :]
         found = [
             (entry.spec.name, item.detach())
@@ -284,24 +277,25 @@ class Alone:
 
     def _keep(self) -> None:
         """Remember what `_restore` puts back: buffers, and the weights too when the run is over."""
-        assert self._model is not None
         first = 0 if self.progress.is_done else self._model.num_trained
         self._after = [tensor.detach().clone() for tensor in self._model.tensors[first:]]
 
     def _restore(self) -> None:
         """Put the run's tensors into the model, as a server sends them."""
-        if self._model is not None and self._after:
+        if self._after:
             for tensor, saved in zip(self._model.tensors[-len(self._after) :], self._after, strict=True):
                 tensor.data.copy_(saved)
 
     # ---- evaluations, and what is shown ---------------------------------------------------------
 
-    def _take_measured(self) -> None:
-        """Record the newest evaluations, of the model as it is."""
+    def _take_news(self) -> None:
+        """Record the newest evaluations, of the model as it is, and a script's request to stop."""
         for found in self.measured:
             if not found["failure"]:
                 self.evaluated(found["metrics"])
         self.measured.clear()
+        if self.stop_reason and not self.ended_by:
+            self.ended_by = f"stopped: {one_line(self.stop_reason)}"
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Record an evaluation after the newest step, and save the weights if it is the best so far."""
@@ -325,7 +319,6 @@ class Alone:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's tensors by name."""
-        assert self._model is not None
         return named_tensors(self._model.module)
 
     def status(self) -> Status:

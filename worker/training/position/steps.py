@@ -93,7 +93,7 @@ class Steps:
         self._losses: list[float] = []
         self._fresh_samples, self._fresh_losses = 0, list[float]()  # since the last step
         self._hyperparameters: tuple[Hyperparameters, ...] = ()
-        self._last_values: list[list[Any]] = []  # of which they were computed
+        self._last_values: list[Any] = []  # of which they were computed
         self._sent_first_for = self._digest_for = -1  # `num_starts` when FirstInfo was sent, and the digest made
         self._digest = 0  # of the gradients of the first step after the newest start
         self._resumed_at = time.perf_counter()
@@ -265,7 +265,8 @@ class Steps:
         if self._begins and self.progress.outcome is Outcome.REJECTED and self.progress.row.seq == num_counted:
             self._skips_step = self.data.is_parted  # the other optimizers' parts would count to the step before
         self._begin_anew()
-        self.memory.after_step()
+        if self.data.is_sent:
+            self.memory.after_step()
         self.data.apply_start()
         if self.data.is_void or (self.progress.is_done and self.data.has_in_hand):
             self.strategy.pause()
@@ -294,11 +295,12 @@ class Steps:
 
     def _current_hyperparameters(self) -> tuple[Hyperparameters, ...]:
         """Hyperparameters of all groups, then of all tables. They are computed only when a value changes."""
-        groups = [group for part in self.parts for group in part.param_groups]
-        values = [[value for key, value in group.items() if key != "params"] for group in groups]
-        values.append([table.lr for table in self.tables])
-        # A learning rate may be a tensor that a scheduler changes in place.
-        values = [[item.tolist() if isinstance(item, torch.Tensor) else item for item in found] for found in values]
+        groups = [group for optimizer in self.data.optimizers for group in optimizer.param_groups]
+        values: list[Any] = [table.lr for table in self.tables] if self.tables else []
+        for group in groups:
+            for key, value in group.items():
+                if key != "params":  # a learning rate may be a tensor that a scheduler changes in place
+                    values.append(value.tolist() if isinstance(value, torch.Tensor) else value)
         if values != self._last_values:
             self._last_values = values
             of_tables = [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]

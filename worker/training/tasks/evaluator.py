@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -17,7 +18,6 @@ from ....common.reporting.log import get_logger
 from ....common.tensors.clipping import check_max_norm
 from ....common.tensors.optimizers import Reduction
 from ....common.user_code import user_code
-from ...conversation.messages import Settings
 from ...conversation.reader import Evaluator
 from ...conversation.threads import sleep
 from ...session import Progress
@@ -90,15 +90,6 @@ def _watch(
     evaluator.close()
 
 
-class _Onlooker:
-    """Stands where a worker's session has its conversation: an evaluator is at no position of the run."""
-
-    begun = None
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings, self.progress = settings, Progress(num_workers=settings.num_workers)
-
-
 class EvaluatorSession(Session):
     """The session of a script that runs as an evaluator (worker.evaluate).
 
@@ -114,7 +105,9 @@ class EvaluatorSession(Session):
 
     def _open(self, may_overlap: bool) -> Strategy:
         self._evaluator = Evaluator(self._config)
-        return Strategy(cast(Any, _Onlooker(self._evaluator.settings)))
+        settings = self._evaluator.settings
+        progress = Progress(num_workers=settings.num_workers)  # an evaluator is at no position of the run
+        return Strategy(cast(Any, SimpleNamespace(settings=settings, progress=progress, begun=None)))
 
     @property
     def _position(self) -> int:
