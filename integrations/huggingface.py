@@ -72,13 +72,11 @@ class ParameterServerCallback(TrainerCallback):
         remembered: Any = state.stateful_callbacks
         remembered[data.PLACE] = data.place_in(self.session)
         control.should_training_stop |= self.session.is_over()
-        control.should_save &= self.session.rank == 0
-        if control.should_training_stop:  # before the best checkpoint is loaded
-            self.session.finish()
+        self.on_epoch_end(args, state, control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         control.should_save &= self.session.rank == 0
-        if control.should_training_stop:
+        if control.should_training_stop:  # before the best checkpoint is loaded
             self.session.finish()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

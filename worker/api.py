@@ -94,9 +94,8 @@ def open_session(config: Config, overlap: bool = False) -> Session:
     backward.
     """
     if config.worker.server == "none" and config.worker.group:
-        raise UsageError(
-            "worker.group without a server: each of its processes would train alone", fix="--server HOST:PORT"
-        )
+        message = "worker.group without a server: each of its processes would train alone"
+        raise UsageError(message, fix="--server HOST:PORT")
     if config.worker.evaluate and not config.worker.group:
         return EvaluatorSession(config)
     if config.worker.server == "none":

@@ -457,11 +457,9 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
 class AloneSession(Session):
     """A session whose conversation is with a run in this process."""
 
+    _mode = _MODE
+
     def _open(self, may_overlap: bool) -> Strategy:
         self._exchange = self.alone = Alone(self._config)
         self.alone.measure = self.readings.taken
         return BlockingStrategy(self.alone)
-
-    @property
-    def _mode(self) -> str:
-        return _MODE

@@ -109,9 +109,8 @@ class Shares:
         try:
             return len(source)
         except TypeError:
-            raise UsageError(
-                f"{type(source).__name__} has no length, so it cannot be divided among workers", fix="give it a __len__"
-            ) from None
+            message = f"{type(source).__name__} has no length, so it cannot be divided among workers"
+            raise UsageError(message, fix="give it a __len__") from None
 
     def num_batches(self, num_workers: int) -> int:
         """Batches of each rank in an epoch; 0: not known. Raises UsageError if there are too few samples to divide."""

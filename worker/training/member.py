@@ -49,6 +49,7 @@ class RunMember:
 
     _inner = (0, 1)  # group rank, and the size of the replica group
     _data_share = (0, 1)  # the same of this worker's batches; all processes of a pipeline have whole batches
+    _mode = ""  # as it is shown; empty: as the server says
     _model: nn.Module  # set by `optimizer()`
 
     def __init__(self, config: Config, overlap: bool = False) -> None:
@@ -203,11 +204,7 @@ class RunMember:
 
         has_begun = self._steps is not None or self.losses.points
         where = (self.rank, self.num_workers, self._position, self.is_done) if has_begun else None
-        return of_session(self._mode, where, self.losses.points, self.metrics)
-
-    @property
-    def _mode(self) -> str:
-        return self.settings.mode
+        return of_session(self._mode or self.settings.mode, where, self.losses.points, self.metrics)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """The card as a notebook displays it."""

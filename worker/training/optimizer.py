@@ -146,9 +146,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if hasattr(inner, name):
             message = f"{kind}.{name} has no effect in a run in which the server runs the optimizer"
             raise NoAttributeError(message, fix=IN_WORKERS)
-        raise NoAttributeError(
-            f"{kind} has no attribute '{name}'", fix="use what the class of the optimizer has, or a step of its own"
-        )
+        message = f"{kind} has no attribute '{name}'"
+        raise NoAttributeError(message, fix="use what the class of the optimizer has, or a step of its own")
 
     def _before_inner_step(self, *_: Any) -> None:
 

@@ -59,9 +59,8 @@ class Rows:
         """
         spec = self.spec
         if ids.dtype not in _INTEGERS:
-            raise UsageError(
-                f"table '{spec.name}' was given ids of {ids.dtype}", fix="give ids of an integer type, such as int64"
-            )
+            message = f"table '{spec.name}' was given ids of {ids.dtype}"
+            raise UsageError(message, fix="give ids of an integer type, such as int64")
         if torch.is_autocast_enabled(ids.device.type) and torch.get_autocast_dtype(ids.device.type) == torch.float16:
             raise _scaled(spec.name)
         distinct, where = ids.reshape(-1).cpu().long().unique(return_inverse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
@@ -12,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ....common.config.conditions import Every, every
-from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.tensors.clipping import check_max_norm
@@ -25,7 +25,7 @@ from ...strategies.base import Strategy
 from ...tasks.base import Task
 from ...tensors.transfer import ModelTensors
 from ..ending import Ending, ending_of
-from ..evaluation import Evaluation, untouched
+from ..evaluation import untouched
 from ..position.data import DataPosition
 from ..position.memory import Memory
 from ..session import Session
@@ -99,14 +99,12 @@ class EvaluatorSession(Session):
 
     _tensors: ModelTensors
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.evaluation = Evaluation(config.run.eval_every or self.settings.eval_every)
-
     def _open(self, may_overlap: bool) -> Strategy:
         self._evaluator = Evaluator(self._config)
         settings = self._evaluator.settings
-        progress = Progress(num_workers=settings.num_workers)  # an evaluator is at no position of the run
+        settings = replace(settings, eval_every=self._config.run.eval_every or settings.eval_every)
+        # An evaluator is at no position of the run.
+        progress = Progress(num_workers=settings.num_workers, total_steps=settings.steps)
         return Strategy(cast(Any, SimpleNamespace(settings=settings, progress=progress, begun=None)))
 
     @property

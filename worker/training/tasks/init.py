@@ -42,10 +42,8 @@ def load_weights(
         *_listed("", shapes),
     ]
     if wrong:
-        raise UsageError(
-            f"{flag}{path} does not fit the model: {'; '.join(wrong)}",
-            fix=_FIX if flag else "give the task that the weights are of, with its task.args",
-        )
+        message = f"{flag}{path} does not fit the model: {'; '.join(wrong)}"
+        raise UsageError(message, fix=_FIX if flag else "give the task that the weights are of, with its task.args")
     with torch.no_grad():
         for name, tensor in found.items():
             if write is None:
@@ -94,9 +92,8 @@ def _named(path: str, flag: str) -> Iterator[None]:
         fix = "put the file where every worker can read it" if flag else "give a file that --save has written"
         raise UsageError(f"{flag}{path}: cannot be read: {why}", fix=fix) from None
     except SafetensorError as error:
-        raise UsageError(
-            f"{flag}{path}: is no safetensors file: {error}", fix="give a file that --save has written"
-        ) from None
+        message = f"{flag}{path}: is no safetensors file: {error}"
+        raise UsageError(message, fix="give a file that --save has written") from None
 
 
 def _listed(problem: str, names: list[str]) -> list[str]:
