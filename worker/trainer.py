@@ -154,9 +154,7 @@ class Stepper:
     def _step(self) -> None:
         num_steps = self._session._progress.total_steps or TASK_STEPS
         for group, lr in zip(self._optimizer.param_groups, self._lr, strict=True):
-            rate = rate_at(self._session.step, num_steps, lr, self._train)
-            if rate != group["lr"]:
-                group["lr"] = rate
+            group["lr"] = rate_at(self._session.step, num_steps, lr, self._train)
         if not self._scaler.is_enabled():
             self._optimizer.step()
             return

@@ -165,14 +165,12 @@ class Alone:
         return self.progress.version
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
-        names = self._model.names
-        return {
-            names[id(parameter)]: {
-                key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)
-            }
-            for parameter, state in self._optimizer.state.items()
-            if id(parameter) in names
-        }
+        names, found = self._model.names, {}
+        for parameter, state in self._optimizer.state.items():
+            if id(parameter) in names:
+                tensors = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+                found[names[id(parameter)]] = tensors
+        return found
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         return self._tables[table].rows(ids)

@@ -282,13 +282,10 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             self._is_stepping = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-
-        if hasattr(self, "_steps"):
-            raise UsageError(
-                "the run's parameter groups are fixed once session.optimizer() has been called",
-                fix="add the group to the optimizer before that (parameters may get their first gradients later)",
-            )
-        super().add_param_group(param_group)
+        raise UsageError(
+            "the run's parameter groups are fixed once session.optimizer() has been called",
+            fix="add the group to the optimizer before that (parameters may get their first gradients later)",
+        )
 
 
 def _are_all_watched() -> bool:
