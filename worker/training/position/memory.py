@@ -124,11 +124,6 @@ class Memory:
             self.move()
         self.note()
 
-    def after_step(self) -> None:
-        """Called after a contribution. A loop without `shard()` and `mark()` goes on with the batch it has."""
-        if self.has_moved and not (self.data.uses_shard or self.data.is_marked):
-            self.move(may_replay=self.data.is_parted)
-
     def take(self) -> Begun | None:
         """Return the saved beginning of the contribution that is complete now."""
         noted, self._noted = self._noted, None

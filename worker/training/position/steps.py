@@ -265,8 +265,9 @@ class Steps:
         if self._begins and self.progress.outcome is Outcome.REJECTED and self.progress.row.seq == num_counted:
             self._skips_step = self.data.is_parted  # the other optimizers' parts would count to the step before
         self._begin_anew()
-        if self.data.is_sent:
-            self.memory.after_step()
+        # A loop without `shard()` and `mark()` goes on with the batch it has.
+        if self.data.is_sent and self.memory.has_moved and not (self.data.uses_shard or self.data.is_marked):
+            self.memory.move(may_replay=self.data.is_parted)
         self.data.apply_start()
         if self.data.is_void or (self.progress.is_done and self.data.has_in_hand):
             self.strategy.pause()
