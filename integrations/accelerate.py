@@ -67,15 +67,6 @@ def take_step(session: Session, model: nn.Module, optimizer: AcceleratedOptimize
         optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, inner.step)
 
 
-class _Counting:
-    """A loader that tells of each batch when the script gets it."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for items in super().__iter__():  # type: ignore[misc]
-            self.yields(items)  # type: ignore[attr-defined]
-            yield items
-
-
 def join(
     accelerator: Any,
     model: nn.Module,
@@ -94,14 +85,20 @@ def join(
     take_step(session, accelerator.unwrap_model(model), optimizer, goes_on=False)
     batch, accumulate = samples_of(loader), accelerator.gradient_accumulation_steps
 
-    def counts(_: Any, items: Any) -> None:
-        session.record(num_samples=num_samples_in(items, loader))
-
     if (share := divide(loader, session)) is not None:
         share.go_to(session.step, 0, len(loader), batch, accumulate)
     if loader is not None:
-        counting = type(type(loader).__name__, (_Counting, type(loader)), {"yields": counts})
-        vars(object)["__class__"].__set__(loader, counting)  # Accelerate's loaders show the class of another one
+
+        class Counting(type(loader)):  # type: ignore[misc]
+            """Tells of each batch when the script gets it."""
+
+            def __iter__(self) -> Iterator[Any]:
+                for items in super().__iter__():
+                    session.record(num_samples=num_samples_in(items, loader))
+                    yield items
+
+        Counting.__name__ = type(loader).__name__
+        vars(object)["__class__"].__set__(loader, Counting)  # Accelerate's loaders show the class of another one
     step = optimizer.step
 
     def step_of_run(closure: Any = None) -> None:

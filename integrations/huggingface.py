@@ -25,7 +25,7 @@ class ParameterServerCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, address: str | None = None, rank: int | None = None) -> None:
         self.session = connect(address, rank)
         take_place(self.session)
-        self._is_through, self._num_before = False, 0  # steps before the run's first
+        self._num_before = 0  # steps before the run's first
         self._loader: Any = None
         make, compute = trainer.get_train_dataloader, trainer.training_step
 
@@ -72,20 +72,13 @@ class ParameterServerCallback(TrainerCallback):
         remembered: Any = state.stateful_callbacks
         remembered[data.PLACE] = data.place_in(self.session)
         control.should_training_stop |= self.session.is_over()
-        control.should_save &= self.session.rank == 0
-        if control.should_training_stop:  # before the best checkpoint is loaded
-            self._finish()
+        self.on_epoch_end(args, state, control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         control.should_save &= self.session.rank == 0
-        if control.should_training_stop:
-            self._finish()
+        if control.should_training_stop:  # before the best checkpoint is loaded
+            self.session.finish()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._finish()
+        self.session.finish()
         data.say_lost(self.session, state.global_step - self._num_before)
-
-    def _finish(self) -> None:
-        if not self._is_through:
-            self._is_through = True
-            self.session.finish()

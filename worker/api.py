@@ -24,7 +24,6 @@ from ..common.reporting.log import get_logger, setup_logging
 from .ownership import ParentsSession, mark, parent_of
 from .training.alone import AloneSession
 from .training.ending import exit_at_once, watch_exit
-from .training.remote import RemoteSession
 from .training.session import Session
 from .training.tasks.evaluator import EvaluatorSession
 
@@ -35,7 +34,8 @@ _OF_SERVERS = (
     "checkpoint.", "limits.", "output.history", "output.save", "output.summary", "output.track", "policy.", "run.mode",
     "run.workers", "server.metrics", "server.web", "store.polyak", "upstream.", "worker.codec", "worker.reply_codec",
 )  # fmt: skip
-_newest: dict[str, RemoteSession] = {}  # of this process, by server
+_REPLACED_HOOKS = ("sys", "torch.distributed.distributed_c10d")  # Python's own excepthook, and a process group's
+_newest: dict[str, Session] = {}  # of this process, by server
 
 
 def connect(address: str | None = None, rank: int | None = None) -> Session:
@@ -44,10 +44,7 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     Without an address, train alone. Waits for the server up to worker.give_up_s, then raises UnreachableError.
     Environment variables PS_SECTION__KEY can set every setting.
     """
-    if getattr(sys.excepthook, "__module__", "") in (
-        "sys",
-        "torch.distributed.distributed_c10d",
-    ):  # Python's default hook, or that of a process group
+    if getattr(sys.excepthook, "__module__", "") in _REPLACED_HOOKS:
         sys.excepthook = _explain
         watch_exit()
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
@@ -71,7 +68,7 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     if sys.excepthook is _explain:
         get_logger().routine("connecting")  # ps-launch: from here on an uncaught exception is reported as one
     session = open_session(resolved.config)
-    if isinstance(session, RemoteSession):
+    if not worker.evaluate:
         _newest[worker.server] = session
     session.work.set_script(sys.argv)
     return session
@@ -97,11 +94,10 @@ def open_session(config: Config, overlap: bool = False) -> Session:
     backward.
     """
     if config.worker.server == "none" and config.worker.group:
-        raise UsageError(
-            "worker.group without a server: each of its processes would train alone", fix="--server HOST:PORT"
-        )
+        message = "worker.group without a server: each of its processes would train alone"
+        raise UsageError(message, fix="--server HOST:PORT")
     if config.worker.evaluate and not config.worker.group:
         return EvaluatorSession(config)
     if config.worker.server == "none":
         return AloneSession(config)
-    return RemoteSession(config, overlap)
+    return Session(config, overlap)

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..common.config import quiet  # noqa: F401  (before all that takes time to load)
@@ -106,13 +107,13 @@ def _work(resolved: Resolved) -> None:
     from .api import open_session
     from .conversation.reader import Evaluator
     from .trainer import choose_device, train
-    from .training.alone import AloneSession, kept_if_it_fails, reporting, write_alone
+    from .training.alone import AloneSession
     from .training.tasks.evaluator import evaluate_for
 
     after_torch()
     config: Config = resolved.config
     without_compiler()
-    device = choose_device(local_device(config.worker.device, config.worker.local_rank, torch.cuda.device_count()))
+    device = choose_device(config.worker.device, config.worker.local_rank)
     if config.worker.threads is not None:
         torch.set_num_threads(config.worker.threads)
     for path in (config.output.save, config.output.summary, config.output.curve):
@@ -123,61 +124,40 @@ def _work(resolved: Resolved) -> None:
     try:
         if config.worker.evaluate:
             evaluator = Evaluator(config)
-            evaluate_for(evaluator, _load_task(resolved, evaluator.settings, device), device, config.run.eval_every)
+            evaluate_for(evaluator, _load_task(resolved, evaluator.settings, device)[0], device, config.run.eval_every)
             return
         session = open_session(config, overlap=True)
         if session.group_rank:
             say = None
         with session:
-            task = _load_task(resolved, session.settings, device)
-            session.work.set_task(config, *_named(resolved, session.settings))
+            task, name, args = _load_task(resolved, session.settings, device)
+            session.work.set_task(config, name, args)
             batch_size = config.run.batch_size if resolved.was_set("run.batch_size") else session.settings.batch_size
-            options: dict[str, Any] = {"init": config.task.init, "loader": config.loader.options()}
-            if isinstance(session, AloneSession):
-                with reporting(session.alone, config):
-                    with kept_if_it_fails(session.alone, config):
-                        train(session, task, batch_size, device, say, **options)
-                    session.alone.metrics = session.metrics
-                    write_alone(session.alone, config)
-            else:
-                train(session, task, batch_size, device, say, **options)
+            recorded = session.alone.recorded(session.metrics) if isinstance(session, AloneSession) else nullcontext()
+            with recorded:
+                train(session, task, batch_size, device, say, config.task.init, config.loader.options())
     except UserCodeError as error:
         sys.stderr.write(format_user_traceback(error))
         get_logger().routine("uncaught")
         raise SystemExit(1) from None
 
 
-def local_device(name: str, local_rank: int | None, num_devices: int) -> str:
-    """The device for `auto` on a host with several cuda devices, chosen by local rank.
+def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> tuple[Task, str, dict[str, Any]]:
+    """Load the worker's own task if it has one, otherwise the built-in task that the server names.
 
-    Workers share a device if there are more workers than devices.
-
-    If an engine gives each process one device, the process sees only that device.
+    Returns the task, its name and its arguments.
     """
-    if name != "auto" or local_rank is None or num_devices < 2:
-        return name
-    return f"cuda:{local_rank % num_devices}"
-
-
-def _named(resolved: Resolved, settings: Settings) -> tuple[str, dict[str, Any]]:
-    """The name and the arguments of the task that `_load_task` loads."""
-    task = resolved.config.task
-    if resolved.was_set("task.name"):
-        return task.name, task.args
-    return settings.task, {**(settings.task_args or {}), **task.args}
-
-
-def _load_task(resolved: Resolved, settings: Settings, device: torch.device) -> Task:
-    """Load the worker's own task if it has one, otherwise the built-in task that the server names."""
     from .training.tasks.loading import load_named_by_server, load_task
 
-    task = resolved.config.task
+    task, seed = resolved.config.task, settings.seed
     if resolved.was_set("task.name"):
-        return load_task(task.name, task.args, seed=settings.seed, device=device)
+        return load_task(task.name, task.args, seed=seed, device=device), task.name, task.args
     if not settings.task:
         message = "the run's task is a file, and a worker never takes a file from a server"
         raise UsageError(message, fix="give --task FILE.py:NAME to this worker")
-    return load_named_by_server(settings.task, settings.task_args or {}, task.args, seed=settings.seed, device=device)
+    given = settings.task_args or {}
+    loaded = load_named_by_server(settings.task, given, task.args, seed=seed, device=device)
+    return loaded, settings.task, given | task.args
 
 
 def main() -> None:

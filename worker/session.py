@@ -13,11 +13,12 @@ that the server sends. This happens when its lease ended or the server went back
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..common.errors import UnreachableError
 from ..common.wire.records import NO_ROW, Outcome, Position, RateInfo, Reply, Row, StartInfo
 
+NO_RATES = RateInfo((), (), 0)
 # Back-off between attempts to reach the server; it doubles from the first value to the last.
 _FIRST_DELAY_S = 0.05
 _LAST_DELAY_S = 0.25
@@ -45,10 +46,7 @@ class Progress:
     pull_every: int = 1
     server_incarnation: int = 0  # of the server that sent the weights; 0: no server from which it could continue
     num_starts: int = 0  # replies that said where to start
-    # Learning rates of this rank's contributions, by group, from the newest START (Rates in the proto).
-    first_rates: list[float] = field(default_factory=list)
-    last_rates: list[float] = field(default_factory=list)
-    num_rate_changes: int = 0
+    rates: RateInfo = NO_RATES  # learning rates of this rank's contributions, from the newest START
     # During a replay: training steps, local steps and `is_done` to restore afterwards.
     after_replay: tuple[int, int, bool] | None = None
 
@@ -79,9 +77,7 @@ class Progress:
         start = reply.start or StartInfo()
         self.num_starts += 1
         self.row = self.row._replace(batches=start.num_batches, part=start.in_step)
-        rates = start.rates or RateInfo((), (), 0)
-        self.first_rates, self.last_rates = list(rates.first), list(rates.last)
-        self.num_rate_changes = rates.num_changes
+        self.rates = start.rates or NO_RATES
 
     def cut_short(self) -> bool:
         """No training step follows: contribute the steps taken so far. Returns False if there are none."""

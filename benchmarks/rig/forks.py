@@ -18,7 +18,7 @@ from pathlib import Path
 from .links import Host
 from .server_process import undisturbed
 
-_LOADED = ("torch.distributed", "safetensors.torch", "paramserver.ps.server", "paramserver.worker.training.remote")
+_LOADED = ("torch.distributed", "safetensors.torch", "paramserver.ps.server", "paramserver.worker.training.session")
 _NEW_NETWORK, _DEATH_SIGNAL = 0x40000000, 1  # CLONE_NEWNET, PR_SET_PDEATHSIG
 _NAMESPACES = Path("/run/netns")
 

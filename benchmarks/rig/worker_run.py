@@ -21,7 +21,7 @@ _LEARNING_RATE = 1e-4
 class JoinedWorker:
     """One call of `optimizer.step()` is one exchange; the gradients are in place."""
 
-    session: Any  # paramserver.worker.training.remote.RemoteSession
+    session: Any  # paramserver.worker.training.session.Session
     optimizer: Any
     parameters: list[Any]
     gradients: list[Any]  # as they were made, each in memory of its own

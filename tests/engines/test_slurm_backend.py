@@ -20,7 +20,7 @@ from paramserver.tests.cluster import Process
 from paramserver.tests.engines.conftest import EngineRun
 from paramserver.tests.engines.slurm import SlurmCluster
 from paramserver.tests.marks import marked_processes
-from paramserver.worker.main import local_device
+from paramserver.worker.trainer import choose_device
 
 PS_LAUNCH = str(Path(sys.executable).with_name("ps-launch"))
 WORKERS = [Child("worker", rank) for rank in range(5)]
@@ -68,17 +68,19 @@ def test_too_few_tasks_is_the_users_mistake() -> None:
     [
         ("auto", 1, 4, "cuda:1"),
         ("auto", 5, 4, "cuda:1"),  # more workers than devices share them
-        ("auto", 3, 1, "auto"),  # Slurm's --gpus-per-task shows each task one device, its number 0
-        ("auto", 1, 0, "auto"),
-        ("auto", None, 4, "auto"),
+        ("auto", 3, 1, "cuda"),  # Slurm's --gpus-per-task shows each task one device, its number 0
+        ("auto", 1, 0, "cpu"),
+        ("auto", None, 4, "cuda"),
         ("cpu", 1, 4, "cpu"),
         ("cuda:0", 1, 4, "cuda:0"),
     ],
 )
 def test_the_rank_on_the_host_chooses_the_device(
-    name: str, local_rank: int | None, num_devices: int, device: str
+    name: str, local_rank: int | None, num_devices: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert local_device(name, local_rank, num_devices) == device
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_devices)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: num_devices > 0)
+    assert str(choose_device(name, local_rank)) == device
 
 
 # ---- on the cluster --------------------------------------------------------------------------------------

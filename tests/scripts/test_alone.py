@@ -186,11 +186,11 @@ parts = (model[0], torch.optim.Adam(model[0].parameters())), (model[3], torch.op
 optimizers = session.optimizers(first=parts[0], second=parts[1])
 for number, (batch,) in enumerate(session.shard(data, 8, epochs=2)):
     for optimizer, of_first in zip(optimizers, (True, False)):
-        weights = [item.sum().item() for item in optimizer.parameters]
+        weights = [item.sum().item() for item in optimizer.param_groups[0]["params"]]
         optimizer.zero_grad()
         (model[3](model[0](batch)).square().mean() * (float("nan") if number in (0, 4) and of_first else 1)).backward()
         optimizer.step()
-        assert (weights == [item.sum().item() for item in optimizer.parameters]) == (number in (0, 4))
+        assert (weights == [item.sum().item() for item in optimizer.param_groups[0]["params"]]) == (number in (0, 4))
 """,
     "rows": """
 table = session.rows("items", 20, 8, optimizer="sparse_adam", lr=0.1, dtype=torch.float64)

@@ -15,7 +15,7 @@ from paramserver.common.config.schema import Config, RunConfig
 from paramserver.common.errors import DivergedError, UsageError
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
-from paramserver.worker.training.alone import AloneSession, kept_if_it_fails, reporting, write_alone
+from paramserver.worker.training.alone import AloneSession
 from paramserver.worker.training.evaluation import untouched
 
 
@@ -161,14 +161,13 @@ def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_s
     model = torch.nn.Linear(2, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ended = []
-    with reporting(session.alone, config):
+    with session.alone.recorded({}):
         for (x,) in session.shard(TensorDataset(torch.ones(21 * 16, 2)), batch_size=16):
             time.sleep(0.01 if ended else 0.5)
             model(x).sum().backward()
             optimizer.step()
             ended.append(time.perf_counter())
         time.sleep(0.5)  # an evaluation
-        write_alone(session.alone, config)
     found = Summary.model_validate_json((tmp_path / "s.json").read_text())
     steps_per_s = 20 / (ended[-1] - ended[0])
     assert found.union_steps_per_s == pytest.approx(steps_per_s, rel=0.05)
@@ -189,7 +188,7 @@ def test_weights_that_have_overflowed_are_not_saved(tmp_path: Path) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     (model(torch.ones(1, 2)).sum() * 1e30).backward()
-    with pytest.raises(DivergedError, match="overflowed"), kept_if_it_fails(session.alone, config):
+    with pytest.raises(DivergedError, match="overflowed"), session.alone.recorded({}):
         optimizer.step()
     assert not (tmp_path / "w.safetensors").exists()
 

@@ -23,7 +23,7 @@ from paramserver.common.config.schema import Config, RunConfig
 from paramserver.common.errors import UsageError
 from paramserver.worker.training.alone import AloneSession
 from paramserver.worker.training.batches import digest_of
-from paramserver.worker.training.position.loaders import Source, source_of
+from paramserver.worker.training.position.sources import source_of
 
 
 def session(steps: int) -> tuple[AloneSession, torch.nn.Module, torch.optim.Optimizer]:
@@ -36,7 +36,7 @@ def data(num_samples: int = 10) -> TensorDataset:
 
 
 def position(run: AloneSession) -> int:
-    return run._data.position
+    return run._memory.data.position
 
 
 def use(model: torch.nn.Module, batch: list[torch.Tensor]) -> None:
@@ -277,7 +277,7 @@ def test_two_loops_side_by_side_have_a_position_each() -> None:
                 use(model, item)
             optimizer.step()
     assert seen == [[0, 0, 2], [4, 4, 6]] * 2
-    assert [cursor.position for cursor in run._data.cursors] == [4, 10]
+    assert [cursor.position for cursor in run._memory.data.cursors] == [4, 10]
     assert (position(run), run.alone.row.samples) == (14, 32)
 
 
@@ -427,10 +427,11 @@ def test_all_options_of_a_data_loader_are_taken_over() -> None:
         "num_workers": 2, "pin_memory": True, "timeout": 7, "worker_init_fn": print, "prefetch_factor": 3,
         "persistent_workers": True, "generator": torch.Generator(), "collate_fn": summed, "in_order": False,
     }  # fmt: skip
-    found = source_of(Source(DataLoader(data(), 4, multiprocessing_context="spawn", **settings)))
-    assert found.options.pop("multiprocessing_context").get_start_method() == "spawn"
-    assert found.options == settings and found.batch_size == 4
-    assert source_of(Source(DataLoader(data(), 4))).options == {}
+    plain = {"batch_size": 4, "shuffle": False, "drop_last": False, "sampler": None}
+    _, found = source_of(DataLoader(data(), 4, multiprocessing_context="spawn", **settings), {})
+    assert found.pop("multiprocessing_context").get_start_method() == "spawn"
+    assert found == plain | settings
+    assert source_of(DataLoader(data(), 4), {})[1] == plain
 
 
 class Endless(DataLoader):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, OrderedDict
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from paramserver.common.config.schema import Config, RunConfig, SlowdownConfig
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import Position
-from paramserver.worker.conversation.messages import Begun
+from paramserver.worker.conversation.messages import Begun, Settings
 from paramserver.worker.session import Length, Progress
 from paramserver.worker.tensors.packed import pack, unpack
 from paramserver.worker.training.alone import AloneSession
@@ -61,7 +60,7 @@ class Strategy:
     def __init__(self, run: Run, number: int, goes_back: tuple[int, int] = (0, 0)) -> None:
         self.run, self.goes_back = run, goes_back
         self.kind, self.progress = ContributionKind.WEIGHTS, Progress(run="this")
-        self.settings = SimpleNamespace(steps=STEPS, mode="any")
+        self.settings = Settings("any", self.kind, 1, STEPS, batch_size=4, seed=0)
         self.started_at = number
         run.start(self.progress, number)
 
@@ -103,26 +102,23 @@ class Strategy:
 
 class OneSession(Session):
     def __init__(self, strategy: Strategy, model: nn.Module) -> None:
-        super().__init__(Config())
-        self.settings = SimpleNamespace(batch_size=4, seed=0, ends_by_metrics=False)  # type: ignore[assignment]
-        inner = torch.optim.SGD(model.parameters(), lr=0.5)
         self.strategy = strategy
-        self.data = DataPosition(strategy.progress, [inner], Length())
-        self._memory = Memory(strategy, self.data, [inner])  # type: ignore[arg-type]
-        slowdown = Slowdown(SlowdownConfig(), 0, 0)
-        steps = Steps(strategy, slowdown, self.data, self._memory, scaling=self._scaling)  # type: ignore[arg-type]
+        super().__init__(Config())
+        inner = torch.optim.SGD(model.parameters(), lr=0.5)
+        self._memory = Memory(DataPosition(strategy, [inner], Length()))  # type: ignore[arg-type]
+        steps = Steps(self._memory, Slowdown(SlowdownConfig(), 0, 0), scaling=self._scaling)
         self.opt = ExchangeOptimizer(inner, steps)
+        self._is_closed = True  # nothing is to be left at exit
 
-    def _joined(self) -> Any:
-        return self.data
+    def _open(self, may_overlap: bool) -> Any:
+        return self.strategy
 
     @property
     def step(self) -> int:
         return self.strategy.progress.position
 
-    @property
-    def is_done(self) -> bool:
-        return self.strategy.progress.is_done
+    def is_over(self) -> bool:
+        return self.is_done
 
 
 class Killed(Exception):

@@ -51,9 +51,8 @@ def optimizer_of(
 ) -> tuple[ExchangeOptimizer, torch.optim.Optimizer]:
     inner = make(model.parameters()) if make is not None else torch.optim.Adam(model.parameters(), lr=0.1)
     run = of(kind)
-    data = DataPosition(run.progress, [inner], Length())
-    slowdown = Slowdown(SlowdownConfig(), 0, 0)
-    steps = Steps(run, slowdown, data, Memory(run, data, [inner]))  # type: ignore[arg-type]
+    data = DataPosition(run, [inner], Length())  # type: ignore[arg-type]
+    steps = Steps(Memory(data), Slowdown(SlowdownConfig(), 0, 0))
     return ExchangeOptimizer(inner, steps), inner
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from paramserver.common.errors import UsageError
-from paramserver.common.wire.records import Row
+from paramserver.common.wire.records import RateInfo, Row
 from paramserver.worker.session import Progress
 from paramserver.worker.training.position import restarted
 from paramserver.worker.training.position.restarted import Restarted, schedulers_of
@@ -28,10 +28,8 @@ def an_optimizer(*rates: float) -> torch.optim.Optimizer:
 
 
 def at(step: int, first: list[float], last: list[float], changes: int = 5, starts: int = 1) -> Progress:
-    return Progress(
-        rank=1, row=Row(step, step), first_rates=first, last_rates=last, num_rate_changes=changes,
-        num_starts=starts,
-    )  # fmt: skip
+    rates = RateInfo(tuple(first), tuple(last), changes)
+    return Progress(rank=1, row=Row(step, step), rates=rates, num_starts=starts)
 
 
 def cosine(optimizer: torch.optim.Optimizer) -> object:

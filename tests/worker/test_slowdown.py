@@ -78,8 +78,7 @@ def test_what_is_slow_is_a_training_step_also_where_a_contribution_has_several()
         before_step=lambda *_: None,
         note=lambda: None,
     )
-    data = DataPosition(progress, [inner], Length())
-    optimizer = ExchangeOptimizer(inner, Steps(strategy, slowdown, data, Memory(strategy, data, [inner])))
+    optimizer = ExchangeOptimizer(inner, Steps(Memory(DataPosition(strategy, [inner], Length())), slowdown))
     optimizer.step()
     optimizer.step()
     assert seen == [9, 10]

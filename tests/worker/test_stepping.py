@@ -45,7 +45,7 @@ class Line:
 )
 def test_computed_in_it_and_kept_in_fp32(precision: str, dtype: torch.dtype) -> None:
     task, session = Line(), AloneSession(Config(run={"steps": 60, "batch_size": 4}, train={"precision": precision}))
-    model, _ = train(session, task, 4, torch.device("cpu"))
+    model = train(session, task, 4, torch.device("cpu"))
     assert (session.step, next(model.parameters()).dtype, task.dtypes & {dtype}) == (60, torch.float32, {dtype})
     assert session.metrics["loss"] < 0.01
 
@@ -53,6 +53,6 @@ def test_computed_in_it_and_kept_in_fp32(precision: str, dtype: torch.dtype) -> 
 def test_a_step_that_overflows_is_another_batch() -> None:
     task, session = Line(), AloneSession(Config(run={"steps": 20, "batch_size": 4}, train={"precision": "fp16"}))
     task.num_large = 3
-    model, _ = train(session, task, 4, torch.device("cpu"))
+    model = train(session, task, 4, torch.device("cpu"))
     assert (session.step, len(task.seen), session.alone.row.samples) == (20, 4 * 23, 4 * 20)
     assert all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())

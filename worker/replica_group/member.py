@@ -18,7 +18,7 @@ from ...common.errors import ParamServerError, UsageError
 from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.messages import read_reply, reply_message
-from ...common.wire.records import Position, Reply, Row
+from ...common.wire.records import Position, RateInfo, Reply, Row
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Begun, Final, Goodbye, Outgoing, ReplyMessage, Settings
 from ..session import Progress
@@ -48,10 +48,10 @@ class ProgressLink:
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Load a message of group rank 0 in another process."""
-        progress = message["progress"]
-        replay = progress["after_replay"]
-        found = {**progress, "row": Row(*progress["row"]), "after_replay": tuple(replay) if replay else None}
-        self.progress.become(Progress(**found))
+        found = message["progress"]
+        replay, rates = found["after_replay"], RateInfo(*found["rates"])
+        read = {"row": Row(*found["row"]), "rates": rates, "after_replay": tuple(replay) if replay else None}
+        self.progress.become(Progress(**{**found, **read}))
         if "begun" in message:
             begun = message["begun"]
             self.begun = begun and Begun(Position(**begun["position"]), b64decode(begun["payload"]))

@@ -27,24 +27,19 @@ class Digits(ImageTask):
 
     def __init__(self, *, channels: Sequence[int] = (32, 64), hidden: int = 128) -> None:
         super().__init__(8, channels, hidden)
-        images, labels = _load()
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError as error:
+            message = f"the digits task reads its images from scikit-learn, which cannot be imported: {error}"
+            raise UsageError(message, fix="pip install 'paramserver[examples]'") from error
+        digits = load_digits()  # 1797 images of grey levels 0..16
+        images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)  # (N, 1, 8, 8)
+        labels = torch.from_numpy(digits.target).long()
         num_test = round(len(images) * _TEST_FRACTION)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(_SPLIT_SEED), device="cpu")
         test, train = order[:num_test], order[num_test:]
         self._train = TensorDataset(images[train], labels[train])
         self._test = images[test], labels[test]
-
-
-def _load() -> tuple[torch.Tensor, torch.Tensor]:
-    """All images (1797, 1, 8, 8) float32 scaled to 0..1, and labels (1797,) int64."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        message = f"the digits task reads its images from scikit-learn, which cannot be imported: {error}"
-        raise UsageError(message, fix="pip install 'paramserver[examples]'") from error
-    digits = load_digits()  # grey levels 0..16
-    images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)
-    return images, torch.from_numpy(digits.target).long()
 
 
 ENTRY = Digits

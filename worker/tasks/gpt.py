@@ -136,18 +136,8 @@ class Transformer(nn.Module):
 
     def pipeline(self) -> list[nn.Module]:
         """The layers of `forward`, for stages of a pipeline."""
-        return [Normed(self.embedding, is_before=False), *self.blocks, Normed(self.head, is_before=True)]
-
-
-class Normed(nn.Module):
-    """A layer with a norm before or after it."""
-
-    def __init__(self, layer: nn.Module, *, is_before: bool) -> None:
-        super().__init__()
-        self.layer, self._is_before = layer, is_before
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(_norm(x)) if self._is_before else _norm(self.layer(x))
+        norm = nn.RMSNorm(self.embedding.embedding_dim, elementwise_affine=False)
+        return [nn.Sequential(self.embedding, norm), *self.blocks, nn.Sequential(norm, self.head)]
 
 
 class Block(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -44,7 +45,7 @@ class ImageTask:
         return kernels + 784 * max(sizes) + sizes[-1] * (28 >> len(channels)) ** 2 * hidden
 
     def model(self) -> nn.Module:
-        return ConvNet(side=self._side, channels=self._channels, hidden=self._hidden)
+        return conv_net(self._side, self._channels, self._hidden)
 
     def train_data(self) -> Dataset[Any]:
         """Samples are an image (1, side, side) and a label ()."""
@@ -65,29 +66,23 @@ class ImageTask:
         return held_out_means(model, self._test, measure)
 
 
-class ConvNet(nn.Module):
+def conv_net(side: int, channels: Sequence[int], hidden: int) -> nn.Sequential:
     """One block of 3x3 convolution, ReLU and 2x2 max-pooling per entry of `channels`, then two linear layers.
 
     Images (B, 1, side, side) float32 in 0..1 -> logits (B, NUM_CLASSES). It has no BatchNorm, because the metrics of a
     mode would depend on how the server merges buffers.
     """
-
-    def __init__(self, *, side: int, channels: Sequence[int], hidden: int) -> None:
-        super().__init__()
-        blocks: list[nn.Module] = []
-        for num_in, num_out in zip([1, *channels], channels, strict=False):
-            blocks += [nn.Conv2d(num_in, num_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-            side //= 2
-        self.features = nn.Sequential(*blocks)
-        self.classifier = nn.Sequential(
-            nn.Flatten(),  # (B, C, side, side) -> (B, C * side * side)
-            nn.Linear(channels[-1] * side * side, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, NUM_CLASSES),
-        )
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.features(images))
+    blocks: list[nn.Module] = []
+    for num_in, num_out in pairwise([1, *channels]):
+        blocks += [nn.Conv2d(num_in, num_out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    side >>= len(channels)
+    classifier = nn.Sequential(
+        nn.Flatten(),  # (B, C, side, side) -> (B, C * side * side)
+        nn.Linear(channels[-1] * side * side, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, NUM_CLASSES),
+    )
+    return nn.Sequential(OrderedDict(features=nn.Sequential(*blocks), classifier=classifier))
 
 
 def _scaled(images: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ from ..strategies.base import Strategy
 from ..strategies.blocking import BlockingStrategy
 from ..tensors.transfer import ModelTensors, named_tensors
 from .ending import ending_of, one_line
-from .remote import RemoteSession
+from .session import Session
 
 log = get_logger()
 
@@ -53,9 +53,10 @@ class Alone:
 
     begun = None
     replies_lose = False
+    _model: ModelTensors  # set by `start`
 
     def __init__(self, config: Config) -> None:
-        self.config, self._all = config.worker, config
+        self._config = config
         self.settings = Settings(
             mode="sync",
             kind=ContributionKind.GRADIENT,
@@ -87,16 +88,11 @@ class Alone:
         self.stepped_at = (0.0, 0.0)  # when the first and the newest step ended, in seconds of perf_counter
         self.first_samples = 0  # samples of the first step
         self._num_rejected = 0  # contributions in a row
-        self._measure: Callable[[], Mapping[str, float]] = dict
-        self._model: ModelTensors | None = None
+        self.measure: Callable[[], Mapping[str, float]] = dict  # what it returns is in each status
         self.fingerprint = ""  # of the model's layout, as a server computes it; empty before there is a model
         self._described: OptimizerSpec | None = None
         self._work: dict[str, Any] = {}
         self._after: list[torch.Tensor] = []  # buffers, or at the end of the run all tensors, after the newest step
-
-    def measures(self, measure: Callable[[], Mapping[str, float]]) -> None:
-        """Show what it returns in each status."""
-        self._measure = measure
 
     # ---- the conversation ---------------------------------------------------------------------
 
@@ -118,7 +114,7 @@ class Alone:
         self.progress.started(reply)
 
     def contribute(self, outgoing: Outgoing) -> Reply:
-        self._take_measured()
+        self._take_news()
         contribution = outgoing.contribution
         if contribution.first is not None:
             self._work = read_json(contribution.first.work or "{}")
@@ -135,8 +131,6 @@ class Alone:
         self.first_samples = self.row.samples or 0 if is_first else self.first_samples
         if not math.isnan(contribution.training.loss):
             self.loss = contribution.training.loss
-        if self.stop_reason and not self.ended_by:
-            self.ended_by = f"stopped: {one_line(self.stop_reason)}"
         if judgement.action == "skip":
             self._restore()
             reason = f"{judgement.problem} ({judgement.limit}): counted as a contribution, nothing folded"
@@ -163,9 +157,7 @@ class Alone:
                     state[key] = value.to(parameter.device)
 
     def finish(self, can_evaluate: bool) -> Final | None:
-        self._take_measured()
-        if self.stop_reason and not self.ended_by:
-            self.ended_by = f"stopped: {one_line(self.stop_reason)}"
+        self._take_news()
         self._restore()
         return Final(version=self.progress.version, evaluate=can_evaluate)
 
@@ -173,15 +165,12 @@ class Alone:
         return self.progress.version
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
-        assert self._model is not None
-        names = self._model.names
-        return {
-            names[id(parameter)]: {
-                key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)
-            }
-            for parameter, state in self._optimizer.state.items()
-            if id(parameter) in names
-        }
+        names, found = self._model.names, {}
+        for parameter, state in self._optimizer.state.items():
+            if id(parameter) in names:
+                tensors = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+                found[names[id(parameter)]] = tensors
+        return found
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         return self._tables[table].rows(ids)
@@ -201,18 +190,15 @@ class Alone:
 
         The script's gradients stay as they are.
         """
-        assert self._model is not None
-        training, limits = outgoing.contribution.training, self._all.store
+        training, limits = outgoing.contribution.training, self._config.store
         parameters = self._model.tensors[: self._model.num_trained]
         found = self._model.sources(ContributionKind.GRADIENT, range(len(parameters)))
-        sources = [
-            None if item is None else _like(parameter, item.detach())
-            for parameter, item in zip(parameters, found, strict=True)
-        ]
-        gradients, rows = [item for item in sources if item is not None], [item.gradients for item in outgoing.rows]
-        where = self._first_unsound(sources)
+        pairs = zip(parameters, found, strict=True)
+        gradients = {parameter: _like(parameter, item.detach()) for parameter, item in pairs if item is not None}
+        rows = [item.gradients for item in outgoing.rows]
+        where = self._first_unsound([gradients.get(parameter) for parameter in parameters])
         is_finite = not where and _are_finite(rows)
-        norm = float(_norm(gradients)) if is_finite and limits.max_norm is not None else 0.0
+        norm = float(_norm([*gradients.values()])) if is_finite and limits.max_norm is not None else 0.0
         action, problem, limit = decide(limits, is_finite, norm)
         problem += f" in '{where}'" if where else ""
         if action != "take" and action != "clip":
@@ -220,22 +206,22 @@ class Alone:
         bounds = [training.clip_norm, limits.clip_norm or 0.0]
         if action == "clip":
             bounds.append(limits.max_norm or 0.0)
-            sources = [None if item is None else torch.nan_to_num(item, 0.0, 0.0, 0.0) for item in sources]
+            gradients = {parameter: torch.nan_to_num(item, 0.0, 0.0, 0.0) for parameter, item in gradients.items()}
             rows = [torch.nan_to_num(item, 0.0, 0.0, 0.0) for item in rows]
             for buffer, saved in zip(self._model.tensors[self._model.num_trained :], self._after, strict=True):
                 buffer.data.copy_(torch.where(torch.isfinite(buffer), buffer, saved))
         if bound := min((item for item in bounds if item), default=0.0):
-            sources = [None if item is None else item.clone() for item in sources]
+            gradients = {parameter: item.clone() for parameter, item in gradients.items()}
             rows = [item.clone() for item in rows]
-            clip([*(item for item in sources if item is not None), *rows], bound)
+            clip([*gradients.values(), *rows], bound)
         before = [parameter.grad for parameter in parameters]
         self._optimizer.at(self.progress.version)
-        have_state = [bool(self._optimizer.state.get(parameter)) for parameter in parameters]
+        with_state = {parameter for parameter in gradients if self._optimizer.state.get(parameter)}
         try:
             # A fused step of torch cannot mix parameters with state and parameters without.
-            for has_state in {known for known, source in zip(have_state, sources, strict=True) if source is not None}:
-                for parameter, gradient, known in zip(parameters, sources, have_state, strict=True):
-                    parameter.grad = gradient if known is has_state else None
+            for stepped in filter(None, (with_state, gradients.keys() - with_state)):
+                for parameter in parameters:
+                    parameter.grad = gradients[parameter] if parameter in stepped else None
                 self._optimizer.step()
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
@@ -266,7 +252,6 @@ class Alone:
 
     def _first_unsound(self, parameters: Sequence[torch.Tensor | None]) -> str:
         """The name of the first of these tensors of parameters, and of the buffers, with NaN or Inf; empty: none."""
-        assert self._model is not None
         others = self._model.tensors[len(parameters) :]
         found = [
             (entry.spec.name, item.detach())
@@ -279,7 +264,7 @@ class Alone:
 
     def _rejected(self, judgement: Judgement) -> Reply:
         """A contribution is not taken: the model gets the run's weights again."""
-        number, version, limit = self.progress.next_number, self.progress.version, self._all.store.max_nonfinite
+        number, version, limit = self.progress.next_number, self.progress.version, self._config.store.max_nonfinite
         self._restore()
         if judgement.action == "halt":
             raise halted(0, number, version, judgement)
@@ -290,28 +275,29 @@ class Alone:
 
     def _keep(self) -> None:
         """Remember what `_restore` puts back: buffers, and the weights too when the run is over."""
-        assert self._model is not None
         first = 0 if self.progress.is_done else self._model.num_trained
         self._after = [tensor.detach().clone() for tensor in self._model.tensors[first:]]
 
     def _restore(self) -> None:
         """Put the run's tensors into the model, as a server sends them."""
-        if self._model is not None and self._after:
+        if self._after:
             for tensor, saved in zip(self._model.tensors[-len(self._after) :], self._after, strict=True):
                 tensor.data.copy_(saved)
 
     # ---- evaluations, and what is shown ---------------------------------------------------------
 
-    def _take_measured(self) -> None:
-        """Record the newest evaluations, of the model as it is."""
+    def _take_news(self) -> None:
+        """Record the newest evaluations, of the model as it is, and a script's request to stop."""
         for found in self.measured:
             if not found["failure"]:
                 self.evaluated(found["metrics"])
         self.measured.clear()
+        if self.stop_reason and not self.ended_by:
+            self.ended_by = f"stopped: {one_line(self.stop_reason)}"
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Record an evaluation after the newest step, and save the weights if it is the best so far."""
-        step, version, output = self.row.steps, self.progress.version, self._all.output
+        step, version, output = self.row.steps, self.progress.version, self._config.output
         if self.curve.points and self.curve.points[-1].step == step:
             return
         elapsed_s = round(time.perf_counter() - self.started_at, 3)
@@ -331,17 +317,12 @@ class Alone:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The model's tensors by name."""
-        assert self._model is not None
         return named_tensors(self._model.module)
-
-    def ran(self) -> Ran:
-        """What runs, as a server would record it."""
-        return Ran(label_of(self._work), settings_of(self._all, _MODE, {}, self._described, self._work))
 
     def status(self) -> Status:
         """The run as a server would show it."""
         elapsed_s, samples, steps = time.perf_counter() - self.started_at, self.row.samples, self.row.steps
-        taken = self._measure()
+        taken = self.measure()
         recorded = {name.removeprefix(RECORDED): value for name, value in taken.items() if name.startswith(RECORDED)}
         worker = WorkerStatus(
             rank=0,
@@ -365,6 +346,91 @@ class Alone:
             recorded=recorded,
         )
 
+    # ---- the record, and the files --------------------------------------------------------------
+
+    @contextmanager
+    def recorded(self, metrics: Mapping[str, float]) -> Iterator[None]:
+        """Train inside: keep the run's record up to date, and save weights and summary at the end, or if it fails.
+
+        A server does the same. `metrics`: those of the final weights, once they are known.
+        """
+        stop = threading.Event()
+        thread = threading.Thread(target=self._record_until, args=(stop,), daemon=True)
+        thread.start()
+        try:
+            yield
+        except (UserCodeError, ParamServerError) as error:
+            if step := self.row.steps:
+                self.ended_by = f"failed at step {step}: {ending_of(error).failure}"
+                try:
+                    self._write()
+                except OutputError as unsaved:
+                    log.error("not_saved", reason=unsaved.message)
+            raise
+        else:
+            self.metrics = metrics
+            self._write()
+        finally:
+            stop.set()
+            thread.join()
+
+    def _record_until(self, stop: threading.Event) -> None:
+        """Emit `status` events if the log is JSON, and write the record, until `stop` is set.
+
+        Runs in a thread, because a write may wait for a disk. A counter that this thread reads may be one step old. A
+        record without a summary means that the run crashed.
+        """
+        config = self._config
+        record = Record(config, run=secrets.token_hex(6), mode=_MODE) if config.output.store else None
+        num_points, is_last = 0, False
+        while not is_last:
+            is_last = stop.wait(config.server.status_interval_s)
+            status = self.status()
+            if config.log.format == "json" and not is_last:
+                log.info("status", **status.fields())
+            if record is None:
+                continue
+            points, best = self.curve.points[num_points:], self.curve.best
+            num_points += len(points)
+            ran = Ran(label_of(self._work), settings_of(config, _MODE, {}, self._described, self._work))
+            record.model, record.ran = self.fingerprint, ran
+            evaluations = [EvaluatedPoint(**point.model_dump(), is_best=point is best) for point in points]
+            tick = Tick(at=time.time(), status=status, evaluations=evaluations, is_over=is_last)
+            if is_last and self.summary is not None:
+                record.end(tick, self.summary, self.ended_by)
+            else:
+                record.add(tick)
+                record.flush()
+
+    def _write(self) -> None:
+        """Save weights and summary where the configuration says, and show or log the summary.
+
+        Signals wait until it returns.
+        """
+        config, version = self._config, self.progress.version
+        with uninterrupted:
+            model_tensors = self.tensors()
+            if self.metrics and self.curve.points:
+                self.evaluated(self.metrics)
+            (seq, steps, samples, *_), (first, last) = self.row, self.stepped_at
+            # from the first weights to the last training step, as a server measures it
+            wall_s = round(max(0.0, last - self.started_at), 3)
+            worker = WorkerStatus(rank=0, training_steps=steps, contributions=seq, samples=samples, compute_s=wall_s)
+            self.summary = summary = Summary(
+                mode=_MODE, version=version, wall_s=wall_s, ended_by=self.ended_by, final=dict(self.metrics),
+                workers=[worker], curve=self.curve.points, best=self.curve.best,
+                step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
+                steady_samples=0 if samples is None else samples - self.first_samples, steady_steps=max(0, steps - 1),
+            )  # fmt: skip
+            if (rate := config.cost.rate) is not None:
+                summary.cost = Cost.of(config.cost.currency, rate, wall_s, 0.0, None)
+            tensors = {}
+            if config.output.save is not None and self.has_overflowed:
+                log.error("not_saved", reason="earlier work on the weights failed, so they are not a valid version")
+            elif config.output.save is not None:
+                tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
+            write_results(config, summary, tensors, {"mode": _MODE, "version": str(version)})
+
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The joint 2-norm, without a wait for a GPU for each tensor."""
@@ -386,105 +452,12 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     return all(bool(torch.isfinite(item).all()) for item in tensors)
 
 
-class AloneSession(RemoteSession):
+class AloneSession(Session):
     """A session whose conversation is with a run in this process."""
 
-    def __init__(self, config: Config) -> None:
-        self.alone = Alone(config)
-        super().__init__(config)
+    _mode = _MODE
 
     def _open(self, may_overlap: bool) -> Strategy:
-        self._exchange = self.alone
-        self.alone.measures(self.readings.taken)
+        self._exchange = self.alone = Alone(self._config)
+        self.alone.measure = self.readings.taken
         return BlockingStrategy(self.alone)
-
-    @property
-    def _mode(self) -> str:
-        return _MODE
-
-
-@contextmanager
-def reporting(alone: Alone, config: Config) -> Iterator[None]:
-    """While the run trains: emit `status` events if the log is JSON, and keep the run's record up to date."""
-    stop = threading.Event()
-    thread = threading.Thread(target=_report_until, args=(stop, alone, config), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _report_until(stop: threading.Event, alone: Alone, config: Config) -> None:
-    """Write status events and the record until `stop` is set. Runs in a thread, because a write may wait for a disk.
-
-    A counter that this thread reads may be one step old. A record without a summary means that the run crashed.
-    """
-    record = Record(config, run=secrets.token_hex(6), mode=_MODE) if config.output.store else None
-    num_points, is_last = 0, False
-    while not is_last:
-        is_last = stop.wait(config.server.status_interval_s)
-        status = alone.status()
-        if config.log.format == "json" and not is_last:
-            log.info("status", **status.fields())
-        if record is None:
-            continue
-        points, best = alone.curve.points[num_points:], alone.curve.best
-        num_points += len(points)
-        record.model, record.ran = alone.fingerprint, alone.ran()
-        evaluations = [EvaluatedPoint(**point.model_dump(), is_best=point is best) for point in points]
-        tick = Tick(at=time.time(), status=status, evaluations=evaluations, is_over=is_last)
-        if is_last and alone.summary is not None:
-            record.end(tick, alone.summary, alone.ended_by)
-        else:
-            record.add(tick)
-            record.flush()
-
-
-@contextmanager
-def kept_if_it_fails(alone: Alone, config: Config) -> Iterator[None]:
-    """Save weights and summary, with the reason, if training fails inside. A server does the same."""
-    try:
-        yield
-    except (UserCodeError, ParamServerError) as error:
-        if step := alone.row.steps:
-            alone.ended_by = f"failed at step {step}: {ending_of(error).failure}"
-            try:
-                write_alone(alone, config)
-            except OutputError as unsaved:
-                log.error("not_saved", reason=unsaved.message)
-        raise
-
-
-def write_alone(alone: Alone, config: Config) -> None:
-    """Save weights and summary where the configuration says, and show or log the summary.
-
-    Signals wait until it returns.
-    """
-    with uninterrupted:
-        model_tensors = alone.tensors()
-        if alone.metrics and alone.curve.points:
-            alone.evaluated(alone.metrics)
-        steps, samples = alone.row.steps, alone.row.samples
-        first, last = alone.stepped_at
-        # from the first weights to the last training step, as a server measures it
-        wall_s = max(0.0, last - alone.started_at)
-        worker = WorkerStatus(
-            rank=0, training_steps=steps, contributions=alone.row.seq, samples=samples, compute_s=round(wall_s, 3)
-        )
-        summary = Summary(
-            mode=_MODE, version=alone.progress.version, wall_s=round(wall_s, 3),
-            ended_by=alone.ended_by, final=dict(alone.metrics), workers=[worker], curve=alone.curve.points,
-            best=alone.curve.best, step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
-            steady_samples=0 if samples is None else samples - alone.first_samples, steady_steps=max(0, steps - 1),
-        )  # fmt: skip
-        if (rate := config.cost.rate) is not None:
-            summary.cost = Cost.of(config.cost.currency, rate, summary.wall_s, 0.0, None)
-        alone.summary = summary
-        tensors = {}
-        if config.output.save is not None and alone.has_overflowed:
-            log.error("not_saved", reason="earlier work on the weights failed, so they are not a valid version")
-        elif config.output.save is not None:
-            tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
-        write_results(config, summary, tensors, {"mode": _MODE, "version": str(alone.progress.version)})

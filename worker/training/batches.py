@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from hashlib import blake2b
 from operator import index
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -14,21 +14,11 @@ from ...common.errors import UsageError
 from ..tensors.sharing import is_divided
 from .data import Loader, Shares, pass_batches, seed_everything, step_seed
 from .position.cursor import Cursor
-from .position.data import DataPosition
 from .position.memory import Memory
-from .position.stream import check_stream
+from .position.sources import check_stream
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 _SUMMED = 1 << 20  # elements of a tensor that are summed at once
-
-
-class Stated(NamedTuple):
-    """What a script says about its loops over `session.shard()`."""
-
-    accumulate: int = 1  # batches of a step
-    prefetch: int = 0  # batches that a loop may have fetched ahead
-    epochs: int | None = 1  # passes of a loop; None: it goes on until the run ends
-    ends_by_metrics: bool = False  # the run may end without a number of steps
 
 
 class NoLengthError(UsageError, TypeError):
@@ -41,42 +31,44 @@ class Batches:
     def __init__(
         self,
         shares: Shares,
-        position: tuple[DataPosition, Memory | None],
+        memory: Memory,
         end: tuple[Callable[[], bool], Callable[[], bool]],
         options: dict[str, Any],
-        stated: Stated,
+        accumulate: int,
+        prefetch: int,
+        epochs: int | None,
         inner: tuple[int, int] = (0, 1),
     ) -> None:
         """`shares` has the batch size of one process.
 
-        `end`: whether the run has all its steps, and the same after a wait for all workers. `inner`: this process's
-        group rank and the size of the replica group.
+        `end`: whether the run has all its steps, and the same after a wait for all workers. `epochs`: passes of a loop;
+        None: it goes on until the run ends. `inner`: this process's group rank and the size of the replica group.
         """
         self._group_rank, self._group_size = inner
-        self._shares, self._stated = shares, stated
-        self._data, self._memory = position
+        self._shares, self._memory, self._data = shares, memory, memory.data
         self._progress = self._data.progress
         self._is_done, self._is_over = end
-        self._options = options
         self._loader = Loader(shares.dataset, options)
         self._cursor: Cursor | None = None  # of the newest loop
         self._number = 0  # of the newest loop
-        self._num_samples = shares.num_samples
-        self._accumulate, self._newest_samples = stated.accumulate, 0
+        self._size = shares.num_samples
+        self._accumulate, self._prefetch, self._epochs = accumulate, prefetch, epochs
+        self.num_samples = 0  # weight of the newest batch in a mean: its number of samples
         self._check()
         self._pass_batches = self._num_in_pass()  # raises UsageError early if the data cannot be divided
         self._data.add(self)
-        self._data.num_samples = self._data.num_samples or self._num_samples
+        self._data.num_samples = self._data.num_samples or self._size
         self._data.batches_per_epoch = self._data.batches_per_epoch or self._pass_batches
 
     def _check(self) -> None:
         """Raises UsageError for options that do not go together."""
         has_end = self._progress.total_steps is not None or self._data.length.default is not None
         if self._shares.is_stream:
-            options = {"pads": self._shares.pads, "sampler": self._shares.sampler, **self._options}
+            options = {"pad": self._shares.pads, "sampler": self._shares.sampler, **self._loader.options}
             counts_epochs = self._data.epoch is not None or self._data.length.epochs is not None
             check_stream(self._shares.dataset, counts_epochs, options)
-        if self._stated.epochs is None and not (has_end or self._data.length.epochs or self._stated.ends_by_metrics):
+        ends_by_metrics = self._data.strategy.settings.ends_by_metrics  # the run may end without a number of steps
+        if self._epochs is None and not (has_end or self._data.length.epochs or ends_by_metrics):
             message = "session.shard(epochs=None) goes on until the run ends, and the run has no length"
             raise UsageError(message, fix="--steps N or --epochs N; or session.shard(epochs=N)")
 
@@ -85,8 +77,8 @@ class Batches:
     def __len__(self) -> int:
         """Batches of this rank in one loop. It does not change while the loop runs, and is the same after a resume."""
         length = self._data.length
-        if self._stated.epochs is not None:
-            num = self._stated.epochs * self._pass_batches
+        if self._epochs is not None:
+            num = self._epochs * self._pass_batches
         elif (steps := self._progress.total_steps or length.default) is not None:
             return steps * self.accumulate
         else:
@@ -127,11 +119,6 @@ class Batches:
         if self._cursor is not None:
             self._cursor.accumulate = num
 
-    @property
-    def num_samples(self) -> int:
-        """Weight of the newest batch in a mean: its number of samples."""
-        return self._newest_samples
-
     # ---- one loop -----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,15 +127,14 @@ class Batches:
         number, cursor = self._number, self._open()
         if cursor.end is not None and cursor.next >= cursor.end:  # the loop lies behind the rank
             cursor.has_ended = self._data.has_read_all = True
-            if self._memory is not None:
-                self._memory.passed_over = self._progress.is_replaying
+            self._memory.passed_over = self._progress.is_replaying
             return
         batches: Iterator[tuple[Any, int, bool]] = iter(())
         made_for, num_read = -1, 0  # `num_moves` of the cursor when `batches` was made; batches read since
         while self._goes_on(number, cursor):
             if made_for != cursor.num_moves:
                 batches, made_for, num_read = self._read(cursor), cursor.num_moves, 0
-            begins = self._memory is not None and self._memory.note()
+            begins = self._memory.note()
             rank = (self._progress.rank or 0) * self._group_size + self._group_rank
             seed_everything(step_seed(self._shares.seed, rank, cursor.next))
             if (found := next(batches, None)) is None:
@@ -156,24 +142,24 @@ class Batches:
                     made_for = -1  # a batch may be a filler twice
                     continue
                 self._data.has_read_all = True
-                if begins and self._memory is not None and not cursor.in_hand:
-                    self._memory.no_batch()
+                if begins and not cursor.in_hand:
+                    self._memory.take()  # the script may do work before the contribution begins
                 break
-            batch, self._newest_samples, is_last = found
+            batch, self.num_samples, is_last = found
             num_read += 1
-            cursor.yielded(self._newest_samples, is_last)
+            cursor.yielded(self.num_samples, is_last)
             yield batch
         if number == self._number:
             cursor.has_ended = True
-            if cursor.in_hand and self._memory is not None:
+            if cursor.in_hand:
                 self._memory.note()  # the batches in hand still need a step
 
     def _open(self) -> Cursor:
         """Begin a loop at this rank's position."""
         self._check()
-        epochs, of_run = self._stated.epochs, self._data.length.epochs
+        epochs, of_run = self._epochs, self._data.length.epochs
         cursor, first = self._data.open(self, epochs)
-        cursor.accumulate, cursor.prefetch = self._accumulate, self._stated.prefetch
+        cursor.accumulate, cursor.prefetch = self._accumulate, self._prefetch
         self._cursor, self._pass_batches = cursor, self._num_in_pass()
         self._data.set_run_length(self._accumulate, epochs)
         ends = [end for end in (epochs and first + epochs, of_run) if end is not None]
@@ -193,11 +179,11 @@ class Batches:
             data.apply_start()
             if cursor.num_fill:
                 return True
-            if memory is not None and memory.has_moved and (data.epoch is not None or not data.is_void):
+            if memory.has_moved and (data.epoch is not None or not data.is_void):
                 if data.epoch is not None:
                     return False  # ends the inner loop, so that the loop over epochs can go back
                 memory.move()
-            if memory is not None and data.has_replayed and not cursor.in_hand:
+            if data.has_replayed and not cursor.in_hand:
                 memory.replayed()
             if not self._is_done():
                 # Whether the loop has yielded the batches of all remaining steps.
@@ -221,9 +207,9 @@ class Batches:
 
     def _num_in_pass(self) -> int:
         """Batches of this rank in a pass; 0: not known. Raises UsageError if the data set has changed its length."""
-        if self._shares.num_samples != self._num_samples:
+        if self._shares.num_samples != self._size:
             raise UsageError(
-                f"the data set of session.shard() had {self._num_samples} samples, and has {self._shares.num_samples} "
+                f"the data set of session.shard() had {self._size} samples, and has {self._shares.num_samples} "
                 "now: this rank's position in it is lost",
                 fix="give session.shard() the data set of each epoch, or a sampler that draws from the whole one",
             )
@@ -250,14 +236,6 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     if not seen.any():
         return 0
     return int.from_bytes(blake2b(seen.numpy().tobytes(), digest_size=8).digest(), "little")
-
-
-def read_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options for the DataLoader. Raises UsageError for options that `session.shard()` does not support."""
-    if options.get("batch_sampler") is not None:
-        message = "session.shard() divides the data itself and cannot use a batch_sampler"
-        raise UsageError(message, fix="give session.shard() batch_size=, drop_last= and sampler=")
-    return {name: value for name, value in options.items() if name != "batch_sampler"}
 
 
 def check_count(name: str, num: int, least: int = 0) -> int:

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import UsageError
 from ..ownership import die_with_parent
-from .position.stream import StreamPass, is_stream, share_of_few, streamed
+from .position.sources import StreamPass, is_stream, pieces, share_of_few, streamed
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -109,9 +109,8 @@ class Shares:
         try:
             return len(source)
         except TypeError:
-            raise UsageError(
-                f"{type(source).__name__} has no length, so it cannot be divided among workers", fix="give it a __len__"
-            ) from None
+            message = f"{type(source).__name__} has no length, so it cannot be divided among workers"
+            raise UsageError(message, fix="give it a __len__") from None
 
     def num_batches(self, num_workers: int) -> int:
         """Batches of each rank in an epoch; 0: not known. Raises UsageError if there are too few samples to divide."""
@@ -177,20 +176,8 @@ def draw(sampler: Any, seed: int, epoch: int, size: int) -> Iterator[torch.Tenso
         sampler.set_epoch(epoch)
     if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
         generator.manual_seed(seed + epoch)
-    state = torch.Generator().manual_seed(seed + epoch).get_state()
-    indices: Iterator[Any] | None = None
-    while True:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.set_rng_state(state)
-            indices = iter(sampler) if indices is None else indices
-            rows = torch.tensor(
-                [int(index) for index in itertools.islice(indices, size)], dtype=torch.int64, device="cpu"
-            )
-            state = torch.get_rng_state()
-        if len(rows):
-            yield rows
-        if len(rows) < size:
-            return
+    for indices in pieces(sampler, seed + epoch, size, device="cpu"):
+        yield torch.tensor([int(index) for index in indices], dtype=torch.int64, device="cpu")
 
 
 def pass_batches(

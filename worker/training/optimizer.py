@@ -15,8 +15,8 @@ from torch.autograd import profiler
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
 from ...common.tensors.clipping import check_max_norm
-from ...common.tensors.optimizers import IN_WORKERS, Hyperparameters, current_hyperparameters, plain_step
-from .position.steps import Steps
+from ...common.tensors.optimizers import IN_WORKERS, plain_step
+from .position.steps import Steps, parameters_of
 from .rows import refuse_scaler
 
 log = get_logger()
@@ -109,13 +109,11 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         hooks = {key: hooks for key, hooks in vars(inner).items() if "state_dict_" in key and key.endswith("_hooks")}
         self.__setstate__({"defaults": dict(inner.defaults), **hooks})
         self._steps, self.progress = steps, steps.progress
-        self._server_state = None if self._steps_here else ServerState(self.parameters, steps)
+        self._server_state = None if self._steps_here else ServerState(parameters_of(self), steps)
         for item in (inner, *(part for part in vars(inner).values() if isinstance(part, torch.optim.Optimizer))):
             item.register_step_pre_hook(self._before_inner_step)
         self._is_stepping, self._plain_step = False, plain_step(type(inner))
         self._clip_norm = 0.0  # for the next step; 0: no limit
-        self._last_values: list[list[Any]] = []
-        self._hyperparameters: list[Hyperparameters] = []
         steps.parts.append(self)
 
     @property
@@ -148,9 +146,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if hasattr(inner, name):
             message = f"{kind}.{name} has no effect in a run in which the server runs the optimizer"
             raise NoAttributeError(message, fix=IN_WORKERS)
-        raise NoAttributeError(
-            f"{kind} has no attribute '{name}'", fix="use what the class of the optimizer has, or a step of its own"
-        )
+        message = f"{kind} has no attribute '{name}'"
+        raise NoAttributeError(message, fix="use what the class of the optimizer has, or a step of its own")
 
     def _before_inner_step(self, *_: Any) -> None:
 
@@ -192,10 +189,6 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     def _saved_at(self) -> dict[str, Any]:
         return {"run": self.progress.run, "steps": self.progress.position}
 
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        return [param for group in self.inner.param_groups for param in group["params"]]
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one training step, or this optimizer's part of it. Returns the closure's loss.
 
@@ -213,9 +206,16 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         self._steps.scaling.num_steps += 1
         if not self._steps.prepare_step(self):
             return closure() if closure is not None else None
-        loss = self._step(closure)
-        self._steps.stepped(self)
-        self._clip_norm = 0.0  # also if the step was replayed and not sent
+        loss = None
+        if self._steps_here and not self._steps.strategy.kind.has_peers:  # with peers, clip after averaging
+            self._clip_here()
+            loss = self.step_inner(closure)
+        else:
+            self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it checks this
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+        self._steps.stepped(self, self._take_clip_norm())
         return loss
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_take_step)
@@ -234,8 +234,8 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         UsageError for an invalid norm, and before the first backward().
         """
         check_max_norm(max_norm)
-        has_any = any(parameter.grad is not None for parameter in self.parameters) or any(
-            table.is_used for table in self._steps.tables
+        has_any = any(parameter.grad is not None for parameter in parameters_of(self)) or any(
+            table.used for table in self._steps.tables
         )
         if not has_any and self._steps.newest is None:
             message = "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step"
@@ -244,13 +244,13 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if self._is_stepping:  # inside the closure of a local step
             self._clip_here()
 
-    def take_clip_norm(self) -> float:
+    def _take_clip_norm(self) -> float:
         clip_norm, self._clip_norm = self._clip_norm, 0.0
         return clip_norm
 
     def _clip_here(self) -> None:
-        if clip_norm := self.take_clip_norm():
-            self._steps.strategy.clip(self.parameters, clip_norm)
+        if clip_norm := self._take_clip_norm():
+            self._steps.strategy.clip(parameters_of(self), clip_norm)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -260,17 +260,6 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             raise UsageError(message, fix="use bf16, which needs none; or wrap the model in DistributedDataParallel")
         self._steps.scaling.check()
         return refuse_scaler(self._steps.tables)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """Do this worker's part of a step. Returns the closure's loss."""
-        if self._steps_here and not self._steps.strategy.kind.has_peers:  # with peers, clip after averaging
-            self._clip_here()
-            return self.step_inner(closure)
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it checks this
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
 
     def step_inner(self, closure: Callable[[], Any] | None = None) -> Any:
         self._is_stepping = True
@@ -292,31 +281,11 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         finally:
             self._is_stepping = False
 
-    def hyperparameters(self) -> list[Hyperparameters]:
-        """The hyperparameters of every group. They are computed again only when a value changes, which is rare."""
-        groups = self.inner.param_groups
-        values = [
-            # A learning rate may be a tensor that a scheduler changes in place.
-            [
-                value.tolist() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            ]
-            for group in groups
-        ]
-        if values != self._last_values:
-            self._last_values = values
-            self._hyperparameters = [current_hyperparameters(group) for group in groups]
-        return self._hyperparameters
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-
-        if hasattr(self, "_steps"):
-            raise UsageError(
-                "the run's parameter groups are fixed once session.optimizer() has been called",
-                fix="add the group to the optimizer before that (parameters may get their first gradients later)",
-            )
-        super().add_param_group(param_group)
+        raise UsageError(
+            "the run's parameter groups are fixed once session.optimizer() has been called",
+            fix="add the group to the optimizer before that (parameters may get their first gradients later)",
+        )
 
 
 def _are_all_watched() -> bool:

@@ -29,9 +29,8 @@ def number_of(value: Any, name: str) -> float:
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
-        raise UsageError(
-            f"{name} is a {type(value).__name__}, and a metric is one number", fix="give it one number: float(...)"
-        ) from None
+        message = f"{name} is a {type(value).__name__}, and a metric is one number"
+        raise UsageError(message, fix="give it one number: float(...)") from None
 
 
 class Readings:

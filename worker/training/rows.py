@@ -25,8 +25,8 @@ class Rows:
         self._lr: float | None = spec.hyperparameters.get("lr")
         self._is_set = False  # the script has set the learning rate
         self._leader: torch.optim.Optimizer | None = None
-        # ids and rows that backward has reached, by id() of the rows
-        self._used: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # ids and rows that backward has reached since the last step, by id() of the rows
+        self.used: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.num_received = self.num_sent = 0
 
     @property
@@ -59,9 +59,8 @@ class Rows:
         """
         spec = self.spec
         if ids.dtype not in _INTEGERS:
-            raise UsageError(
-                f"table '{spec.name}' was given ids of {ids.dtype}", fix="give ids of an integer type, such as int64"
-            )
+            message = f"table '{spec.name}' was given ids of {ids.dtype}"
+            raise UsageError(message, fix="give ids of an integer type, such as int64")
         if torch.is_autocast_enabled(ids.device.type) and torch.get_autocast_dtype(ids.device.type) == torch.float16:
             raise _scaled(spec.name)
         distinct, where = ids.reshape(-1).cpu().long().unique(return_inverse=True)
@@ -78,26 +77,21 @@ class Rows:
         return F.embedding(where.view(ids.shape).to(ids.device), rows)
 
     def _reached(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        self._used[id(rows)] = ids, rows
+        self.used[id(rows)] = ids, rows
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (ids, gradients) since the last call, on the CPU, each row once; None if there are none."""
-        parts = [(ids, rows.grad.cpu(), 1.0) for ids, rows in self._used.values() if rows.grad is not None]
+        parts = [(ids, rows.grad.cpu(), 1.0) for ids, rows in self.used.values() if rows.grad is not None]
         found = summed(parts) if parts else None
         self.drop()
         self.num_sent += sum(tensor.nbytes for tensor in found or ())
         return found
 
-    @property
-    def is_used(self) -> bool:
-        """Whether backward has reached rows since the last step."""
-        return bool(self._used)
-
     def drop(self) -> None:
         """Discard the gradients, as zero_grad does."""
-        for _, rows in self._used.values():
+        for _, rows in self.used.values():
             rows.grad = None
-        self._used = {}
+        self.used = {}
 
 
 def _scaled(name: str) -> UsageError:

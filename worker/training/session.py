@@ -1,52 +1,49 @@
-"""`Session`: a training loop's rank, data and end of the run. `remote.py` trains, `alone.py` without a server."""
+"""`Session`: what a training loop calls. Its data, its optimizers, and its state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ...common.combinations import Choices, check
-from ...common.config.schema import Config
+from ...common.combinations import check
+from ...common.config.schema import Config, SlowdownConfig
 from ...common.errors import UsageError, shown
 from ...common.reporting.log import get_logger
-from ...common.reporting.pictures.notebook import Card, Losses, Shown
-from ...common.tensors.optimizers import Reduction, TableSpec
+from ...common.tensors.optimizers import Reduction, check_is_plain, describe_optimizers
+from ...common.tensors.statistics import batch_norms
 from ...common.tensors.tables import make_spec
-from ..conversation.messages import Settings
-from ..ownership import Owner
-from ..session import Length, Progress
+from ..strategies.base import divided_tensor
 from ..tensors.transfer import together
-from .batches import Batches, Stated, check_count, read_options
+from .batches import Batches, check_count
 from .data import Shares
-from .evaluation import Evaluation, Measure
+from .member import RunMember
+from .optimizer import ExchangeOptimizer
 from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_of, on_meta
 from .position.data import DataPosition
-from .position.loaders import Source, source_of
 from .position.memory import Memory, stateful
-from .readings import Readings, number_of
-from .rows import Pull, Rows
-from .scaler import Scaling
+from .position.restarted import Restarted
+from .position.sources import source_of
+from .position.steps import Scaling, Steps
+from .readings import number_of
+from .rows import Rows
+from .slowdown import Slowdown
 from .tasks.init import load_weights
-from .work import Work
 
 log = get_logger()
 
-Part = tuple[nn.Module, torch.optim.Optimizer]
-
-
-class Offer(NamedTuple):
-    """A model, its optimizers, and how the run averages buffers and gradients."""
-
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    averaged_buffers: Collection[str]
-    reduction: Reduction
+Part = tuple[nn.Module, Optimizer]
+_NUM_NAMED = 4
+_BATCH_NORM = (
+    "BatchNorm uses the statistics of each process' own batch, so the run differs from one process with the union "
+    "batch; GroupNorm and LayerNorm do not differ; torch.nn.SyncBatchNorm helps only in a replica group (--group)"
+)
 
 
 def _check_part(model: object, optimizer: object) -> None:
@@ -59,47 +56,16 @@ def _check_part(model: object, optimizer: object) -> None:
         raise UsageError(message, fix="give it one optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1)")
 
 
-class Session:
-    """What sessions of workers and of evaluators have in common."""
+class Session(RunMember):
+    """A training loop's session with a run, which may also be in this process (`alone.py`)."""
 
-    settings: Settings
-    _inner = (0, 1)  # group rank, and the size of the replica group
-    _data_share = (0, 1)  # the same of this worker's batches; all processes of a pipeline have whole batches
-
-    def __init__(self, config: Config) -> None:
-        self._worker = config.worker
-        self._owner = Owner()
-        self.work = Work(config)  # the record of what this process runs
-        self.metrics: dict[str, float] = {}
-        self.length = Length()
-        self._choices = Choices(mode="", kind=None)  # what the run and this script chose so far
+    def __init__(self, config: Config, overlap: bool = False) -> None:
+        self._memory: Memory | None = None  # set by `optimizer()`
         self._tables: list[Rows] = []
-        self._has_finished = False  # the script has called `finish()`
         self._is_told = False  # whether the warning about no batches was logged
-        self.evaluation = Evaluation()
         self._scaling = Scaling()
-        self._here = Progress()  # the progress without a server
-        self._data: DataPosition | None = None  # set by `optimizer()`
-        self._memory: Memory | None = None  # set by `optimizer()`; an evaluator has none
-        self._names: tuple[str, ...] = ()  # names of the parts, if there are several
-        self.losses = Losses()
-        self.readings = Readings()
-        self._shown = Shown(self._card)
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank, 0 to N-1."""
-        return 0
-
-    @property
-    def num_workers(self) -> int:
-        """The number of workers that share the data."""
-        return 1
-
-    @property
-    def group_rank(self) -> int:
-        """This process's number in its replica group (worker.group). Group rank 0 talks to the server."""
-        return self._inner[0]
+        self._restarted = Restarted(accepts=config.worker.accept_restarted_schedule)
+        super().__init__(config, overlap)
 
     @property
     def step(self) -> int:
@@ -107,21 +73,13 @@ class Session:
 
         While a loop uses up batches that it had fetched before the run moved, it is the step that those were for.
         """
-        return self._position
-
-    @property
-    def _position(self) -> int:
-        return self._progress.position
-
-    @property
-    def _progress(self) -> Progress:
-        """This rank's progress in the run."""
-        return self._here
+        self._restarted.knows_step = True
+        return self._position if self._steps is None else self._steps.step
 
     @property
     def epoch(self) -> int:
         """The epoch of this rank's data, from 0: that of the loop over `epochs()`, or of the next batch."""
-        return self._joined().epoch_now
+        return self._joined().data.epoch_now
 
     @property
     def has_moved(self) -> bool:
@@ -129,31 +87,14 @@ class Session:
 
         The loop is then at another step than the run. Loops over `shard` go on at the run's position by themselves.
         """
-        data = self._joined()
+        data = self._joined().data
         data.apply_start()
         return data.has_moved
 
     @property
-    def resumed(self) -> bool:
-        """Whether this process resumes its rank instead of starting at step 0."""
-        return False
-
-    @property
     def run_name(self) -> str:
         """The run's name, which the server chose; empty without a server. Raises UsageError before `optimizer()`."""
-        return self._joined().progress.run
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the run's steps are all taken, the run was stopped, or this worker has finished."""
-        raise NotImplementedError
-
-    def is_over(self) -> bool:
-        """Whether the loop needs no more batches. If `is_done`, it waits for all workers and loads the final weights.
-
-        Returns False if the server went back to a snapshot, so that steps have to be taken again.
-        """
-        return self.is_done
+        return self._joined().data.progress.run
 
     @property
     def has_stages(self) -> bool:
@@ -165,7 +106,7 @@ class Session:
 
         `init`: a file with initial weights that are not yet in the model.
         """
-        return self._make_pipeline(model, loss, example, init) if self.has_stages else model
+        return self._strategy.divided(self._make_pipeline(model, loss, example, init) if self.has_stages else model)
 
     def pipeline(
         self,
@@ -190,7 +131,7 @@ class Session:
         the stages have equal numbers of parameters. `init`: a file with initial weights. The layers may then be on the
         meta device, and each process reads only its own layers. Raises UsageError if the layers cannot be cut.
         """
-        if self._data is not None:
+        if self._memory is not None:
             message = "session.pipeline() was called after session.optimizer(), which already took the model"
             raise UsageError(message, fix="call session.pipeline() first, and create the optimizer with its parameters")
         loss = loss_of(loss_fn)
@@ -199,6 +140,12 @@ class Session:
     def _make_pipeline(
         self, layers: nn.Module | Sequence[nn.Module], loss: LossFn, example: Example | None, init: str | None
     ) -> Pipeline:
+        from ..replica_group.strategy import Grouped
+
+        if isinstance(self._strategy, Grouped):
+            self._chooses(pipeline=True)
+            self._data_share = (0, 1)
+            return self._strategy.pipeline(*layers_of(layers), loss, example, init)
         module, found = layers_of(layers)
         check_weights(module, init)
         if init is not None:
@@ -210,7 +157,7 @@ class Session:
     def optimizer(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         *,
         averaged_buffers: Collection[str] = (),
         reduction: Reduction = "mean",
@@ -230,7 +177,7 @@ class Session:
         `torch.nn.utils.clip_grad_norm_`, which would clip only this worker's gradient.
         """
         _check_part(model, optimizer)
-        return self._begin(Offer(model, [optimizer], averaged_buffers, reduction))[0]
+        return self._begin(model, [optimizer], averaged_buffers, reduction)[0]
 
     def optimizers(
         self, *, averaged_buffers: Collection[str] = (), reduction: Reduction = "mean", **parts: Part
@@ -256,16 +203,67 @@ class Session:
         self._chooses(num_optimizers=len(optimizers))
         self._names = tuple(parts)
         whole = together({name: model for name, (model, _) in parts.items()})
-        return self._begin(Offer(whole, optimizers, averaged_buffers, reduction))
+        return self._begin(whole, optimizers, averaged_buffers, reduction)
 
-    def _begin(self, offer: Offer) -> tuple[Any, ...]:
+    def _begin(
+        self, model: nn.Module, optimizers: list[Optimizer], averaged_buffers: Collection[str], reduction: Reduction
+    ) -> tuple[Any, ...]:
         """Join the run with a model and its optimizers; returns the optimizers to step."""
-        raise NotImplementedError
+        self._check_first(reduction)
+        self._chooses(sharded=divided_tensor(model) or "")
+        if self._worker.pipeline and not isinstance(model, Pipeline):
+            message = "worker.pipeline is set, and the model of this script is whole in each process"
+            raise UsageError(message, fix="model = session.pipeline(layers, loss_fn) before the optimizer is made")
+        strategy, kind = self._strategy, self._strategy.kind
+        if not kind.worker_steps:
+            for part in optimizers:
+                check_is_plain(part, self.settings.mode)
+        strategy.wraps(model)
+        if kind.steps_along_mean_gradient:
+            for name, module in model.named_modules():
+                if getattr(module, "max_norm", None) is not None:  # forward() changes weights, which the server owns
+                    raise UsageError(
+                        f"embedding '{name}' has a max_norm, so each lookup changes its rows: the server, which owns "
+                        "the weights, would not see these changes",
+                        fix="leave max_norm out (weight decay also bounds rows), or use --mode localsgd, which sends "
+                        "weights",
+                    )
+        stepped = [param for part in optimizers for group in part.param_groups for param in group["params"]]
+        tensors = strategy.tensors(model, stepped, averaged_buffers)
+        tables = tuple(table.spec for table in self._tables)
+        described = replace(describe_optimizers(optimizers, tensors.names), tables=tables, reduction=reduction)
+        self._chooses(optimizers=described.each)
+        strategy.start(tensors, described, is_parted=len(optimizers) > 1)
+        self._model, self._was_before = model, self._progress.row.steps > 0
+        self._memory = Memory(DataPosition(strategy, optimizers, self.length))
+        self._memory.data.accepts_other_data = self._worker.accept_other_data
+        strategy.num_samples_now = self._memory.data.num_samples_now
+        self._restarted.optimizers = optimizers
+        steps_alone = kind.worker_steps and not kind.has_peers
+        if self._was_before and steps_alone and isinstance(model, Pipeline) and not self.group_rank:
+            meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
+            log.warning("optimizer_state_anew", step=self._position, meaning=meaning)
+        slows = self._config.slowdown != SlowdownConfig()
+        slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed) if slows else None
+        others = (self._tables, self.evaluation, self._restarted, self._scaling)
+        self._steps = steps = Steps(self._memory, slowdown, *others)
+        if self._exchange is not None:  # of several processes of a worker the first
+            steps.readings = self.readings
+            steps.work = lambda: self.work.text(self._inner[1])
+        self.evaluation.run = self._evaluate
+        for table in self._tables:
+            table.follow(optimizers[0])
+        if not (self.group_rank or self._was_before):  # once per run, not in each process
+            steps.notice = self._notice_batch_norm
+        found = tuple(ExchangeOptimizer(optimizer, steps) for optimizer in optimizers)
+        strategy.ready(optimizers[0], found[0].step_inner)
+        strategy.began()
+        return found
 
     def _check_first(self, reduction: Reduction) -> None:
         """Raises UsageError for a second `optimizer()`, and for an unknown `reduction`."""
         self._owner.check()
-        if self._data is not None:
+        if self._memory is not None:
             raise UsageError(
                 "a second session.optimizer(): a run gets its model and optimizers once",
                 fix="with several optimizers: session.optimizers(generator=(g, g_optimizer), critic=(d, d_optimizer)); "
@@ -275,6 +273,24 @@ class Session:
             words = " or ".join(map(repr, get_args(Reduction)))
             message = f"session.optimizer(..., reduction={reduction!r}): use {words}"
             raise UsageError(message, fix="'sum' if the loss is a sum over its batch, else 'mean'")
+
+    def _notice_batch_norm(self) -> bool:
+        """Warn that normalisation layers see only a part of the union batch.
+
+        False: the number of parts is not known yet.
+        """
+        progress, group_size = self._progress, self._data_share[1]
+        num = progress.num_workers if self.settings.union_batch else 1
+        if num * group_size == 1:
+            return not self.settings.union_batch
+        if progress.worker_index:
+            return True
+        # Within a replica group SyncBatchNorm sees all samples, but between workers only one worker's.
+        is_own = group_size == 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
+        if names := batch_norms(self._model, with_synchronized=num > 1 and not is_own):
+            rest = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+            log.warning("batch_norm", layers=", ".join(names[:_NUM_NAMED]) + rest, meaning=_BATCH_NORM)
+        return True
 
     def rows(
         self,
@@ -297,20 +313,27 @@ class Session:
         optimizer scale `lr`. Rows begin with mean 0 and standard deviation `init_std`, in float32 or float64. Raises
         UsageError for invalid arguments, and in modes that exchange weights.
         """
+        if self._steps is not None:
+            raise UsageError("session.rows() after session.optimizer()", fix="call session.rows() first")
         if any(table.spec.name == name for table in self._tables):
             raise UsageError(f"a second table '{name}'", fix="give every table a name of its own")
         self._chooses(has_rows=True)
         spec = make_spec(name, num_rows, dim, str(dtype).removeprefix("torch."), init_std, optimizer, hyperparameters)
-        self._tables.append(Rows(spec, self._make_rows(spec)))
+        number = len(self._tables)
+
+        def pull(ids: torch.Tensor) -> torch.Tensor:
+            if self._steps is None:
+                raise UsageError("rows before session.optimizer()", fix="call session.optimizer(model, ...) first")
+            assert self._exchange is not None
+            return self._exchange.pull_rows(number, ids)
+
+        self._tables.append(Rows(spec, pull))
         return self._tables[-1]
 
     def _chooses(self, **more: Any) -> None:
         """Note what the script chooses. Raises UsageError for capabilities that exclude each other."""
         self._choices = replace(self._choices, **more)
         check(self._choices)
-
-    def _make_rows(self, spec: TableSpec) -> Pull:
-        raise NotImplementedError
 
     def shard(
         self,
@@ -354,19 +377,19 @@ class Session:
         Before each batch torch's generator is seeded from the run's seed, the rank and the position. So random numbers
         for the batch (dropout, augmentation) are the same in a run that was killed and resumed.
         """
-        data = self._joined()
-        steps = data.progress.total_steps
-        if steps is not None and data.progress.row.steps >= steps and not self._is_told:  # the loop gets no batches
+        memory, settings = self._joined(), self.settings
+        progress = memory.data.progress
+        steps = progress.total_steps
+        if steps is not None and progress.row.steps >= steps and not self._is_told:  # the loop gets no batches
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
         check_count("accumulate", accumulate, 1)
         check_count("prefetch", prefetch)
-        if epochs is not None:
-            check_count("epochs", epochs, 1)
-        if epochs is not None and epochs > 1:
+        if epochs is not None and check_count("epochs", epochs, 1) > 1:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
-        source = source_of(Source(dataset, batch_size, shuffle, drop_last, sampler, loader_options))
-        settings, num = self.settings, source.batch_size
+        given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "sampler": sampler}
+        source, found = source_of(dataset, given | loader_options)
+        num = found.pop("batch_size")
         size = check_count("batch_size", settings.batch_size if num is None else num, 1)
         self.work.add_batch_size(size)
         if size % self._data_share[1]:
@@ -374,18 +397,21 @@ class Session:
                 f"a batch of {size} samples cannot be divided among the {self._data_share[1]} processes of this worker",
                 fix=f"a batch size that is a multiple of {self._data_share[1]}",
             )
-        size //= self._data_share[1]
-        shares = Shares(source.dataset, size, settings.seed, source.shuffle, pad, source.drop_last, source.sampler)
-        stated = Stated(accumulate, prefetch, epochs, self.settings.ends_by_metrics)
+        if found.pop("batch_sampler", None) is not None:
+            message = "session.shard() divides the data itself and cannot use a batch_sampler"
+            raise UsageError(message, fix="give session.shard() batch_size=, drop_last= and sampler=")
+        order = {name: found.pop(name) for name in ("shuffle", "drop_last", "sampler")}
+        shares = Shares(source, size // self._data_share[1], settings.seed, pads=pad, **order)
         end = (lambda: self.is_done), self.is_over
-        position = data, self._memory
-        return Batches(shares, position, end, read_options(source.options), stated, self._data_share)
+        return Batches(shares, memory, end, found, accumulate, prefetch, epochs, self._data_share)
 
     def skip(self) -> None:
         """Say that no step uses the batch that the script computes now, as in a loop that goes on with `continue`."""
-        self._joined().skip()
+        memory = self._joined()
+        memory.data.skip()
+        memory.skipped()
 
-    def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def skip_step(self, optimizer: Optimizer) -> None:
         """Say that a step is not taken: the batches that it would use are used up, and count for nothing."""
         self._scaling.skipped(optimizer)
 
@@ -398,8 +424,7 @@ class Session:
 
     def watched(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
         """Let a trainer's own GradScaler tell the session about the steps that it skips."""
-        self._scaling.watch(scaler)
-        return scaler
+        return self._scaling.watch(scaler)
 
     def expect(self, steps: int) -> None:
         """Tell the session how many training steps this script takes. If the run is shorter, a warning says so."""
@@ -414,20 +439,20 @@ class Session:
         A process that takes over a rank begins at the rank's last step and computes it again without sending it. So the
         script repeats its work between two steps, including its work at the end of an epoch.
         """
-        data = self._joined()
-        memory = self._memory
+        self._restarted.has_epochs = True
+        memory = self._joined()
+        data = memory.data
         self.length.own_epochs = max(num, self.length.own_epochs or 0)
         if data.epoch is None:
-            if memory is not None:
-                memory.use()
+            data.use()
             data.start_epochs()
         while not self.is_over():
-            if memory is not None and memory.has_moved:
+            if memory.has_moved:
                 memory.move()
             if data.epoch_now >= num:
                 return
             yield data.epoch_now
-            if memory is None or not memory.has_moved:
+            if not memory.has_moved:
                 data.next_epoch()
 
     def state(self, *, rng: bool = False, **objects: Any) -> None:
@@ -441,10 +466,10 @@ class Session:
         and the last step is computed again (see `epochs`). Raises UsageError for a state that is not tensors and JSON,
         or that does not fit.
         """
-        found = stateful(objects, rng)
-        self._joined()
-        if self._memory is not None:
-            self._memory.add(found)
+        inner = {name: item.inner if isinstance(item, ExchangeOptimizer) else item for name, item in objects.items()}
+        found = stateful(inner, rng)
+        self._joined().add(found)
+        self._restarted.has_state = True
 
     def mark(self) -> None:
         """Tell the session that a batch begins, in a loop that does not use `shard()`: it saves `state()` now.
@@ -454,16 +479,16 @@ class Session:
         if self._memory is not None:
             self._memory.mark()
 
-    def _joined(self) -> DataPosition:
-        """This rank's position in the data. Raises UsageError before `optimizer()`."""
+    def _joined(self) -> Memory:
+        """This rank's position in the data and its script's state. Raises UsageError before `optimizer()`."""
         self._owner.check()
-        if self._data is None:
+        if self._memory is None:
             message = "session.shard(), epochs() or state() was called before session.optimizer()"
             raise UsageError(message, fix="call session.optimizer(model, ...) first: it gives this rank its position")
         if self._has_finished:
             message = "session.shard(), epochs() or state() after session.finish(), which ends this worker's training"
             raise UsageError(message, fix="call session.finish() once, after all loops")
-        return self._data
+        return self._memory
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
         """Record the loss of a step, its number of samples (instead of those of its batches), and your own metrics.
@@ -471,103 +496,14 @@ class Session:
         The newest value of each metric reaches the server with the next heartbeat (a quarter of `server.lease_s`), and
         from there the dashboard, the run store and trackers. UsageError for a value that is no number.
         """
+        self._owner.check()
+        if self._steps is None:
+            raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
+        if not hasattr(num_samples, "__index__") or (num_samples := operator.index(num_samples)) < 0:
+            raise UsageError(f"session.record(num_samples={num_samples!r}): a whole number of at least 0 is expected")
+        loss = None if loss is None else number_of(loss, "session.record(loss=...)")
+        self._steps.record(num_samples, loss)
         self.readings.record(metrics)
         if loss is not None:
             self.losses.note(self._position, loss)
         self._shown.look_again()
-
-    def config(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Record the script's own hyperparameters, such as `vars(args)`, before the first step.
-
-        The run's record has them as `config.NAME`, beside the script, its arguments and commit, and the optimizer.
-        Runs are listed, filtered and compared by them. Of several workers the lowest rank's count.
-        """
-        self.work.add_config({**(values or {}), **more})
-
-    def show(self) -> None:
-        """Show this worker's progress: a live card in a notebook, elsewhere a line of text.
-
-        Losses are those of `record`.
-        """
-        self._shown.show()
-
-    def _card(self) -> Card:
-        from ...common.reporting.pictures.cards import of_session
-
-        has_begun = self._memory is not None or self.losses.points
-        where = (self.rank, self.num_workers, self._position, self.is_done) if has_begun else None
-        return of_session(self._mode, where, self.losses.points, self.metrics)
-
-    @property
-    def _mode(self) -> str:
-        return self.settings.mode
-
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """The card as a notebook displays it."""
-        return self._card().bundle()
-
-    def finish(self) -> bool:
-        """Take no more steps, wait for the other workers and load the final weights. True: this worker evaluates them.
-
-        Before the end of the run this worker leaves, and the others go on without it.
-        """
-        return True
-
-    def _say_early(self) -> None:
-        """Warn if the script's loops have read all their passes before the run has its steps."""
-        step, total = self._progress.position, self._progress.total_steps
-        if total is None:
-            log.routine("finished", step=step)
-        elif self._data is None or not self._data.has_read_all:
-            log.info("finished_early", step=step, of=total)
-        else:
-            reason = f"the script's loops ended after {step} training steps, and the run has {total}"
-            fix = (
-                f"session.shard(..., epochs=None) goes on until the run ends, epochs=N for N passes; or --steps {step}"
-            )
-            log.warning("finished_early", step=step, of=total, reason=reason, fix=fix)
-
-    def stop(self, reason: str) -> None:
-        """End the run for all workers. The request goes with this worker's next step, or when it finishes or leaves.
-
-        In sync and localsgd the open round is the last one. In other modes each worker's open contribution is its last
-        one. `is_done` and `shard` show the end.
-        """
-        raise NotImplementedError
-
-    def evaluate(self, fn: Measure, every: str | int | None = None) -> None:
-        """Evaluate with `fn(model)`, which returns a dict of metrics, during the run and after it.
-
-        `every`: training steps (100), seconds ("30s") or epochs ("1epoch", the default). The run's run.eval_every
-        overrides it. One worker evaluates, in `step()`, on the server's weights of one version (in localsgd after the
-        next average). The worker that evaluates the final weights calls `fn` in `finish()` and `report`s the metrics.
-
-        Meanwhile the model is in evaluation mode. Afterwards its mode, its buffers and the generators of torch, Python
-        and NumPy are restored. An exception in `fn` ends the run as failed. Raises UsageError for an invalid interval.
-        """
-        self.evaluation.set(fn, every)
-
-    def averaged(self, *models: nn.Module) -> bool:
-        """Write the run's Polyak average into the model, or into the models of all parts in their order.
-
-        Returns False if the run does not keep an average.
-        """
-        return False
-
-    def report(self, **metrics: float) -> None:
-        """Add metrics of the final evaluation to the run's summary."""
-        self.metrics.update({name: number_of(value, f"session.report({name}=...)") for name, value in metrics.items()})
-        self._shown.look_again(is_last=True)
-
-    def close(self) -> None:
-        """Leave the run; the other workers go on without this one.
-
-        It is also called at the end of a `with` block and of the script. After an exception or a nonzero exit code the
-        worker leaves as failed.
-        """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
-        self.close()

@@ -9,7 +9,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.ps.engine.modes import make_policy
-from paramserver.worker.training.remote import choices_of
+from paramserver.worker.training.member import choices_of
 
 
 @pytest.mark.parametrize(

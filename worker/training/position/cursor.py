@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from typing import NamedTuple
+from weakref import ReferenceType
 
 from ....common.errors import UsageError
 
@@ -28,9 +29,12 @@ class InHand(NamedTuple):
 class Cursor:
     """Batches are numbered from 0, over all passes. `accumulate` may change between steps."""
 
-    def __init__(self, position: int = 0) -> None:
+    def __init__(self) -> None:
+        self.loop: ReferenceType[object] | None = None  # the newest one
+        self.epoch: int | None = None  # in which it began; None: outside of the script's loop over epochs
+        self.epoch_at = 0  # where the script's epoch began
         self.accumulate, self.prefetch = 1, 0
-        self.position = self.next = position  # behind the newest used batch; number of the next batch to yield
+        self.position = self.next = 0  # behind the newest used batch; number of the next batch to yield
         self.begins = {0: 0}  # by pass: the number of its first batch
         self.in_hand: deque[InHand] = deque()  # the oldest first
         self.num_void = 0  # of those in hand, the oldest
@@ -67,9 +71,6 @@ class Cursor:
             is_end = item.is_last or (self.has_ended and index == num)
             if index < self.accumulate and is_end and num - index <= self.prefetch:
                 return index
-        raise self._refusal(num)
-
-    def _refusal(self, num: int) -> UsageError:
         stated = f"accumulate={self.accumulate}, prefetch={self.prefetch}"
         message = (
             f"step() with {num} unused batch{'es' * (num != 1)} of session.shard() ({self.num_yielded} yielded, "
@@ -83,7 +84,7 @@ class Cursor:
                 "the loop fetches ahead; session.skip() for each batch that no step uses (of two loops in zip(), the "
                 "shorter one comes first); a DataLoader for data that is not trained on"
             )
-        return UsageError(message, fix=fix)
+        raise UsageError(message, fix=fix)
 
     def use(self, num: int) -> int:
         """A step uses the oldest `num` batches. Returns their samples, without those of void batches."""

@@ -8,46 +8,34 @@ that lie behind the rank, and goes on in the right one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-from weakref import ReferenceType, WeakSet, ref
+from dataclasses import replace
+from weakref import WeakSet, ref
 
 import torch
 
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.wire.records import Position
-from ...session import Length, Progress
+from ...session import Length
+from ...strategies.base import Strategy
+from ...tensors.packed import unpack
 from .cursor import Cursor
 
 log = get_logger()
 
-
-class Saved(Protocol):
-    """What the rank's saved state says about its loops (`Memory`)."""
-
-    is_used: bool
-    is_marked: bool
-
-    def use(self) -> None:
-        """Save positions from now on, and go back to the saved one."""
-
-    def beginning(self) -> Position | None:
-        """The position to go back to, or None."""
-
-    def positions(self, of_epoch: bool = False) -> list[int]:
-        """Of several loops, where each is, or where its epoch began."""
+LOOPS = "loops"  # in the script's state: of several loops, where each is, and where its epoch began
 
 
 class DataPosition:
     """All cursors of this process. The position, the samples of a step and its batches are sums over them."""
 
-    def __init__(self, progress: Progress, optimizers: Sequence[torch.optim.Optimizer], length: Length) -> None:
-        self.progress, self.length = progress, length
-        self.is_parted = len(optimizers) > 1  # several optimizers step by turns
+    def __init__(self, strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer], length: Length) -> None:
+        self.strategy, self.progress, self.length = strategy, strategy.progress, length
+        self.optimizers, self.is_parted = optimizers, len(optimizers) > 1  # several optimizers step by turns
         self.cursors = [Cursor()]
-        self._owners: list[tuple[ReferenceType[object] | None, int | None]] = [(None, None)]  # newest loop, its epoch
         self._waiting: WeakSet[object] = WeakSet()  # loops that have not begun
-        self.memory: Saved | None = None
+        self.is_sent = False  # each contribution has the script's position
+        self.has_begun = self.is_marked = False  # a batch was requested or a step taken; mark() was called
         self.uses_shard = False  # this rank's batches come from `session.shard()`
         self.num_samples = 0  # samples of the data set
         self.accepts_other_data = False  # the run's data set may have another length
@@ -62,7 +50,6 @@ class DataPosition:
         self._num_reported = 0  # the position behind the newest contribution
         self._replay_end = 0  # position where the replay ends
         self.epoch: int | None = None  # of the script's loop over epochs
-        self._epoch_at = [0]  # by cursor, where the epoch began
         self._first_epoch = (0, 0)  # the epoch in which this process began, and the position where that epoch began
 
     @property
@@ -80,21 +67,26 @@ class DataPosition:
             return
         is_first, self._num_starts = self._num_starts < 0, progress.num_starts
         self.has_moved |= not (is_first or self.uses_shard) and progress.row.batches != self.cursors[0].position
-        memory, begun = self.memory, None
-        if memory is not None and memory.is_used and (self.uses_shard or self.is_parted or memory.is_marked):
-            begun = memory.beginning()
+        begun = None
+        if self.is_sent and (self.uses_shard or self.is_parted or self.is_marked):
+            begun = self.beginning()
         self._replay_end = self._num_reported = progress.row.batches
         self._move(progress.row.batches if begun is None else begun.batches)
 
     def _move(self, position: int) -> None:
         """Move to a position. Of several cursors, the script's saved state has the positions of the others."""
-        others = self.memory.positions() if self.memory is not None else []
-        for index, cursor in enumerate(self.cursors[1:], 1):
-            cursor.move(others[index] if index < len(others) else 0)
+        for cursor, at in zip(self.cursors[1:], self._saved()[1:], strict=True):
+            cursor.move(at)
         self.cursors[0].move(max(0, position - sum(cursor.position for cursor in self.cursors[1:])))
         num_steps = max(cursor.num_void_steps for cursor in self.cursors)
         for cursor in self.cursors:
             cursor.fill(num_steps)
+
+    def _saved(self, of_epoch: bool = False) -> list[int]:
+        """By cursor: where it is, or where its epoch began, as the rank's saved state has it; 0 if it does not."""
+        begun = self.strategy.begun() if self.is_sent else None
+        found = [] if begun is None else [int(item[of_epoch]) for item in unpack(begun.payload).get(LOOPS, [])]
+        return [*found, *[0] * len(self.cursors)][: len(self.cursors)]
 
     @property
     def is_void(self) -> bool:
@@ -112,12 +104,13 @@ class DataPosition:
             cursor.use(cursor.num_void)
             cursor.num_fill = 0
 
-    def position_record(self, step: int, local_steps: int) -> Position:
+    def position_record(self) -> Position:
         """The position at the beginning of a contribution."""
-        position = self.position
+        found = Position(self.progress.position, self.progress.local_steps, self.position)
         if self.epoch is None:
-            return Position(step, local_steps, position)
-        return Position(step, local_steps, position, self.epoch, max(0, position - sum(self._epoch_at)))
+            return found
+        in_epoch = found.batches - sum(cursor.epoch_at for cursor in self.cursors)
+        return replace(found, epoch=self.epoch, epoch_batches=max(0, in_epoch))
 
     # ---- loops --------------------------------------------------------------------------------
 
@@ -131,20 +124,19 @@ class DataPosition:
             fix = "take the batches of all steps from session.shard(), or none; leave out a step() without a gradient"
             raise UsageError(message, fix=fix)
         self.uses_shard = True
-        if self._waiting and self.memory is not None:
-            self.memory.use()
+        if self._waiting:
+            self.use()
         self._waiting.add(loop)
 
     def open(self, loop: object, num_passes: int | None) -> tuple[Cursor, int]:
         """A loop begins. Returns its cursor and its first pass."""
         self.apply_start()
         self._waiting.discard(loop)
-        index = self._free(loop)
-        cursor = self.cursors[index]
-        self._owners[index] = ref(loop), self.epoch
+        cursor = self._free(loop)
+        cursor.loop, cursor.epoch = ref(loop), self.epoch
         if self.epoch is not None:
             first = self.epoch * (num_passes or 1)
-            cursor.begins.setdefault(first, self._epoch_at[index])
+            cursor.begins.setdefault(first, cursor.epoch_at)
         else:
             if not cursor.has_ended and cursor.end is not None:  # the script has left the loop before
                 cursor.go_to(cursor.end)
@@ -153,41 +145,61 @@ class DataPosition:
         cursor.has_ended = False
         return cursor, first
 
-    def _free(self, loop: object) -> int:
+    def _free(self, loop: object) -> Cursor:
         """The cursor that the loop had, or the first free one."""
-        found = [index for index, (owner, _) in enumerate(self._owners) if owner is not None and owner() is loop]
-        for index, (owner, epoch) in enumerate(self._owners):
-            is_over = self.cursors[index].has_ended if self.epoch is None else epoch != self.epoch
-            if owner is None or owner() is None or is_over:
-                found.append(index)
-        if not found:
-            self.cursors.append(Cursor())
-            self._owners.append((None, None))
-            self._epoch_at.append(0)
-            others = self.memory.positions() if self.memory is not None else []
-            found = [len(self.cursors) - 1]
-            self.cursors[-1].move(others[found[0]] if found[0] < len(others) else 0)
-        return found[0]
+        free: list[Cursor] = []
+        for cursor in self.cursors:
+            owner = None if cursor.loop is None else cursor.loop()
+            if owner is loop:
+                return cursor
+            is_over = cursor.has_ended if self.epoch is None else cursor.epoch != self.epoch
+            if owner is None or is_over:
+                free.append(cursor)
+        if not free:
+            free = [Cursor()]
+            self.cursors += free
+            free[0].move(self._saved()[-1])
+        return free[0]
 
     # ---- the script's own loop over epochs ----------------------------------------------------
 
     def next_epoch(self) -> None:
         """Begin the next epoch, also if a loop was left before its end."""
         assert self.epoch is not None
-        for index, cursor in enumerate(self.cursors):
-            if self._owners[index][1] == self.epoch and cursor.end is not None:
+        for cursor in self.cursors:
+            if cursor.epoch == self.epoch and cursor.end is not None:
                 cursor.go_to(cursor.end)
-                self._epoch_at[index] = cursor.end
+                cursor.epoch_at = cursor.end
             cursor.has_ended = True
         self.epoch += 1
 
-    def start_replay(self, position: Position) -> None:
+    def use(self) -> None:
+        """Send the script's position from now on. Before the first batch, go back to the server's position."""
+        if self.is_sent or self.has_begun:
+            return
+        self.is_sent = True
+        if (position := self.beginning()) is not None:
+            self.go_back(position)
+
+    def beginning(self) -> Position | None:
+        """The position to go back to, or None.
+
+        A new rank may begin in the middle of a training step of several optimizers.
+        """
+        if (begun := self.strategy.begun()) is not None:
+            return begun.position
+        row = self.progress.row
+        return Position(row.steps - 1, 1, max(0, row.batches - 1)) if row.part else None
+
+    def go_back(self, position: Position) -> None:
         """Begin to compute a contribution again. The cursors are, or go, where it began."""
+        log.info("replaying", step=position.step, meaning="this process computes the rank's last step again, unsent")
         self.apply_start()
         if not self.has_in_hand:
             self._move(position.batches)
         begins_at = position.batches - position.epoch_batches if position.epoch is not None else 0
         self.set_first_epoch(position.epoch or 0, begins_at)
+        self.strategy.replay(position)
 
     def set_first_epoch(self, epoch: int = 0, begins_at: int = 0) -> None:
         """Start at this epoch; at the first one if the script's position is unknown."""
@@ -198,13 +210,10 @@ class DataPosition:
     def start_epochs(self) -> None:
         """Start the script's loop over epochs, or move it back, at the epoch where this process began."""
         self.epoch, begins_at = self._first_epoch
-        others = self.memory.positions(of_epoch=True) if self.memory is not None else []
-        self._epoch_at[1:] = [*others[1:], *[0] * len(self.cursors)][: len(self.cursors) - 1]
-        self._epoch_at[0] = begins_at - sum(self._epoch_at[1:])
-        self._owners = [(owner, None) for owner, _ in self._owners]
-        for cursor in self.cursors:
-            cursor.has_ended = True
+        for cursor, at in zip(self.cursors, self._saved(of_epoch=True), strict=True):
+            cursor.epoch, cursor.epoch_at, cursor.has_ended = None, at, True
             cursor.begins.clear()
+        self.cursors[0].epoch_at = begins_at - sum(cursor.epoch_at for cursor in self.cursors[1:])
 
     @property
     def epoch_now(self) -> int:
@@ -212,10 +221,6 @@ class DataPosition:
         if self.epoch is not None:
             return self.epoch
         return self.position // self.batches_per_epoch if self.batches_per_epoch else self._first_epoch[0]
-
-    def positions(self) -> list[tuple[int, int]]:
-        """By cursor: its position, and where the epoch began."""
-        return [(cursor.position, at) for cursor, at in zip(self.cursors, self._epoch_at, strict=True)]
 
     def end_replay(self) -> None:
         """The replay is complete: continue at the run's position."""

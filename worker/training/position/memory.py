@@ -8,7 +8,7 @@ and does not send it. So the script itself repeats its work between two steps, w
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,64 +16,35 @@ import torch
 
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
-from ....common.wire.records import Position
 from ...conversation.messages import Begun
-from ...strategies.base import Strategy
 from ...tensors.packed import pack, unpack
-from .data import DataPosition
+from .data import LOOPS, DataPosition
 
 log = get_logger()
 
 _GROUPS = "optimizer groups"
 _GENERATORS = "generators"
-_LOOPS = "loops"
 _SHOWN = 200  # longest part of a script's own error that a message shows, in characters
 
 
 class Memory:
-    """The memory of one rank's script. `strategy` says where this process begins."""
+    """The memory of one rank's script. Its position in the data is in `data`."""
 
-    def __init__(self, strategy: Strategy, data: DataPosition, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._strategy, self._data, self._progress, self._optimizers = strategy, data, data.progress, optimizers
+    def __init__(self, data: DataPosition) -> None:
+        self.data, self._strategy, self._progress = data, data.strategy, data.progress
         self._objects: dict[str, Any] = {}
         self._first = b""  # the packed state before the first batch
         self._noted: Begun | None = None  # state and position at the beginning of the open contribution
         self._num_starts = self._progress.num_starts
-        self.is_used = False
-        self.has_begun = self.is_marked = False  # a batch was requested or a step taken; mark() was called
         # a loop lay behind the rank, and the script has done its work after it: the next batch restores the state again
         self.passed_over = False
-        data.memory = self
-
-    def use(self) -> None:
-        """Send the script's position from now on. Before the first batch, go back to the server's position."""
-        if self.is_used or self.has_begun:
-            return
-        self.is_used = True
-        if (position := self.beginning()) is not None:
-            self._go_back(position)
-
-    def positions(self, of_epoch: bool = False) -> list[int]:
-        """Of several loops, where each is, or where its epoch began, as the rank's saved state has it."""
-        begun = self._strategy.begun() if self.is_used else None
-        return [] if begun is None else [int(item[of_epoch]) for item in unpack(begun.payload).get(_LOOPS, [])]
-
-    def beginning(self) -> Position | None:
-        """The position to go back to, or None.
-
-        A new rank may begin in the middle of a training step of several optimizers.
-        """
-        if (begun := self._strategy.begun()) is not None:
-            return begun.position
-        row = self._progress.row
-        return Position(row.steps - 1, 1, max(0, row.batches - 1)) if row.part else None
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Send these objects with each contribution from now on, and load their saved state if the server has one.
 
         Raises UsageError after the first batch, for a name given twice, and for a state that does not fit.
         """
-        if self.has_begun:
+        if self.data.has_begun:
             fix = "call it after session.optimizer() and before the loop"
             raise UsageError("session.state() after the first batch: the state could not be restored", fix=fix)
         for name, item in objects.items():
@@ -81,27 +52,28 @@ class Memory:
                 raise UsageError(f"session.state({name}=...) was called before", fix="use another name")
             self._objects[name] = item
         payload = self._pack()
-        self.use()
+        self.data.use()
         if (begun := self._strategy.begun()) is not None:
-            self._load(begun.payload, [*objects, _GROUPS])
+            self._load(begun.payload, objects)
         else:
             self._first = payload
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.data.optimizers for group in optimizer.param_groups]
 
     def _pack(self) -> bytes:
-        positions = self._data.positions()
-        loops = {_LOOPS: positions} if len(positions) > 1 else {}
+        positions = [(cursor.position, cursor.epoch_at) for cursor in self.data.cursors]
+        loops = {LOOPS: positions} if len(positions) > 1 else {}
         if not self._objects:
             return pack(loops)
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
         return pack({name: item.state_dict() for name, item in self._objects.items()} | {_GROUPS: groups} | loops)
 
-    def _load(self, payload: bytes, names: list[str]) -> None:
+    def _load(self, payload: bytes, names: Iterable[str]) -> None:
+        """Restore the objects of these names, and the hyperparameters of the optimizer's groups."""
         found = unpack(payload)
-        for name in names:
+        for name in (*names, _GROUPS):
             if name not in found:
                 log.warning("state_not_there", name=name, meaning="the rank has no saved state of this name")
             elif name == _GROUPS:
@@ -125,20 +97,16 @@ class Memory:
 
         Returns whether one begins here.
         """
-        self.has_begun = True
+        self.data.has_begun = True
         progress = self._progress
         if self.passed_over and (begun := self._strategy.begun()) is not None:
             self.passed_over = False
-            self._load(begun.payload, [*self._objects, _GROUPS] if self._objects else [])
-        if self.is_used and self._noted is None and not progress.is_replaying and not self.has_moved:
-            position = self._data.position_record(progress.position, progress.local_steps)
-            self._noted = Begun(position, self._pack())
+            if self._objects:
+                self._load(begun.payload, self._objects)
+        if self.data.is_sent and self._noted is None and not progress.is_replaying and not self.has_moved:
+            self._noted = Begun(self.data.position_record(), self._pack())
             return True
         return False
-
-    def no_batch(self) -> None:
-        """There was no batch where `note` said that a contribution begins: the script may do work before the next."""
-        self._noted = None
 
     def skipped(self) -> None:
         """A step was not taken. If it would have been the first of a contribution, that begins after it.
@@ -146,20 +114,15 @@ class Memory:
         A replay with other weights might take it, and the script may do work between these steps, such as averaging.
         """
         progress = self._progress
-        if progress.steps_left == progress.local_steps and not self._data.is_parted:
+        if progress.steps_left == progress.local_steps and not self.data.is_parted:
             self._noted = None
 
     def mark(self) -> None:
         """Note the beginning of a batch, for a loop that does not use `shard()`."""
-        self.is_marked = True
+        self.data.is_marked = True
         if self.has_moved:
             self.move()
         self.note()
-
-    def after_step(self) -> None:
-        """Called after a contribution. A loop without `shard()` and `mark()` goes on with the batch it has."""
-        if self.has_moved and not (self._data.uses_shard or self.is_marked):
-            self.move(may_replay=self._data.is_parted)
 
     def take(self) -> Begun | None:
         """Return the saved beginning of the contribution that is complete now."""
@@ -169,34 +132,26 @@ class Memory:
     @property
     def has_moved(self) -> bool:
         """Whether the server gave a new start position that this process has not gone to yet."""
-        return self.is_used and self._num_starts != self._progress.num_starts
+        return self.data.is_sent and self._num_starts != self._progress.num_starts
 
     def move(self, may_replay: bool = True) -> None:
         """Load the rank's state and position as they were at the new start."""
         self._num_starts, self._noted = self._progress.num_starts, None
         begun = self._strategy.begun()
-        self._data.apply_start()
-        self._data.forget()
-        names = [*self._objects, _GROUPS] if self._objects else []
-        if begun is not None:
-            self._load(begun.payload, names)
-        elif self._first:
-            self._load(self._first, names)
-        position = self.beginning()
+        self.data.apply_start()
+        self.data.forget()
+        if self._objects and (begun is not None or self._first):
+            self._load(self._first if begun is None else begun.payload, self._objects)
+        position = self.data.beginning()
         if position is not None and may_replay:
-            self._go_back(position)
+            self.data.go_back(position)
         elif begun is None:
-            self._data.set_first_epoch()
-
-    def _go_back(self, position: Position) -> None:
-        log.info("replaying", step=position.step, meaning="this process computes the rank's last step again, unsent")
-        self._data.start_replay(position)
-        self._strategy.replay(position)
+            self.data.set_first_epoch()
 
     def replayed(self) -> None:
         """The replay of the contribution is complete."""
         num_missed = self._strategy.replayed()
-        self._data.end_replay()
+        self.data.end_replay()
         if num_missed:
             message = f"the run took {num_missed} training steps without this rank, so its script's state is older"
             log.warning("state_is_behind", meaning=message)

@@ -49,34 +49,26 @@ class Restarted:
         self._num_starts = progress.num_starts
         if self.has_state or self._accepts:
             return
+        is_aware, change = self.knows_step or self.has_epochs, ""
         if before is not None:  # a server went back to a snapshot, or the run went on without this rank for a while
-            if (moved := progress.position - before) and not (self.knows_step or self.has_epochs):
-                self._warn(progress, f"the run has moved this process by {moved:+d} training steps")
-        elif progress.row.steps:
-            self._look_first(progress)
-
-    def _look_first(self, progress: Progress) -> None:
-        compared = zip(rates_of(self.optimizers), progress.first_rates, progress.last_rates, strict=False)
-        anew = next(((rate, last) for rate, first, last in compared if rate == first != last), None)
-        if anew is None:
-            if not (self.knows_step or self.has_epochs):
-                self._warn(progress, "")
+            if not (moved := progress.position - before):
+                return
+            change = f"the run has moved this process by {moved:+d} training steps"
+        elif not progress.row.steps:
             return
-        names = sorted(set(schedulers_of(self.optimizers)))
-        rate, last = anew
-        change = f"its learning rate restarts at {rate:g} instead of {last:g}"
-        if names:
-            change += f" ({', '.join(names)})"
-        if self.knows_step or not (names or progress.num_rate_changes > 1):
-            self._warn(progress, change)
-            return
-        raise UsageError(
-            f"rank {progress.rank} resumes at training step {progress.position}, but {change}",
-            fix=f"{_FIX}; to restart the schedule on purpose, set {_SETTING}=true ({_VARIABLE}=1)",
-        )
-
-    def _warn(self, progress: Progress, change: str) -> None:
-        if self._has_warned:
+        else:
+            compared = zip(rates_of(self.optimizers), progress.rates.first, progress.rates.last, strict=False)
+            if anew := next(((rate, last) for rate, first, last in compared if rate == first != last), None):
+                names = sorted(set(schedulers_of(self.optimizers)))
+                change = f"its learning rate restarts at {anew[0]:g} instead of {anew[1]:g}"
+                change += f" ({', '.join(names)})" if names else ""
+                if not self.knows_step and (names or progress.rates.num_changes > 1):
+                    raise UsageError(
+                        f"rank {progress.rank} resumes at training step {progress.position}, but {change}",
+                        fix=f"{_FIX}; to restart the schedule on purpose, set {_SETTING}=true ({_VARIABLE}=1)",
+                    )
+                is_aware = False
+        if is_aware or self._has_warned:
             return
         self._has_warned = True
         meaning = "the script has not called session.state(): its schedulers and counters restart, the weights do not"

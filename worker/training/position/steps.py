@@ -4,41 +4,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ....common.errors import UsageError
-from ....common.tensors.optimizers import Hyperparameters
+from ....common.tensors.optimizers import Hyperparameters, current_hyperparameters
 from ....common.wire.records import Contribution, Counts, FirstInfo, Outcome, Timing, TrainingInfo
 from ...conversation.messages import Begun, Outgoing, RowGradients
 from ...ownership import Owner
-from ...strategies.base import Strategy
 from ..batches import digest_of
 from ..evaluation import Evaluation
 from ..readings import Readings
 from ..rows import Rows
-from ..scaler import Scaling
 from ..slowdown import Slowdown
-from .data import DataPosition
 from .memory import Memory
 from .restarted import Restarted, rates_of
 
 
-class Part(Protocol):
-    """One of the optimizers that the script steps (`ExchangeOptimizer`)."""
+class Scaling:
+    """The scalers of one session. `num_steps` grows with each step() of an optimizer."""
 
-    param_groups: list[dict[str, Any]]
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.skipped: Callable[[Any], None] = lambda _: None  # called with the optimizer whose step is not taken
+        self._has_any = False
 
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters of all its groups."""
+    def watch(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        """Let a scaler tell about skipped steps. A foreign one is refused by name (`check`)."""
+        step = scaler.step
+        self._has_any = True
 
-    def hyperparameters(self) -> list[Hyperparameters]:
-        """The hyperparameters of every group."""
+        def watched(optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            before = self.num_steps
+            result = step(optimizer, *args, **options)
+            if self.num_steps == before:
+                self.skipped(optimizer)
+            return result
 
-    def take_clip_norm(self) -> float:
-        """The norm to which the script clips this step; 0: none."""
+        scaler.step = watched  # type: ignore[method-assign]
+        return scaler
+
+    def check(self) -> None:
+        """Raises UsageError if the scaler that asks is not the session's: the session has none."""
+        if not self._has_any:
+            raise UsageError(
+                "torch.amp.GradScaler on the optimizer of session.optimizer(): the run would not know of the steps "
+                "that it skips",
+                fix='scaler = session.scaler("cuda"), with the arguments of GradScaler; bfloat16 needs no scaler',
+            )
 
 
 class Steps:
@@ -46,23 +60,21 @@ class Steps:
 
     def __init__(
         self,
-        strategy: Strategy,
-        slowdown: Slowdown | None,
-        data: DataPosition,
         memory: Memory,
+        slowdown: Slowdown | None,
         tables: Sequence[Rows] = (),
         evaluation: Evaluation | None = None,
         restarted: Restarted | None = None,
         scaling: Scaling | None = None,
     ) -> None:
-        self.strategy, self.data, self.memory, self._slowdown = strategy, data, memory, slowdown
-        self.progress = data.progress
+        self.memory, self.data, self._slowdown = memory, memory.data, slowdown
+        self.strategy, self.progress = self.data.strategy, self.data.progress
         self.tables, self._evaluation = tables, evaluation or Evaluation()
         self._restarted, self.scaling = restarted or Restarted(), scaling or Scaling()
         self.scaling.skipped = self.skip_step
         self._owner = Owner()
         self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
-        self.parts: list[Part] = []
+        self.parts: list[torch.optim.Optimizer] = []
         self.readings: Readings | None = None  # what the process measures
         self.work: Callable[[], str] = str  # what the process runs, as JSON
         self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
@@ -70,8 +82,8 @@ class Steps:
         self._begins = True  # whether the current step() begins a training step
         self._newest_step = -1  # number of the newest training step that began, or that was skipped as void
         # The optimizer that began the newest training step; None: this process has not taken a step.
-        self.newest: Part | None = None
-        self._unsent: Part | None = None  # one that has stepped since the newest contribution
+        self.newest: torch.optim.Optimizer | None = None
+        self._unsent: torch.optim.Optimizer | None = None  # one that has stepped since the newest contribution
         self._began: Begun | None = None  # where the newest training step's contribution began
         self._num_starts = -1
         self._replays_left = 0  # contributions that count already, of the training step that is replayed
@@ -81,12 +93,13 @@ class Steps:
         self._losses: list[float] = []
         self._fresh_samples, self._fresh_losses = 0, list[float]()  # since the last step
         self._hyperparameters: tuple[Hyperparameters, ...] = ()
+        self._last_values: list[Any] = []  # of which they were computed
         self._sent_first_for = self._digest_for = -1  # `num_starts` when FirstInfo was sent, and the digest made
         self._digest = 0  # of the gradients of the first step after the newest start
         self._resumed_at = time.perf_counter()
         self._compute_s = 0.0
-        if data.is_parted:  # a process may take over in the middle of a training step
-            memory.use()
+        if self.data.is_parted:  # a process may take over in the middle of a training step
+            self.data.use()
 
     @property
     def step(self) -> int:
@@ -101,7 +114,7 @@ class Steps:
             self._losses.append(loss)
             self._fresh_losses.append(loss)
 
-    def prepare_step(self, part: Part) -> bool:
+    def prepare_step(self, part: torch.optim.Optimizer) -> bool:
         """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
         self._owner.check()
         progress = self.progress
@@ -126,7 +139,7 @@ class Steps:
                 self._evaluation.begin(progress, self.data)
             drawn = self.data.prepare_step()
             num_samples = num_samples or drawn
-        self.strategy.before_step(num_samples, _mean(self._fresh_losses), part.parameters)
+        self.strategy.before_step(num_samples, _mean(self._fresh_losses), parameters_of(part))
         self._fresh_losses = []
         return True
 
@@ -156,7 +169,7 @@ class Steps:
             self.strategy.restore()
         return True
 
-    def skip_step(self, part: object) -> None:
+    def skip_step(self, part: torch.optim.Optimizer) -> None:
         """A step is not taken, because a scaler found infinities. Other optimizers may step on the same batches."""
         if self.data.is_parted and (part is not self.parts[-1] or not self.data.begins(part)):
             return
@@ -166,23 +179,24 @@ class Steps:
         self._fresh_samples = 0
         self.memory.skipped()
 
-    def stepped(self, part: Part) -> None:
-        """Called after this worker's part of a step(). Contributes if a contribution is complete."""
+    def stepped(self, part: torch.optim.Optimizer, clip_norm: float) -> None:
+        """Called after this worker's part of a step(). Contributes if a contribution is complete.
+
+        `clip_norm`: the norm to which the script clips this step; 0: none.
+        """
         if self._begins:
             self.newest = part
             # The first gradients after a start have a digest. Batches of `session.shard()` need none.
             if self._digest_for != self.progress.num_starts and not self.progress.is_replaying:
                 self._digest_for = self.progress.num_starts
-                gradients = [parameter.grad for parameter in part.parameters if parameter.grad is not None]
+                gradients = [parameter.grad for parameter in parameters_of(part) if parameter.grad is not None]
                 self._digest = 0 if self.data.uses_shard else digest_of(gradients)
             if self.readings is not None:
                 self.readings.note_step(part.param_groups)
             self._iteration += 1
-            num_samples = self.data.step()
-            self._num_samples += self._fresh_samples or num_samples
-        else:
-            self._num_samples += self._fresh_samples
-        self._fresh_samples = 0
+            drawn = self.data.step()
+            self._fresh_samples = self._fresh_samples or drawn
+        self._num_samples, self._fresh_samples = self._num_samples + self._fresh_samples, 0
         if self.notice is not None and self.notice():
             self.notice = None
         now = time.perf_counter()
@@ -193,7 +207,7 @@ class Steps:
         self._compute_s += now - self._resumed_at
         if self._is_due():
             if not self.progress.is_replaying:
-                self._contribute(part)
+                self._contribute(part, clip_norm)
             else:
                 self._replays_left -= 1
                 if not self._replays_left:
@@ -217,7 +231,7 @@ class Steps:
         # there is none, so they are sent now.
         return not self.strategy.kind.worker_steps or self.progress.is_last
 
-    def _contribute(self, part: Part) -> None:
+    def _contribute(self, part: torch.optim.Optimizer, clip_norm: float = 0.0) -> None:
         self._unsent = None
         num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
         if self.data.uses_shard:
@@ -226,17 +240,14 @@ class Steps:
         hyperparameters = self._current_hyperparameters()
         is_due = False
         if self._begins:
-            self._began = self.memory.take() if self.memory.is_used else None
+            self._began = self.memory.take() if self.data.is_sent else None
             is_due = self._evaluation.is_due(self.progress, self.data)
             if self._evaluation.every is not None:
                 is_due = self.strategy.agreed(is_due)
         number = self.parts.index(part) + 1 if self.data.is_parted else 0
-        num_steps = num_batches = 0
-        if self._begins:  # else the previous part has counted the training step
-            num_steps = num_batches = self.progress.local_steps
-            if self.data.uses_shard:
-                num_batches = self.data.take_reported()
-        clip_norm, began = part.take_clip_norm(), self._began
+        num_steps = self.progress.local_steps if self._begins else 0  # else the previous part has counted it
+        num_batches = self.data.take_reported() if self._begins and self.data.uses_shard else num_steps
+        began = self._began
         contribution = Contribution(
             kind=self.strategy.kind,
             counts=Counts(num_samples, num_steps, num_batches, number),
@@ -250,12 +261,13 @@ class Steps:
         rows = tuple([RowGradients(at, *taken) for at, taken in found if taken is not None])
         outgoing = Outgoing(contribution, began.payload if began is not None else None, rows)
         num_counted = self.progress.row.seq
-        self.strategy.contribute(outgoing, part.parameters if number else None)
+        self.strategy.contribute(outgoing, parameters_of(part) if number else None)
         if self._begins and self.progress.outcome is Outcome.REJECTED and self.progress.row.seq == num_counted:
             self._skips_step = self.data.is_parted  # the other optimizers' parts would count to the step before
         self._begin_anew()
-        if self.memory.is_used:
-            self.memory.after_step()
+        # A loop without `shard()` and `mark()` goes on with the batch it has.
+        if self.data.is_sent and self.memory.has_moved and not (self.data.uses_shard or self.data.is_marked):
+            self.memory.move(may_replay=self.data.is_parted)
         self.data.apply_start()
         if self.data.is_void or (self.progress.is_done and self.data.has_in_hand):
             self.strategy.pause()
@@ -283,11 +295,17 @@ class Steps:
             self._contribute(self._unsent)
 
     def _current_hyperparameters(self) -> tuple[Hyperparameters, ...]:
-        """Hyperparameters of all groups, then of all tables. Returns the same tuple until a value changes."""
-        found = [group for part in self.parts for group in part.hyperparameters()]
-        found += [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]
-        if found != list(self._hyperparameters):
-            self._hyperparameters = tuple(found)
+        """Hyperparameters of all groups, then of all tables. They are computed only when a value changes."""
+        groups = [group for optimizer in self.data.optimizers for group in optimizer.param_groups]
+        values: list[Any] = [table.lr for table in self.tables] if self.tables else []
+        for group in groups:
+            for key, value in group.items():
+                if key != "params":  # a learning rate may be a tensor that a scheduler changes in place
+                    values.append(value.tolist() if isinstance(value, torch.Tensor) else value)
+        if values != self._last_values:
+            self._last_values = values
+            of_tables = [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]
+            self._hyperparameters = (*map(current_hyperparameters, groups), *of_tables)
         return self._hyperparameters
 
     def _first(self) -> FirstInfo:
@@ -296,6 +314,11 @@ class Steps:
         data = self.data
         num_samples = 0 if data.accepts_other_data else data.num_samples
         return FirstInfo(num_samples, self._digest, data.run_steps, self._first_rates or (), self.work())
+
+
+def parameters_of(part: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of all its groups."""
+    return [param for group in part.param_groups for param in group["params"]]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from ....common.config.conditions import Every, every
-from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.tensors.clipping import check_max_norm
+from ....common.tensors.optimizers import Reduction
 from ....common.user_code import user_code
 from ...conversation.reader import Evaluator
 from ...conversation.threads import sleep
+from ...session import Progress
+from ...strategies.base import Strategy
 from ...tasks.base import Task
 from ...tensors.transfer import ModelTensors
-from ..batches import Batches
-from ..ending import ending_of
-from ..evaluation import Evaluation, untouched
+from ..ending import Ending, ending_of
+from ..evaluation import untouched
 from ..position.data import DataPosition
-from ..session import Offer, Session
+from ..position.memory import Memory
+from ..session import Session
 
 log = get_logger()
 
@@ -71,22 +76,18 @@ def _watch(
         over = int((time.monotonic() - began_at if interval.unit == "seconds" else step) // each)
         if over > num_done and version > evaluated and (pulled := evaluator.pull(model)) is not None:
             num_done, evaluated, count = over, pulled, count + 1
-            _evaluate(evaluator, metrics, pulled, step)
+            try:
+                found = metrics()
+            except Exception as error:
+                _, failure, exit_code = ending_of(error)
+                evaluator.report(pulled, step, failure=failure, exit_code=exit_code)
+                raise
+            evaluator.report(pulled, step, metrics=found)
+            log.info("evaluated", step=step, version=pulled, **found)
         else:
             sleep(_LOOK_S)
     log.info("run_over", evaluations=count)
     evaluator.close()
-
-
-def _evaluate(evaluator: Evaluator, measure: Callable[[], dict[str, float]], version: int, step: int) -> None:
-    try:
-        metrics = measure()
-    except Exception as error:
-        _, failure, exit_code = ending_of(error)
-        evaluator.report(version, step, failure=failure, exit_code=exit_code)
-        raise
-    evaluator.report(version, step, metrics=metrics)
-    log.info("evaluated", step=step, version=version, **metrics)
 
 
 class EvaluatorSession(Session):
@@ -96,18 +97,15 @@ class EvaluatorSession(Session):
     Then it exits the process, because the code after the loop is meant for workers.
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._evaluator = Evaluator(config)
-        self.settings = self._evaluator.settings
-        self._choices = replace(self._choices, evaluates=True)
-        self.evaluation = Evaluation(config.run.eval_every or self.settings.eval_every)
-        self._epoch_steps = 0  # of the data given to `shard`
-        self._tensors: ModelTensors | None = None
+    _tensors: ModelTensors
 
-    @property
-    def num_workers(self) -> int:
-        return max(1, self.settings.num_workers)
+    def _open(self, may_overlap: bool) -> Strategy:
+        self._evaluator = Evaluator(self._config)
+        settings = self._evaluator.settings
+        settings = replace(settings, eval_every=self._config.run.eval_every or settings.eval_every)
+        # An evaluator is at no position of the run.
+        progress = Progress(num_workers=settings.num_workers, total_steps=settings.steps)
+        return Strategy(cast(Any, SimpleNamespace(settings=settings, progress=progress, begun=None)))
 
     @property
     def _position(self) -> int:
@@ -115,49 +113,40 @@ class EvaluatorSession(Session):
 
     @property
     def is_done(self) -> bool:
-        self._evaluate()
+        self._watch_run()
 
-    def _begin(self, offer: Offer) -> tuple[torch.optim.Optimizer, ...]:
-        model, optimizers, averaged_buffers, reduction = offer
+    def _begin(
+        self, model: nn.Module, optimizers: list[Optimizer], averaged_buffers: Collection[str], reduction: Reduction
+    ) -> tuple[Optimizer, ...]:
         self._check_first(reduction)
-        self._model, self._data = model, DataPosition(self._progress, optimizers, self.length)
+        self._model, self._memory = model, Memory(DataPosition(self._strategy, optimizers, self.length))
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         stepped = (parameter for group in groups for parameter in group["params"])
         self._tensors = ModelTensors(model, stepped, averaged_buffers)
         for item in optimizers:
-            item.register_step_pre_hook(lambda *_: self._evaluate())
+            item.register_step_pre_hook(lambda *_: self._watch_run())
             item.clip_grad_norm = check_max_norm  # type: ignore[attr-defined]  # no step follows
         return tuple(optimizers)
 
-    def shard(self, dataset: Any, batch_size: int | None = None, **options: Any) -> Batches:
-        if hasattr(dataset, "__len__"):
-            union = (batch_size or self.settings.batch_size) * self.num_workers
-            self._epoch_steps = -(-len(dataset) // union)
-        return super().shard(dataset, batch_size, **options)
-
-    def _evaluate(self) -> NoReturn:
-        self._joined()
-        assert self._tensors is not None
-        interval = self.evaluation.every
-        if interval is None or (interval.unit == "epochs" and not self._epoch_steps):
+    def _watch_run(self) -> NoReturn:
+        interval, epoch_steps = self.evaluation.every, self._joined().data.batches_per_epoch
+        if interval is None or (interval.unit == "epochs" and not epoch_steps):
             raise UsageError(
                 "an evaluator (worker.evaluate) whose script "
                 + ("has no function to evaluate with" if interval is None else "does not say how long an epoch is"),
                 fix="call session.evaluate(fn, every=100) before the loop; fn(model) returns a dict of metrics",
             )
-        _watch(
-            self._evaluator, self._tensors, interval, self._epoch_steps, lambda: self.evaluation.metrics(self._model)
-        )
+        _watch(self._evaluator, self._tensors, interval, epoch_steps, lambda: self.evaluation.metrics(self._model))
         raise SystemExit(0)
 
     def record(self, *, loss: float | None = None, num_samples: int = 0, **metrics: float) -> None:
         pass
 
     def stop(self, reason: str) -> None:
-        self._evaluate()
+        self._watch_run()
 
     def finish(self) -> bool:
-        self._evaluate()
+        self._watch_run()
 
-    def close(self) -> None:
+    def _close(self, ending: Ending) -> None:
         self._evaluator.close()

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from ....common.errors import UsageError
-from ....common.tensors.layout import as_bytes
-from ....common.wire.json_text import read_json
 from ...tensors.transfer import named_tensors
 
-_MOST_HEADER = 100_000_000  # bytes, as safetensors has it
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 _SHOWN = 3  # names of each kind of difference that a message lists
 _FIX = "give the file that belongs to this model (--init), or leave it out"
 
@@ -31,7 +23,11 @@ def load_weights(
     Dtypes may differ, but names and shapes must match. Name prefixes of torch.compile and DistributedDataParallel are
     ignored. Raises UsageError with the differences.
     """
-    found, tensors = _read(path, flag), named_tensors(model)
+    from safetensors.torch import load_file
+
+    with _named(path, flag):
+        found = {name.replace("_orig_mod.", ""): tensor for name, tensor in load_file(path).items()}
+    tensors = named_tensors(model)
     if not any(name.startswith("module.") for name in tensors):
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
     loaded = {id(tensors[name]) for name in found if name in tensors}  # a file may have only one name of tied weights
@@ -46,10 +42,8 @@ def load_weights(
         *_listed("", shapes),
     ]
     if wrong:
-        raise UsageError(
-            f"{flag}{path} does not fit the model: {'; '.join(wrong)}",
-            fix=_FIX if flag else "give the task that the weights are of, with its task.args",
-        )
+        message = f"{flag}{path} does not fit the model: {'; '.join(wrong)}"
+        raise UsageError(message, fix=_FIX if flag else "give the task that the weights are of, with its task.args")
     with torch.no_grad():
         for name, tensor in found.items():
             if write is None:
@@ -59,31 +53,23 @@ def load_weights(
 
 
 def read_tensors(path: str, shapes: Mapping[str, torch.Size], wanted: Collection[str]) -> dict[str, torch.Tensor]:
-    """The `wanted` tensors of a safetensors file, which must have those of `shapes`. Other bytes are not read, and
-    nothing is mapped into memory. UsageError in one sentence."""
-    try:
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = read_json(file.read(min(size, _MOST_HEADER)))
-            lacking = [repr(name) for name in shapes if name not in header]
-            other = [repr(name) for name in shapes if name in header and header[name]["shape"] != list(shapes[name])]
-            if wrong := [*_listed("it lacks", lacking), *_listed("of another shape:", other)]:
-                raise UsageError(f"--init {path} does not fit the model: {'; '.join(wrong)}", fix=_FIX)
-            found = {}
-            for name in wanted:
-                begin, end = header[name]["data_offsets"]
-                flat = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-                file.seek(8 + size + begin)
-                if file.readinto(as_bytes(flat)) != end - begin:
-                    raise ValueError("it ends too early")
-                found[name] = flat.view(_DTYPES[header[name]["dtype"]]).view(shapes[name])
-            return found
-    except OSError as error:
-        message = f"--init {path}: cannot be read: {error.strerror}"
-        raise UsageError(message, fix="every worker reads it: put it where each finds it") from None
-    except (ValueError, KeyError, TypeError) as error:
-        message = f"--init {path}: is no safetensors file: {error}"
-        raise UsageError(message, fix="give a file that --save has written") from None
+    """The `wanted` tensors of a safetensors file, which must have those of `shapes`. Other tensors are not read.
+
+    Raises UsageError with the differences.
+    """
+    from safetensors import safe_open
+
+    with _named(path, "--init "), safe_open(path, "pt") as file:
+        known = set(file.keys())
+        lacking = [repr(name) for name in shapes if name not in known]
+        other = [
+            repr(name)
+            for name, shape in shapes.items()
+            if name in known and file.get_slice(name).get_shape() != list(shape)
+        ]
+        if wrong := [*_listed("it lacks", lacking), *_listed("of another shape:", other)]:
+            raise UsageError(f"--init {path} does not fit the model: {'; '.join(wrong)}", fix=_FIX)
+        return {name: file.get_tensor(name).clone() for name in wanted}  # else they would be views of the mapped file
 
 
 def check_file(path: str, flag: str) -> None:
@@ -92,13 +78,6 @@ def check_file(path: str, flag: str) -> None:
 
     with _named(path, flag), safe_open(path, "pt"):
         pass
-
-
-def _read(path: str, flag: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    with _named(path, flag):
-        return {name.replace("_orig_mod.", ""): tensor for name, tensor in load_file(path).items()}
 
 
 @contextmanager
@@ -113,9 +92,8 @@ def _named(path: str, flag: str) -> Iterator[None]:
         fix = "put the file where every worker can read it" if flag else "give a file that --save has written"
         raise UsageError(f"{flag}{path}: cannot be read: {why}", fix=fix) from None
     except SafetensorError as error:
-        raise UsageError(
-            f"{flag}{path}: is no safetensors file: {error}", fix="give a file that --save has written"
-        ) from None
+        message = f"{flag}{path}: is no safetensors file: {error}"
+        raise UsageError(message, fix="give a file that --save has written") from None
 
 
 def _listed(problem: str, names: list[str]) -> list[str]:

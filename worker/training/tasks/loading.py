@@ -36,10 +36,8 @@ def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.devic
     make: Any = load_from_file("task", name) if is_in_file(name) else TASKS.load(name)
     if not callable(make):
         file, _, attribute = name.rpartition(":")
-        raise UsageError(
-            f"{attribute!r} in {file} is of type {type(make).__name__}, not a class",
-            fix="name a class with the methods " + ", ".join(_METHODS),
-        )
+        message = f"{attribute!r} in {file} is of type {type(make).__name__}, not a class"
+        raise UsageError(message, fix="name a class with the methods " + ", ".join(_METHODS))
     # The signature is read, so that a TypeError in the user's code is not reported as a wrong argument.
     parameters = inspect.signature(make).parameters.values()
     by_keyword = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -51,10 +49,8 @@ def load_task(name: str, args: dict[str, Any], *, seed: int, device: torch.devic
     kwargs = {key: value for key, value in {"seed": seed, "device": device}.items() if key in by_keyword} | args
     missing = [key for key, p in by_keyword.items() if p.default is p.empty and key not in kwargs]
     if missing:
-        raise UsageError(
-            f"task {name} needs task.args." + ", task.args.".join(missing),
-            fix=f"e.g. --set task.args.{missing[0]}=VALUE, or give the parameter a default",
-        )
+        message = f"task {name} needs task.args." + ", task.args.".join(missing)
+        raise UsageError(message, fix=f"e.g. --set task.args.{missing[0]}=VALUE, or give the parameter a default")
     with user_code():
         task = make(**kwargs)
     _check_methods(name, task)
@@ -89,10 +85,8 @@ def check_named_by_server(name: str, args: dict[str, Any], own_args: dict[str, A
     parameters = inspect.signature(TASKS.load(name)).parameters
     for key, value in args.items():
         if key not in parameters:
-            raise UsageError(
-                f"the server gives task.args.{shown(key)}, which task {name} of this worker does not have",
-                fix=did_you_mean(key, parameters),
-            )
+            message = f"the server gives task.args.{shown(key)}, which task {name} of this worker does not have"
+            raise UsageError(message, fix=did_you_mean(key, parameters))
         if key not in own_args:
             _check_from_server(name, parameters[key], value)
     sizes = {key: parameter.default for key, parameter in parameters.items()} | args | own_args
