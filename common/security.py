@@ -53,10 +53,8 @@ def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) 
         text = _read(config.token_file, "security.token_file").decode("utf-8", errors="replace")
         tokens.append(_checked(text, config.token_file))
     if len(tokens) == 2 and not hmac.compare_digest(*tokens):
-        raise AuthError(
-            f"{TOKEN_VARIABLE} and {config.token_file} hold different tokens",
-            fix=f"unset {TOKEN_VARIABLE}, or give no security.token_file",
-        )
+        message = f"{TOKEN_VARIABLE} and {config.token_file} hold different tokens"
+        raise AuthError(message, fix=f"unset {TOKEN_VARIABLE}, or give no security.token_file")
     return tokens[0] if tokens else None
 
 
@@ -196,12 +194,9 @@ def _check_certificate(path: str, data: bytes, is_bundle: bool = False) -> None:
         facts = facts_of(data)
     except ValueError:
         raise AuthError(f"{path} holds no certificate in PEM form", fix="ps-certs init makes certificates") from None
-    problem = facts.problem(datetime.now(UTC))
-    if problem is not None and not is_bundle:
-        raise AuthError(
-            f"the certificate {path} ('{facts.name}') {problem}",
-            fix="set the clock, or make new ones with the same CA: ps-certs init DIR --renew",
-        )
+    if (problem := facts.problem(datetime.now(UTC))) is not None and not is_bundle:
+        fix = "set the clock, or make new ones with the same CA: ps-certs init DIR --renew"
+        raise AuthError(f"the certificate {path} ('{facts.name}') {problem}", fix=fix)
 
 
 def _check_key(path: str, data: bytes, cert_path: str, cert: bytes) -> None:

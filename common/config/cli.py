@@ -86,7 +86,15 @@ class _Help:
 
 class _Command(_Help, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _check_values(self, ctx, args)
+        """Refuse an option without its value, which would take the next option for its value. Raises UsageError."""
+        options = [found for found in self.get_params(ctx) if found.param_type_name == "option"]
+        valued = {name for option in options if not option.is_flag for name in option.opts}  # type: ignore[attr-defined]
+        before_end = args[: args.index("--")] if "--" in args else args
+        for option, value in pairwise([*before_end, "--"]):
+            if option in valued and value.startswith("--"):
+                program = ctx.command_path.partition(" ")[0]
+                fix = synonyms.of_flag(program, option) or f"{option} VALUE; {program} --help lists every flag"
+                raise UsageError(f"option {option} needs a value", fix=fix)
         return super().parse_args(ctx, args)
 
 
@@ -146,21 +154,19 @@ def _modes_in_files(arguments: list[str]) -> list[str]:
     try:
         modes = [canonical_mode(name) for text in texts for name in text.split(",") if is_in_file(name)]
         mode_options(modes)
-        return modes
     except UsageError as error:
         raise UsageError(f"flag --mode: {error.message}", fix=error.fix) from None
+    return modes
 
 
 def _with_flags(program: str, command: Callable[..., int | None], modes: list[str]) -> Callable[..., int | None]:
     """Returns `command` with one option for each of the program's flags instead of its first parameter."""
     from .flags import flags_of
 
-    flags = flags_of(program, modes)
+    flags, kind = flags_of(program, modes), inspect.Parameter.KEYWORD_ONLY
     names = {key.replace(".", "__"): key for key in flags}
     made = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(program, key, *flags[key])
-        )
+        inspect.Parameter(name, kind, default=None, annotation=_option(program, key, *flags[key]))
         for name, key in names.items()
     ]
     _, config, *others = inspect.signature(command, eval_str=True).parameters.values()
@@ -169,10 +175,8 @@ def _with_flags(program: str, command: Callable[..., int | None], modes: list[st
         gc.enable()
         return command({key: arguments.pop(name) for name, key in names.items()}, **arguments)
 
-    parameters = [config, *made, *others]
-    with_flags.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    )
+    parameters = [parameter.replace(kind=kind) for parameter in (config, *made, *others)]
+    with_flags.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return with_flags
 
 
@@ -186,14 +190,9 @@ def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
     number = "FLOAT" if float in kinds else "INTEGER" if int in kinds else None
     name = flag_name(key, info)
     both = f"{name}/--no-{name.removeprefix('--')}" if info.default is True else name  # lets the user switch it off
-    only = "; only without a server" if flag.is_for_alone and program == WORKER else ""
-    option = typer.Option(
-        *([f"-{flag.short}"] if flag.short else []),
-        both,
-        metavar=flag.metavar or number,
-        help=f"{info.description}{only}",
-        rich_help_panel=flag.panel,
-    )
+    names = [f"-{flag.short}", both] if flag.short else [both]
+    text = f"{info.description}; only without a server" if flag.is_for_alone and program == WORKER else info.description
+    option = typer.Option(*names, metavar=flag.metavar or number, help=text, rich_help_panel=flag.panel)
     return Annotated[(bool if bool in kinds else str) | None, option]
 
 
@@ -246,23 +245,10 @@ def show_config(resolved: Resolved) -> None:
     Console(soft_wrap=True, markup=False, emoji=False).print(table)
 
 
-def _check_values(command: TyperCommand, ctx: Any, arguments: list[str]) -> None:
-    """Refuse an option without its value, which would take the next option for its value. Raises UsageError."""
-    options = [found for found in command.get_params(ctx) if found.param_type_name == "option"]
-    valued = {name for option in options if not option.is_flag for name in option.opts}  # type: ignore[attr-defined]
-    for option, value in pairwise([*arguments, "--"]):
-        if option == "--":
-            return
-        if option in valued and value.startswith("--"):
-            program = ctx.command_path.partition(" ")[0]
-            fix = synonyms.of_flag(program, option) or f"{option} VALUE; {program} --help lists every flag"
-            raise UsageError(f"option {option} needs a value", fix=fix)
-
-
 def _fix_of(program: str, error: Any, message: str) -> str:
     """Returns what to write instead of a wrong flag, command or argument."""
     wrong = getattr(error, "option_name", None)
-    found = dropped.FLAGS.get(wrong) or synonyms.of_flag(program, wrong) if wrong else ""
+    found = dropped.flag(wrong) or synonyms.of_flag(program, wrong) if wrong else ""
     for flag, word in pairwise(["", *sys.argv[1:]]):
         if f"unexpected extra argument ({word}" in message.replace("(s)", "") or f"No such command '{word}'" in message:
             takes_none = f"{flag} takes no value; " if flag.startswith("--") else ""

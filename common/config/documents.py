@@ -72,9 +72,8 @@ def read_document(path: str, label: str, fix: str) -> yaml.Node | None:
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise UsageError(
-            f"cannot read {label} {path}: {error.strerror}", fix="give the path of a YAML file; configs/ has examples"
-        ) from None
+        message = f"cannot read {label} {path}: {error.strerror}"
+        raise UsageError(message, fix="give the path of a YAML file; configs/ has examples") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text", fix=fix) from None
     except yaml.YAMLError as error:
@@ -101,9 +100,8 @@ def _check_once(node: yaml.Node | None, path: str, seen: set[int]) -> None:
             key, entry = entry
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines and isinstance(key, yaml.ScalarNode):
-                raise UsageError(
-                    f"{path}:{line}: '{name}' is set already in {path}:{lines[name]}", fix="remove one of the two lines"
-                )
+                message = f"{path}:{line}: '{name}' is set already in {path}:{lines[name]}"
+                raise UsageError(message, fix="remove one of the two lines")
             lines[name] = line
         _check_once(entry, path, seen)
 

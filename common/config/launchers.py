@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .addresses import join_address
 from .schema import DEFAULT_ADDRESS, DEFAULT_PORT
@@ -27,16 +27,11 @@ class Engine:
     local_workers: tuple[str, ...] = ()  # on this host
 
 
+_MPI = "OMPI_COMM_WORLD"
 ENGINES = (
     # People also set these variables by hand.
     Engine("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    Engine(
-        name="Open MPI",
-        rank="OMPI_COMM_WORLD_RANK",
-        workers=("OMPI_COMM_WORLD_SIZE",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_workers=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
+    Engine("Open MPI", f"{_MPI}_RANK", (f"{_MPI}_SIZE",), (f"{_MPI}_LOCAL_RANK",), (f"{_MPI}_LOCAL_SIZE",)),
     # MPICH, Intel MPI, and srun --mpi=pmi2, which does not set MPI_LOCALRANKID.
     Engine("PMI", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS",)),
     # The number of tasks of the job step; in a batch script, of the job.
@@ -76,11 +71,19 @@ def engine_settings(environ: Mapping[str, str], is_group: bool = False) -> Engin
     `is_group`: torchrun started the process as a member of a replica group. The rank of the group then comes from the
     engine around torchrun.
     """
-    if is_group:
-        return _settings_of_group(environ)
+    torchrun = ENGINES[0]
+    if is_group:  # RANK and WORLD_SIZE count members of the group, so an outer engine gives the rank
+        names = {torchrun.rank, *torchrun.workers, *torchrun.local_rank, *torchrun.local_workers}
+        outer = engine_settings({name: value for name, value in environ.items() if name not in names})
+        settings = dict(outer.settings)
+        if environ.get(torchrun.rank):
+            settings.setdefault("worker.server", Variable(DEFAULT_ADDRESS, torchrun.workers[0]))
+        if (local_rank := _first(environ, torchrun.local_rank)) is not None:
+            settings["worker.local_rank"] = local_rank
+        return replace(outer, settings=settings)
     present = [engine for engine in ENGINES if environ.get(engine.rank)]
     if not present:  # a number of workers without a rank is still used
-        workers = _first(environ, ENGINES[0].workers)
+        workers = _first(environ, torchrun.workers)
         return EngineSettings({"run.workers": workers} if workers else {})
     engine = present[0]
     found = {
@@ -93,20 +96,8 @@ def engine_settings(environ: Mapping[str, str], is_group: bool = False) -> Engin
         settings={key: variable for key, variable in found.items() if variable is not None},
         engine=engine.name,
         overruled=tuple(other.name for other in present[1:]),
-        restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "") if engine is ENGINES[0] else "",
+        restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "") if engine is torchrun else "",
     )
-
-
-def _settings_of_group(environ: Mapping[str, str]) -> EngineSettings:
-    """Return the settings of a group member. RANK and WORLD_SIZE count members, so an outer engine gives the rank."""
-    torchrun = ENGINES[0]
-    names = {torchrun.rank, *torchrun.workers, *torchrun.local_rank, *torchrun.local_workers}
-    outer = engine_settings({name: value for name, value in environ.items() if name not in names})
-    settings = {"worker.server": Variable(DEFAULT_ADDRESS, torchrun.workers[0])} if environ.get(torchrun.rank) else {}
-    settings |= outer.settings
-    if (local_rank := _first(environ, torchrun.local_rank)) is not None:
-        settings["worker.local_rank"] = local_rank
-    return EngineSettings(settings, outer.engine, outer.overruled)
 
 
 def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:

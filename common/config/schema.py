@@ -17,19 +17,18 @@ from .sections.processes import (
     CheckpointConfig,
     LimitsConfig,
     SecurityConfig,
+    ServeConfig,
     ServerConfig,
+    UpstreamConfig,
     WorkerConfig,
 )
 from .sections.run import TASK_STEPS, RunConfig, TaskConfig
-from .sections.serving import ServeConfig
 from .sections.training import LoaderConfig, OptimizerConfig, StoreConfig, TrainConfig
-from .sections.upstream import UpstreamConfig
 
 __all__ = [
-    "DEFAULT_ADDRESS", "DEFAULT_PORT", "TASK_STEPS", "CheckpointConfig", "Config", "CostConfig",
-    "LaunchConfig", "LimitsConfig", "LoaderConfig", "LogConfig", "OptimizerConfig", "OutputConfig", "PolicyConfig",
-    "RunConfig", "SecurityConfig", "ServerConfig", "SlowdownConfig", "StoreConfig", "TaskConfig", "TrainConfig",
-    "UpstreamConfig", "WorkerConfig", "mode_options", "own_modes",
+    "DEFAULT_ADDRESS", "DEFAULT_PORT", "TASK_STEPS", "Config", "CostConfig", "LaunchConfig", "LimitsConfig",
+    "LogConfig", "OptimizerConfig", "PolicyConfig", "RunConfig", "SecurityConfig", "ServeConfig", "ServerConfig",
+    "SlowdownConfig", "StoreConfig", "TrainConfig", "WorkerConfig", "mode_options", "own_modes",
 ]  # fmt: skip
 
 

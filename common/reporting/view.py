@@ -135,13 +135,10 @@ class View(BaseModel):
         self.evaluations.extend(tick.evaluations)
         self.add_snapshots(tick.snapshots)
         if tick.status.workers or tick.status.step:
-            status, num_before = tick.status, len(self.series["step"])
-            for name in status.recorded:
-                self.series.setdefault(f"{RECORDED}{name}", [None] * num_before)
-            for name, values in self.series.items():
-                is_own = name.startswith(RECORDED)
-                values.append(status.recorded.get(name[len(RECORDED) :]) if is_own else getattr(status, name))
-            if len(self.series["step"]) >= 2 * _MOST_ROWS:
+            row, num_before = series_of([tick.status]), len(self.series["step"])
+            for name in self.series | row:
+                self.series.setdefault(name, [None] * num_before).extend(row.get(name, [None]))
+            if num_before + 1 >= 2 * _MOST_ROWS:
                 self.series = {name: values[::2] for name, values in self.series.items()}
 
     def add_snapshots(self, snapshots: Iterable[Snapshot]) -> None:

@@ -159,13 +159,10 @@ class OptimizerSpec:
         """
         if self._structure() != other._structure():
             return None
-        found: list[tuple[str, Any, Any]] = []
-        for _, key, then, now in self._differing_numbers(other):
-            if _kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)):
-                return None
-            if (key, then, now) not in found:
-                found.append((key, then, now))
-        return found
+        found = [(key, then, now) for _, key, then, now in self._differing_numbers(other)]
+        if any(_kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)) for _, then, now in found):
+            return None
+        return [triple for at, triple in enumerate(found) if triple not in found[:at]]
 
 
 def without_compiler() -> None:
@@ -212,15 +209,11 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
 @on_host()
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether two steps of a whole tensor and of its two halves give the same result."""
-    start, gradient = (
-        torch.linspace(-1, 1, 24, device="cpu").view(4, 6),
-        torch.linspace(2, -1, 24, device="cpu").view(4, 6),
-    )
-    whole, halves = start.clone(), [start[:2].clone().flatten(), start[2:].clone().flatten()]
-    gradients = [gradient[:2].flatten(), gradient[2:].flatten()]
+    start, gradient = torch.linspace(-1, 1, 24, device="cpu"), torch.linspace(2, -1, 24, device="cpu")
+    whole, halves = start.clone().view(4, 6), list(start.clone().split(12))
     step = plain_step(cls)
     try:
-        for tensors, grads in (([whole], [gradient]), (halves, gradients)):
+        for tensors, grads in (([whole], [gradient.view(4, 6)]), (halves, gradient.split(12))):
             optimizer = cls(tensors, lr=0.1)  # type: ignore[call-arg]
             for scale in (1.0, -0.5):
                 # The server also steps its windows one after another.
@@ -260,20 +253,14 @@ def check_is_plain(optimizer: torch.optim.Optimizer, mode: str) -> None:
     cls = type(optimizer)
     known = known_optimizers().get(cls.__name__.lower())
     if known is not cls:
-        words = f"torch.optim.{cls.__name__}, which the server would step" if known else "a class of torch.optim"
-        rest = "" if known else f": the server, which steps in mode {mode}, does not have it"
-        raise UsageError(
-            f"optimizer {cls.__module__}.{cls.__name__} is not {words}{rest}",
-            fix=f"a class of torch.optim; or {IN_WORKERS}",
-        )
-    found = _additions(optimizer)
-    if found is not None:
-        addition, fix = found
-        raise UsageError(
-            f"the {cls.__name__} given to session.optimizer() has {addition}, but in mode {mode} the server steps, and "
-            "would not do this",
-            fix=f"{fix}; or {IN_WORKERS}",
-        )
+        words = f"a class of torch.optim: the server, which steps in mode {mode}, does not have it"
+        if known:
+            words = f"torch.optim.{cls.__name__}, which the server would step"
+        message = f"optimizer {cls.__module__}.{cls.__name__} is not {words}"
+        raise UsageError(message, fix=f"a class of torch.optim; or {IN_WORKERS}")
+    if (found := _additions(optimizer)) is not None:
+        message = f"the {cls.__name__} given to session.optimizer() has {found[0]}, but in mode {mode} the server steps"
+        raise UsageError(f"{message}, and would not do this", fix=f"{found[1]}; or {IN_WORKERS}")
 
 
 def _additions(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
@@ -290,17 +277,11 @@ def _additions(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     if hooks := [key for key, value in vars(optimizer).items() if key.endswith("_hooks") and value]:
         where = hooks[0].removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
         return f"a {where} hook", "register it on the optimizer that session.optimizer() returns"
-    if any(_has_moments(state) for state in optimizer.state.values()):
-        return "moments of earlier steps", (
-            "give it an optimizer that has not stepped, and load its hyperparameters into the one that "
-            "session.optimizer() returns"
-        )
+    for state in optimizer.state.values():  # Adagrad has state before its first step
+        if any(value is not None for value in state.values()) and float(state.get("step", 1)) > 0:
+            fix = "give it an optimizer that has not stepped, and load its hyperparameters into the one that"
+            return "moments of earlier steps", f"{fix} session.optimizer() returns"
     return None
-
-
-def _has_moments(state: Mapping[str, Any]) -> bool:
-    """Whether a step made this state. Adagrad has state before its first step."""
-    return any(value is not None for value in state.values()) and float(state.get("step", 1)) > 0
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
@@ -343,12 +324,8 @@ def check_hyperparameters(name: str, hyperparameters: Hyperparameters, known: Hy
             message = f"optimizer {name}: {key} is {value!r}; at most {MAX_NUMBER:g} is possible"
             raise refusal(Reason.BAD_REQUEST, message)
     # Groups of AdamW also have decoupled_weight_decay, which its constructor does not accept.
-    arguments = inspect.signature(cls).parameters
-    values = {
-        key: value
-        for key, value in {**(known or {}), **hyperparameters}.items()
-        if key in accepted and key in arguments
-    }
+    taken = accepted.keys() & inspect.signature(cls).parameters
+    values = {key: value for key, value in {**(known or {}), **hyperparameters}.items() if key in taken}
     try:
         cls([torch.zeros(1, device="cpu")], **as_arguments(values))
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -372,11 +349,10 @@ def build_optimizer(
     common = {k: v for k, v in groups[0].items() if k in accepted and k != "params"} if groups else {}
     arguments = as_arguments({**common, **(arguments or {})})
     groups = [{**group, **as_arguments({k: v for k, v in group.items() if k != "params"})} for group in groups]
-    parameters = [param for group in groups for param in group["params"]]
+    on_cpu = [param for group in groups for param in group["params"] if param.device.type == "cpu"]
     if has_fused(name) and all(
         _is_fused_right(name, item.dtype) and torch.empty_like(item, device="meta").stride() == item.stride()  # no gaps
-        for item in parameters
-        if item.device.type == "cpu"
+        for item in on_cpu
     ):
         try:
             return _with_sums(cls(groups, **arguments, fused=True))  # type: ignore[call-arg]
@@ -460,27 +436,17 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapp
     """
     groups: list[GroupSpec] = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
-            raise UsageError(
-                f"the optimizer holds {len(unknown)} tensors that are not parameters of the model, the first of "
-                f"shape {unknown[0]}",
-                fix="build it from model.parameters() of the model you pass to session.optimizer()",
-            )
+        if unknown := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
+            message = f"the optimizer holds {len(unknown)} tensors that are not parameters of the model, the first of "
+            fix = "build it from model.parameters() of the model you pass to session.optimizer()"
+            raise UsageError(f"{message}shape {unknown[0]}", fix=fix)
         groups.append(GroupSpec(tuple(names[id(p)] for p in group["params"]), current_hyperparameters(group)))
     twice = [name for name, count in Counter(name for group in groups for name in group.tensors).items() if count > 1]
     if twice:
-        raise UsageError(
-            f"parameter '{twice[0]}' is in two parameter groups, so it would be stepped twice",
-            fix="give every parameter to one group of one optimizer",
-        )
+        message = f"parameter '{twice[0]}' is in two parameter groups, so it would be stepped twice"
+        raise UsageError(message, fix="give every parameter to one group of one optimizer")
     classes = [type(optimizer).__name__ for optimizer in optimizers for _ in optimizer.param_groups]
     return OptimizerSpec("+".join(classes) if len(set(classes)) > 1 else classes[0], tuple(groups))
-
-
-def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
-    """Return the spec of one torch optimizer, as `describe_optimizers` does."""
-    return describe_optimizers([optimizer], names)
 
 
 @on_host()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import struct
+from contextlib import suppress
 
 from ...errors import UsageError, did_you_mean
 from ...wire.json_text import read_json
@@ -23,23 +24,16 @@ def check_weights(path: str) -> None:
             header = file.read(length) if length <= min(size - 8, _MOST_HEADER_BYTES) else b""
     except OSError as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise UsageError(
-            f"--init {path}: cannot be read: {why}", fix="copy the file to this path on every worker's machine"
-        ) from None
-    if why := _wrong_in(header, size - 8 - length):
-        raise UsageError(f"--init {path}: is no safetensors file: {why}", fix="name a file that --save has written")
-
-
-def _wrong_in(header: bytes, num_bytes: int) -> str:
-    """Return the mistake in a header that `num_bytes` of tensors follow, or "" if this check finds none."""
-    try:
+        fix = "copy the file to this path on every worker's machine"
+        raise UsageError(f"--init {path}: cannot be read: {why}", fix=fix) from None
+    why, num_bytes = "it does not begin with a header", size - 8 - length
+    with suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
         tensors = read_json(header)
         ends = [int(tensor["data_offsets"][1]) for name, tensor in tensors.items() if name != "__metadata__"]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return "it does not begin with a header"
-    if (end := max(ends, default=0)) != num_bytes:
-        return f"its header declares {end:,} bytes of tensors; the file has {num_bytes:,}"
-    return ""
+        if (end := max(ends, default=0)) == num_bytes:
+            return
+        why = f"its header declares {end:,} bytes of tensors; the file has {num_bytes:,}"
+    raise UsageError(f"--init {path}: is no safetensors file: {why}", fix="name a file that --save has written")
 
 
 def check_optimizer(name: str) -> None:

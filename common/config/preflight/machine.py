@@ -24,15 +24,15 @@ def check_device(name: str) -> None:
     """Raise UsageError if this machine cannot have the CUDA device. torch.cuda checks again once torch is loaded."""
     if not name.startswith("cuda"):
         return
-    why = ""
     if _built_without_cuda():
         why = "its torch is built without CUDA"
     elif os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         why = "CUDA_VISIBLE_DEVICES hides all"
-    elif not any(glob.glob(pattern) for pattern in _DRIVERS):
+    elif any(glob.glob(pattern) for pattern in _DRIVERS):
+        return
+    else:
         why = "there is no driver of a GPU"
-    if why:
-        raise UsageError(f"--device {name}: this machine has 0 CUDA devices: {why}", fix="use --device auto or cpu")
+    raise UsageError(f"--device {name}: this machine has 0 CUDA devices: {why}", fix="use --device auto or cpu")
 
 
 def torch_folder() -> Path | None:
@@ -57,29 +57,21 @@ def check_listening(address: str, key: str) -> None:
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        raise BindError(
-            f"{key}: cannot listen on {address}: host {host!r} is not known here ({error.strerror})",
-            fix="name an address of this machine, such as 127.0.0.1",
-        ) from None
+        why = f"host {host!r} is not known here ({error.strerror})"
+        fix = "name an address of this machine, such as 127.0.0.1"
+        raise BindError(f"{key}: cannot listen on {address}: {why}", fix=fix) from None
     deadline = time.monotonic() + _WAIT_S
-    while (refused := _try_to_bind(family, where)) is not None:
-        if refused.errno != errno.EADDRINUSE:
-            raise BindError(
-                f"{key}: cannot listen on {address}: {refused.strerror}", fix="name an address of this machine"
-            )
-        if time.monotonic() > deadline:
-            raise BindError(
-                f"{key}: cannot listen on {address}: port {port} is in use on this machine",
-                fix="stop the other process, or choose another port (0 takes a free one)",
-            )
+    while True:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+            try:
+                probe.bind(where)
+                return
+            except OSError as error:
+                why, fix = str(error.strerror), "name an address of this machine"
+                if error.errno == errno.EADDRINUSE:
+                    why = f"port {port} is in use on this machine"
+                    fix = "stop the other process, or choose another port (0 takes a free one)"
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    raise BindError(f"{key}: cannot listen on {address}: {why}", fix=fix) from None
         time.sleep(_AGAIN_S)
-
-
-def _try_to_bind(family: int, where: tuple[object, ...]) -> OSError | None:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
-        try:
-            probe.bind(where)
-        except OSError as error:
-            return error
-    return None

@@ -44,19 +44,15 @@ def _matching(pattern: str, otherwise: str) -> AfterValidator:
     return checked_by(read)
 
 
-Weights = Annotated[
-    str, _matching(r"\.safetensors$", "weights are written as safetensors: the name must end in .safetensors")
-]
-Curve = Annotated[
-    str, _matching(r"\.(csv|jsonl)$", "evaluations are CSV or JSON lines: the name must end in .csv or .jsonl")
-]
-RunName = Annotated[
-    str,
-    Field(max_length=100),
-    _matching(r"^(?!last$)[^\x00-\x1f\x7f]+$", "can be printed, and `last` is the newest run"),
-]
+_SAFETENSORS = _matching(r"\.safetensors$", "weights are written as safetensors: the name must end in .safetensors")
+_CURVE = _matching(r"\.(csv|jsonl)$", "evaluations are CSV or JSON lines: the name must end in .csv or .jsonl")
+_NAME = _matching(r"^(?!last$)[^\x00-\x1f\x7f]+$", "can be printed, and `last` is the newest run")
+_URL = _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")
+Weights = Annotated[str, _SAFETENSORS]
+Curve = Annotated[str, _CURVE]
+Url = Annotated[str, _URL]
+RunName = Annotated[str, Field(max_length=100), _NAME]
 Trackers = Annotated[str, checked_by(lambda text: [TRACKERS.check(name) for name in _names_in(text)])]
-Url = Annotated[str, _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")]
 
 
 class OutputConfig(Section):

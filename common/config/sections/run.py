@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: see __init__.py.
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...registry import TASKS, canonical_mode
 from ...user_code import is_in_file
@@ -14,7 +14,7 @@ TASK_STEPS = 500  # default number of training steps of a task
 
 
 Mode = Annotated[str, AfterValidator(canonical_mode)]
-Interval = Annotated[str, BeforeValidator(lambda value: str(value)), checked_by(every)]
+Interval = Annotated[str, Field(coerce_numbers_to_str=True), checked_by(every)]
 Until = Annotated[str, checked_by(condition)]
 
 
