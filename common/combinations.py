@@ -115,9 +115,9 @@ def _kind(trait: Callable[[ContributionKind], bool], text: str) -> Words:
     return lambda c: c.kind is not None and trait(c.kind) and f"mode {c.mode}, {text}"
 
 
-def _policy(trait: Callable[[Any], bool], text: str) -> Words:
-    """A capability of modes, whose class the asking process has."""
-    return lambda c: c.policy is not None and trait(c.policy) and f"mode {c.mode}{text}"
+def _lacks(trait: str, text: str) -> Words:
+    """A capability of modes whose class, if the asking process has it, lacks an attribute."""
+    return lambda c: c.policy is not None and not attrgetter(trait)(c.policy) and f"mode {c.mode}{text}"
 
 
 def _optimizer(c: Choices, is_such: Callable[[str, Mapping[str, Any]], object]) -> str:
@@ -150,11 +150,9 @@ CAPABILITIES: dict[str, Words] = {
     "workers run the optimizer": _kind(lambda k: k.worker_steps, "whose workers run the optimizer"),
     "workers send weights": _kind(lambda k: not k.may_lose, "whose workers send weights"),
     "workers need the newest weights":
-        _policy(lambda p: not p.may_delay_update, ", whose workers compute on nothing but the newest weights"),
-    "no step along the mean of all":
-        _policy(lambda p: not p.may_aggregate, ", which does not take one step along the mean of all"),
-    "the server takes no steps":
-        _policy(lambda p: not p.kind.server_steps, ", whose workers send no gradients to the server"),
+        _lacks("may_delay_update", ", whose workers compute on nothing but the newest weights"),
+    "no step along the mean of all": _lacks("may_aggregate", ", which does not take one step along the mean of all"),
+    "the server takes no steps": _lacks("kind.server_steps", ", whose workers send no gradients to the server"),
     "gradients without rounds": lambda c: _gradients(c) and not c.has_rounds and f"mode {c.mode}, which has no rounds",
     # settings of policy, store and server
     "policy.aggregation": lambda c: c.aggregation != "mean" and f"policy.aggregation is {c.aggregation}",

@@ -19,15 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .config.schema import SecurityConfig
 from .errors import AuthError, shown
 from .reporting.log import get_logger
-
-# cryptography is imported only when certificates are read: most runs have none.
-if TYPE_CHECKING:
-    from cryptography import x509
 
 log = get_logger()
 
@@ -107,12 +102,17 @@ def utc_text(when: datetime) -> str:
 
 def facts_of(pem: bytes) -> Facts:
     """Returns the facts of the first certificate. Raises ValueError when there is none."""
-    from cryptography import x509
+    from cryptography import x509  # only here and below: most runs have no certificates
+    from cryptography.x509.oid import NameOID
+
+    def common_name(name: x509.Name) -> str:
+        found = next((str(found.value) for found in name.get_attributes_for_oid(NameOID.COMMON_NAME)), "")
+        return shown(found, _MOST_SHOWN)
 
     certificate = x509.load_pem_x509_certificates(pem)[0]
     return Facts(
-        name=_common_name(certificate.subject),
-        issuer=_common_name(certificate.issuer) or shown(certificate.issuer.rfc4514_string(), _MOST_SHOWN),
+        name=common_name(certificate.subject),
+        issuer=common_name(certificate.issuer) or shown(certificate.issuer.rfc4514_string(), _MOST_SHOWN),
         names=tuple(
             shown(str(name.value), _MOST_SHOWN)
             for extension in certificate.extensions
@@ -123,13 +123,6 @@ def facts_of(pem: bytes) -> Facts:
         not_before=certificate.not_valid_before_utc,
         not_after=certificate.not_valid_after_utc,
     )
-
-
-def _common_name(name: x509.Name) -> str:
-    from cryptography.x509.oid import NameOID
-
-    found = next((str(found.value) for found in name.get_attributes_for_oid(NameOID.COMMON_NAME)), "")
-    return shown(found, _MOST_SHOWN)
 
 
 @dataclass(frozen=True)

@@ -14,29 +14,6 @@ T = TypeVar("T")
 _LAUNCH, _SERVER, _WORKER, _SERVE = "ps-launch", "ps-server", "ps-worker", "ps-serve"
 _ELSE = ""  # every other program
 
-_NUM_WORKERS = {
-    _WORKER: "a ps-worker is one worker, with its --rank R; ps-launch -n N starts N of them",
-    _ELSE: "-n N is the number of workers",
-}
-_ON_DEVICES = {
-    _LAUNCH: "-n N is the number of workers; each takes its own GPU, or the one that --device names",
-    _ELSE: "ps-worker --device cuda:I names the GPU of a worker",
-}
-_DASHBOARD = {
-    _LAUNCH: "--web serves the dashboard and prints its address",
-    _SERVER: "--web HOST:PORT serves the dashboard",
-    _ELSE: "ps-launch --web serves the dashboard of a run, and ps-runs ui that of all runs",
-}
-_METRICS = {
-    _LAUNCH: "--set server.metrics=127.0.0.1:9090 lets Prometheus read metrics there",
-    _ELSE: "ps-server --metrics HOST:PORT lets Prometheus read metrics there",
-}
-_ADDRESS = {
-    _SERVER: "--listen HOST:PORT is the address of the server",
-    _WORKER: "--server HOST:PORT is the address of the server",
-    _LAUNCH: "--port P is the server's port here; --hosts FILE.yaml names other machines",
-    _ELSE: "--listen HOST:PORT is the address",
-}
 _RESUME = "--checkpoint-dir DIR continues from its newest snapshot; --resume names another: latest, never or PATH"
 
 Sentence = str | Mapping[str, str]  # the same for every program, or for each
@@ -49,11 +26,29 @@ def _by_word(table: Mapping[str, T]) -> dict[str, T]:
 
 FLAGS: dict[str, Sentence] = _by_word({
     "nproc-per-node np nproc num-workers num-processes nprocs world-size num-nodes nnodes procs processes replicas "
-    "n-workers": _NUM_WORKERS,
-    "gpus gpu gpu-ids num-gpus gpus-per-node devices accelerator cuda": _ON_DEVICES,
-    "dashboard ui monitor web-ui": _DASHBOARD,
-    "metrics prometheus metrics-port": _METRICS,
-    "port host address addr bind master-addr master-port rdzv-endpoint server-address": _ADDRESS,
+    "n-workers": {
+        _WORKER: "a ps-worker is one worker, with its --rank R; ps-launch -n N starts N of them",
+        _ELSE: "-n N is the number of workers",
+    },
+    "gpus gpu gpu-ids num-gpus gpus-per-node devices accelerator cuda": {
+        _LAUNCH: "-n N is the number of workers; each takes its own GPU, or the one that --device names",
+        _ELSE: "ps-worker --device cuda:I names the GPU of a worker",
+    },
+    "dashboard ui monitor web-ui": {
+        _LAUNCH: "--web serves the dashboard and prints its address",
+        _SERVER: "--web HOST:PORT serves the dashboard",
+        _ELSE: "ps-launch --web serves the dashboard of a run, and ps-runs ui that of all runs",
+    },
+    "metrics prometheus metrics-port": {
+        _LAUNCH: "--set server.metrics=127.0.0.1:9090 lets Prometheus read metrics there",
+        _ELSE: "ps-server --metrics HOST:PORT lets Prometheus read metrics there",
+    },
+    "port host address addr bind master-addr master-port rdzv-endpoint server-address": {
+        _SERVER: "--listen HOST:PORT is the address of the server",
+        _WORKER: "--server HOST:PORT is the address of the server",
+        _LAUNCH: "--port P is the server's port here; --hosts FILE.yaml names other machines",
+        _ELSE: "--listen HOST:PORT is the address",
+    },
     "config config-file cfg conf": {_LAUNCH: "the file needs no flag: ps-launch FILE.yaml"},
     "module file entrypoint program": "ps-launch -n N train.py runs a script with its own arguments",
     "model dataset data data-dir":

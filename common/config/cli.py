@@ -21,15 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import dropped, synonyms
-from ..errors import (
-    EXIT_BUG,
-    EXIT_DRAINED,
-    EXIT_INTERRUPTED,
-    EXIT_OUTPUT_LOST,
-    OutputError,
-    ParamServerError,
-    UsageError,
-)
+from ..errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_OUTPUT_LOST, OutputError, ParamServerError, UsageError
 from . import quiet
 
 # pydantic, yaml and rich are imported where they are used: not every command needs them.
@@ -165,10 +157,8 @@ def _with_flags(program: str, command: Callable[..., int | None], modes: list[st
 
     flags, kind = flags_of(program, modes), inspect.Parameter.KEYWORD_ONLY
     names = {key.replace(".", "__"): key for key in flags}
-    made = [
-        inspect.Parameter(name, kind, default=None, annotation=_option(program, key, *flags[key]))
-        for name, key in names.items()
-    ]
+    options = {name: _option(program, key, *flags[key]) for name, key in names.items()}
+    made = [inspect.Parameter(name, kind, default=None, annotation=option) for name, option in options.items()]
     _, config, *others = inspect.signature(command, eval_str=True).parameters.values()
 
     def with_flags(**arguments: Any) -> int | None:
@@ -275,18 +265,18 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else EXIT_BUG
+        code = stop.code if isinstance(stop.code, int) else ParamServerError.exit_code
     except Exception as error:  # Click's error for a wrong flag; others are bugs, which show a traceback
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EPIPE):
-            quiet.over(code := _output_lost(program, error))
-            sys.exit(code)
-        if not hasattr(error, "format_message"):
+            code = _output_lost(program, error)
+        elif hasattr(error, "format_message"):
+            message = error.format_message()
+            fix = _fix_of(program, error, message)
+            if not fix.endswith("lists every flag"):  # Click's own suggestions are of the spelling alone
+                message = message.partition(" (Possible options:")[0].partition(" (Did you mean")[0]
+            code = report(program, UsageError(message, fix=fix))
+        else:
             raise
-        message = error.format_message()
-        fix = _fix_of(program, error, message)
-        if not fix.endswith("lists every flag"):  # Click's own suggestions are of the spelling alone
-            message = message.partition(" (Possible options:")[0].partition(" (Did you mean")[0]
-        code = report(program, UsageError(message, fix=fix))
     with suppress(OSError):
         sys.stderr.flush()
     quiet.over(code or 0)

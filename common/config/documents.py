@@ -81,10 +81,9 @@ def read_document(path: str, label: str, fix: str) -> yaml.Node | None:
         where = f"{path}:{mark.line + 1}" if mark else path
         began = getattr(error, "context_mark", None)
         since = f" ({getattr(error, 'context', '')}, from line {began.line + 1})" if began else ""
-        raise UsageError(
-            f"{where}: not valid YAML: {getattr(error, 'problem', error)}{since}",
-            fix="one `name: value` a line, indented with spaces, every bracket and quote closed; see configs/",
-        ) from None
+        message = f"{where}: not valid YAML: {getattr(error, 'problem', error)}{since}"
+        fix = "one `name: value` a line, indented with spaces, every bracket and quote closed; see configs/"
+        raise UsageError(message, fix=fix) from None
     _check_once(root, path, set())
     return root
 

@@ -109,14 +109,12 @@ def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:
     if workers is None or workers.value == "1":
         return None
     local, hosts = _first(environ, engine.local_workers), environ.get(_HOSTS, "")
-    if (local is not None and local.value == workers.value) or (
-        engine.name == "Slurm" and hosts and first_host(hosts) == hosts
-    ):
-        return Variable(DEFAULT_ADDRESS, workers.name)
-    if environ.get("MASTER_ADDR"):
-        return Variable(join_address(environ["MASTER_ADDR"], DEFAULT_PORT), "MASTER_ADDR")
-    if hosts:
-        return Variable(join_address(first_host(hosts), DEFAULT_PORT), _HOSTS)
+    is_one_host = engine.name == "Slurm" and hosts and first_host(hosts) == hosts
+    if not is_one_host and (local is None or local.value != workers.value):
+        if environ.get("MASTER_ADDR"):
+            return Variable(join_address(environ["MASTER_ADDR"], DEFAULT_PORT), "MASTER_ADDR")
+        if hosts:
+            return Variable(join_address(first_host(hosts), DEFAULT_PORT), _HOSTS)
     return Variable(DEFAULT_ADDRESS, workers.name)
 
 

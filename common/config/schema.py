@@ -77,16 +77,12 @@ class Config(Section):
                     f"policy.trim is {self.policy.trim}: a round needs more than {2 * self.policy.trim} contributions "
                     f"to leave out that many at each end, and has {most}"
                 )
-            if self.worker.rank is not None and self.worker.rank >= workers:
-                raise ValueError(
-                    f"worker.rank is {self.worker.rank}: with run.workers {workers} it is 0..{workers - 1}"
-                )
+            if (rank := self.worker.rank) is not None and rank >= workers:
+                raise ValueError(f"worker.rank is {rank}: with run.workers {workers} it is 0..{workers - 1}")
         if (steps := self.run.task_steps) is not None and self.train.warmup >= steps:
             raise ValueError(f"train.warmup is {self.train.warmup}: it must be below run.steps, {steps}")
-        if self.train.min_lr > self.optimizer.lr:
-            raise ValueError(
-                f"train.min_lr is {self.train.min_lr:g}: it must not exceed optimizer.lr, {self.optimizer.lr:g}"
-            )
+        if (least := self.train.min_lr) > self.optimizer.lr:
+            raise ValueError(f"train.min_lr is {least:g}: it must not exceed optimizer.lr, {self.optimizer.lr:g}")
         if self.output.save_averaged and self.store.polyak is None:
             raise ValueError("output.save_averaged needs store.polyak, e.g. 0.999")
         return self

@@ -120,12 +120,10 @@ def load_config(
     entries: list[tuple[str, Any, str]] = []  # key, value, origin; a later entry wins
     if path is not None:
         entries += [(key, value, f"{path}:{line}") for key, value, line in _read_file(path)]
-    for name, key in _SHORT_NAMES.items():
-        if environ.get(name):
-            entries.append((key, scalar(environ[name]), f"environment {name}"))
-    for name, text in sorted(environ.items()):
-        if name.startswith("PS_") and "__" in name:
-            entries.append((name[3:].lower().replace("__", "."), scalar(text), f"environment {name}"))
+    variables = {name: key for name, key in _SHORT_NAMES.items() if environ.get(name)}
+    long_names = [name for name in sorted(environ) if name.startswith("PS_") and "__" in name]
+    variables |= {name: name[3:].lower().replace("__", ".") for name in long_names}
+    entries += [(key, scalar(environ[name]), f"environment {name}") for name, key in variables.items()]
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:

@@ -15,6 +15,7 @@ from ..config.schema import LogConfig
 from ..errors import plain
 from ..wire.json_text import to_json
 
+Event = MutableMapping[str, Any]
 _ROUTINE = "_routine"  # marks an event on its way to the processors
 
 
@@ -49,7 +50,7 @@ def setup_logging(config: LogConfig, program: str) -> None:
     structlog.contextvars.bind_contextvars(program=program)
 
 
-def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _printable(_logger: Any, _method: str, event: Event) -> Event:
     """Escapes control characters in names and values, which could start a new line or control a terminal.
 
     Text from other processes is also checked on receipt (`common/wire/checks.py`). A traceback keeps its lines.
@@ -58,7 +59,7 @@ def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> M
             for name, value in event.items()}  # fmt: skip
 
 
-def _routine(is_shown: bool, _logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _routine(is_shown: bool, _logger: Any, _method: str, event: Event) -> Event:
     """Makes events of `routine` events of level debug, or drops them."""
     if event.pop(_ROUTINE, False):
         if not is_shown:

@@ -117,9 +117,8 @@ def summary_table(summary: Summary) -> RenderableType:
     """Returns the results of one run: a headline with its main metrics, and a row per worker."""
     metrics = [metric for metric in shown_of_workers(Display.SUMMARY) if _is_worth_it(metric, summary.workers)]
     names = ["worker", *(metric.label for metric in metrics)]
-    table = FittingTable(
-        names, _FIRST_OF_WORKERS, is_narrow=True, first=Column("worker", justify="right", vertical="bottom")
-    )
+    first = Column("worker", justify="right", vertical="bottom")
+    table = FittingTable(names, _FIRST_OF_WORKERS, is_narrow=True, first=first)
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
         table.add_row(worker.label, *(metric.text(getattr(worker, metric.name)) for metric in metrics))
     samples_per_s = OF_WORKER["samples_per_s"].text(summary.samples_per_s if summary.wall_s else None)

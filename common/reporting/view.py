@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
@@ -152,9 +153,8 @@ class View(BaseModel):
 
         The run store may already have the first events of this start.
         """
-        versions = enumerate(before.series["version"])
-        rows = [at for at, reached in versions if reached is not None and reached <= version]
-        self.series = {name: [values[at] for at in rows] for name, values in before.series.items()}
+        is_kept = [reached is not None and reached <= version for reached in before.series["version"]]
+        self.series = {name: [*compress(values, is_kept)] for name, values in before.series.items()}
         kept = [point for point in before.evaluations if point.version <= version]
         self.evaluations = kept if len(kept) >= len(self.evaluations) else self.evaluations
         self.add_snapshots(snapshot for snapshot in before.snapshots if snapshot.version <= version)

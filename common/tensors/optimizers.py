@@ -29,7 +29,7 @@ Reduction = Literal["mean", "sum"]
 
 # Keys of a group that do not change the result of a step, and keys that belong to schedulers.
 NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
-_SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+_NOT_SENT = NOT_HYPERPARAMETERS | {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 _OURS: tuple[type[torch.optim.Optimizer], ...] = (OneBitAdam, DelayedNesterov)
 # The fix where a server cannot run an optimizer as it is.
 IN_WORKERS = "--mode localsgd, diloco or allreduce, whose workers run the optimizer themselves"
@@ -121,15 +121,13 @@ class OptimizerSpec:
 
     def _structure(self) -> dict[str, Any]:
         """Return the properties that a run never changes, by the name that error messages use."""
-        sizes = {f"tensors of group {index}": group.tensors for index, group in enumerate(self.groups)}
-        return {
-            "optimizer": self.name,
-            "reduction": self.reduction,
-            "number of groups": len(self.groups),
-            **sizes,
-            "number of tables": len(self.tables),
-            **{f"{key} of table '{table.name}'": value for table in self.tables for key, value in table.sizes.items()},
-        }
+        facts: dict[str, Any] = {"optimizer": self.name, "reduction": self.reduction}
+        facts["number of groups"] = len(self.groups)
+        facts |= {f"tensors of group {index}": group.tensors for index, group in enumerate(self.groups)}
+        facts["number of tables"] = len(self.tables)
+        for table in self.tables:
+            facts |= {f"{key} of table '{table.name}'": value for key, value in table.sizes.items()}
+        return facts
 
     def _numbers(self) -> dict[tuple[str, str], Any]:
         """Return every hyperparameter by (name of its group or table, its own name)."""
@@ -237,11 +235,9 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
         raise UsageError(f"unknown optimizer '{name}'", fix=did_you_mean(name.lower(), known))
     if not is_elementwise(cls):  # type: ignore[arg-type]
         usable = ", ".join(sorted(n for n, c in known.items() if is_elementwise(c)))  # type: ignore[arg-type]
-        raise refusal(
-            Reason.OPTIMIZER_UNSUPPORTED,
-            f"optimizer '{name}' does not work elementwise on tensors, so a server cannot run it on flat weights",
-            fix=f"use one of {usable}; a script with --mode localsgd may use any optimizer",
-        )
+        message = f"optimizer '{name}' does not work elementwise on tensors, so a server cannot run it on flat weights"
+        fix = f"use one of {usable}; a script with --mode localsgd may use any optimizer"
+        raise refusal(Reason.OPTIMIZER_UNSUPPORTED, message, fix=fix)
     return cls
 
 
@@ -462,11 +458,7 @@ def state_keys(name: str, group: Mapping[str, Any]) -> set[str]:
 
 def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
     """Return the hyperparameters of one torch parameter group as plain numbers, lists, booleans and text."""
-    return {
-        key: _plain(value)
-        for key, value in group.items()
-        if key not in NOT_HYPERPARAMETERS and key not in _SCHEDULER_KEYS and value is not None
-    }
+    return {key: _plain(value) for key, value in group.items() if key not in _NOT_SENT and value is not None}
 
 
 def apply_hyperparameters(group: dict[str, Any], values: Hyperparameters) -> None:

@@ -87,9 +87,7 @@ class OutputConfig(Section):
         None, description="experiment trackers: tensorboard, wandb, mlflow, trackio; see docs/tracking.md"
     )
     project: str = Field("paramserver", min_length=1, description="the project's name in experiment trackers")
-    track_dir: str = Field(
-        "runs", min_length=1, description="folder of the run store (paramserver.db) and of the trackers' files"
-    )
+    track_dir: str = Field("runs", min_length=1, description="folder of the run store (paramserver.db) and of trackers")
     name: Annotated[RunName | None, Flag(Panel.OUTPUT, name="name", metavar="NAME")] = Field(
         None, description="name of the run in the run store and in trackers; of several runs, NAME-MODE for each"
     )
@@ -125,9 +123,7 @@ class CostConfig(Section):
     """Prices of machines. The dashboard and the summary show the cost of a run; ps-launch --estimate predicts it."""
 
     per_hour: float | None = Field(None, ge=0, description="price of one machine per hour; hosts.yaml overrides it")
-    total_per_hour: float | None = Field(
-        None, ge=0, description="price of all machines together per hour; none: cost.per_hour"
-    )
+    total_per_hour: float | None = Field(None, ge=0, description="price of all machines per hour; none: cost.per_hour")
     currency: str = Field("USD", pattern=r"^\S{1,8}$", description="currency of the prices")
 
     @property
@@ -178,9 +174,7 @@ class LaunchConfig(Section):
     )
     ssh: str = Field("ssh", min_length=1, description="the ssh command, with its options")
     connect_s: float = Field(10.0, gt=0, description="seconds a host has to reply")
-    lost_after_s: float = Field(
-        20.0, ge=5, description="seconds of silence after which a host counts as lost and ends its processes"
-    )
+    lost_after_s: float = Field(20.0, ge=5, description="seconds until a silent host is lost and ends its processes")
     script: Annotated[str | None, Flag(Panel.RUN, (LAUNCHER,), metavar="FILE.py")] = Field(
         None, description="training script that each worker runs; its arguments follow --"
     )
@@ -191,7 +185,7 @@ class LaunchConfig(Section):
         1, ge=1, le=254, description="processes of each worker; they run on one host, share a rank and divide its batch"
     )
     group_min: int | None = Field(
-        None, ge=1, description="fewest processes of a worker: with a pipeline each one that is killed may stay away"
+        None, ge=1, description="fewest processes of a worker; a pipeline may lose the others"
     )
     seeds: Annotated[int, Flag(Panel.RUN, (LAUNCHER,), metavar="N")] = Field(
         1, ge=1, le=100, description="runs of each mode, with seeds run.seed, run.seed + 1, ...; they are compared"

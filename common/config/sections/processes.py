@@ -87,16 +87,12 @@ class WorkerConfig(Section):
     )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
     codec: Codec = Field("raw", description="codec of contributions: bf16 and fp16 halve them, int8 is 1/3.9, q4 1/7.8")
-    reply_codec: Codec = Field(
-        "raw", description="codec of weights from the server; workers compute on rounded weights, the server on exact"
-    )
+    reply_codec: Codec = Field("raw", description="codec of weights from the server, which keeps the exact weights")
     transports: tuple[Transport, ...] = Field(
         ("shared", "direct", "grpc"), description="transports to try, in this order; grpc must be one of them"
     )
     max_mbit: float | None = Field(None, ge=1, description="limit on tensors over the network, Mbit/s each way")
-    overlap: bool | None = Field(
-        None, description="send gradients while backward runs; none: yes in ps-worker, no in scripts"
-    )
+    overlap: bool | None = Field(None, description="send gradients while backward runs; none: only in ps-worker")
     zero: Annotated[int, Flag(Panel.MODE, (LAUNCHER, WORKER), metavar="STAGE")] = Field(
         0, ge=0, le=3, description="ZeRO stage: 1 shards optimizer state (allreduce), 3 the model too (--group)"
     )
@@ -104,9 +100,7 @@ class WorkerConfig(Section):
         False, description="cut the layers of the model into stages, one in each process of the worker (--group)"
     )
     schedule: str = Field("1F1B", min_length=1, description="of a pipeline; also GPipe, Interleaved1F1B, ZBVZeroBubble")
-    microbatches: int | None = Field(
-        None, ge=1, description="that a pipeline cuts each batch into; none: 2 for each process"
-    )
+    microbatches: int | None = Field(None, ge=1, description="parts of each batch in a pipeline; none: 2 a process")
     cut: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(
         "auto", description="layers of each stage, such as [6, 6]; auto: stages of equal time"
     )
@@ -119,7 +113,7 @@ class WorkerConfig(Section):
         False, description="let a replaced script restart its learning-rate schedule; false: stop it with an error"
     )
     accept_other_data: bool = Field(
-        False, description="train on a data set of another length than the run's; false: stop with an error"
+        False, description="train on data of another length than the run's; false: an error"
     )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
 
@@ -226,9 +220,7 @@ class UpstreamConfig(Section):
         None, ge=0, description="steps between exchanges; 0: the region waits for each; none: as the run above says"
     )
     mode: Mode = Field("diloco", description="mode of the run above with ps-launch and every of at least 1")
-    ahead: int | None = Field(
-        None, ge=1, description="steps that the region takes at most without a reply from above; none: 4 K"
-    )
+    ahead: int | None = Field(None, ge=1, description="most steps of the region without a reply from above; none: 4 K")
     codec: Codec = Field("raw", description="codec of contributions to the server above")
     reply_codec: Codec = Field("raw", description="codec of weights from the server above")
     cert: str | None = Field(None, description="certificate (PEM) for the server above; none: security.cert")

@@ -72,9 +72,7 @@ class RunConfig(Section):
     other_modes: Annotated[tuple[Mode, ...], Flag(name="mode", programs=())] = Field(
         (), description="other modes in files, whose options the section policy accepts; ps-launch sets it"
     )
-    seed: Annotated[int, Flag(Panel.RUN)] = Field(
-        0, ge=0, lt=2**31, description="seed of initial weights and data order"
-    )
+    seed: Annotated[int, Flag(Panel.RUN)] = Field(0, ge=0, lt=2**31, description="seed of first weights and data order")
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:

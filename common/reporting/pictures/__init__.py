@@ -14,7 +14,8 @@ from pathlib import Path
 from ...errors import OutputError, plain
 from .words import size
 
-Curves = Sequence[tuple[str, Sequence[tuple[float, float]]]]
+Points = Sequence[tuple[float, float]]
+Curves = Sequence[tuple[str, Points]]
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 720, 320, 70, 30
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
@@ -25,8 +26,8 @@ def _colors(curves: Curves) -> dict[str, str]:
     return dict(zip(dict.fromkeys(name for name, _ in curves), cycle(_COLORS), strict=False))
 
 
-def svg(curves: Curves, unit: str, line: float | None = None) -> str:
-    """Returns an SVG element for HTML (a file also needs xmlns). `line`: a value to mark."""
+def svg(curves: Curves, unit: str) -> str:
+    """Returns an SVG element for HTML (a file also needs xmlns)."""
     xs, ys = zip(*(point for _, points in curves for point in points), strict=True)
     last, low, high = max(xs) or 1.0, min(ys), max(ys)
     span = high - low or 1.0
@@ -46,9 +47,6 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
             found.append(f'<polygon fill="{color}" fill-opacity="0.15" points="{at(*edge)}"/>')
     for name, points in curves:
         found.append(f'<polyline fill="none" stroke="{colors[name]}" stroke-width="2" points="{at(*points)}"/>')
-    if line is not None:
-        ends = at((0, line), (last, line))
-        found.append(f'<polyline fill="none" stroke="#999" stroke-dasharray="4" points="{ends}"/>')
     for index, (name, color) in enumerate(colors.items()):
         found.append(f'<text x="{_WIDTH + 10}" y="{20 + 16 * index}" fill="{color}">{escape(plain(name))}</text>')
     for text, x, y in (
@@ -61,7 +59,7 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
     return "".join(found) + "</svg>"
 
 
-def band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
+def band(curves: Sequence[Points]) -> list[tuple[float, float, float]]:
     """Returns (x, lowest, highest) where all curves have a value, with linear interpolation; x ascends."""
     if len(curves) < 2:
         return []
@@ -71,7 +69,7 @@ def band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, f
     return [(x, min(ys), max(ys)) for x, ys in rows]
 
 
-def _at(points: Sequence[tuple[float, float]], x: float) -> float:
+def _at(points: Points, x: float) -> float:
     after = bisect_left(points, x, key=lambda point: point[0])
     right = points[min(after, len(points) - 1)]
     left = points[max(0, after - 1)]
@@ -79,7 +77,10 @@ def _at(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = None) -> bool:
-    """Write the picture as PNG. Returns False without matplotlib. Raises OutputError if it cannot be written."""
+    """Write the picture as PNG. `line`: a value to mark.
+
+    Returns False without matplotlib. Raises OutputError if the file cannot be written.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
