@@ -41,30 +41,25 @@ def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) 
     An empty PS_TOKEN means no token; an empty file is an error. If both sources are set, they must agree,
     so that no order of precedence is needed.
     """
-    tokens = []
-    if text := environ.get(TOKEN_VARIABLE):
-        tokens.append(_checked(text, TOKEN_VARIABLE))
+    texts = {TOKEN_VARIABLE: environ[TOKEN_VARIABLE]} if environ.get(TOKEN_VARIABLE) else {}
     if config.token_file is not None:
         text = _read(config.token_file, "security.token_file").decode("utf-8", errors="replace")
-        tokens.append(_checked(text, config.token_file))
+        texts[config.token_file] = text
+    tokens = [text.strip() for text in texts.values()]
+    for source, token in zip(texts, tokens, strict=True):  # no message shows the token
+        problem = ""
+        if not token:
+            problem = "holds no token: it is empty"
+        elif len(token) > _MAX_TOKEN:
+            problem = f"the token has {len(token)} characters, {_MAX_TOKEN} are possible"
+        elif not all("!" <= character <= "~" for character in token):
+            problem = "the token holds a space, a line break or a character that is not ASCII"
+        if problem:
+            raise AuthError(f"{source}: {problem}", fix="ps-certs init makes a token")
     if len(tokens) == 2 and not hmac.compare_digest(*tokens):
         message = f"{TOKEN_VARIABLE} and {config.token_file} hold different tokens"
         raise AuthError(message, fix=f"unset {TOKEN_VARIABLE}, or give no security.token_file")
     return tokens[0] if tokens else None
-
-
-def _checked(text: str, source: str) -> str:
-    """Returns the token without surrounding space. Raises AuthError, whose message never shows the token."""
-    token = text.strip()
-    if not token:
-        problem = "holds no token: it is empty"
-    elif len(token) > _MAX_TOKEN:
-        problem = f"the token has {len(token)} characters, {_MAX_TOKEN} are possible"
-    elif not all("!" <= character <= "~" for character in token):
-        problem = "the token holds a space, a line break or a character that is not ASCII"
-    else:
-        return token
-    raise AuthError(f"{source}: {problem}", fix="ps-certs init makes a token")
 
 
 def shows_token(value: str | bytes, token: str) -> bool:
@@ -110,15 +105,13 @@ def facts_of(pem: bytes) -> Facts:
         return shown(found, _MOST_SHOWN)
 
     certificate = x509.load_pem_x509_certificates(pem)[0]
+    names = [name for extension in certificate.extensions
+             if isinstance(extension.value, x509.SubjectAlternativeName) for name in extension.value]  # fmt: skip
     return Facts(
         name=common_name(certificate.subject),
         issuer=common_name(certificate.issuer) or shown(certificate.issuer.rfc4514_string(), _MOST_SHOWN),
         names=tuple(
-            shown(str(name.value), _MOST_SHOWN)
-            for extension in certificate.extensions
-            if isinstance(extension.value, x509.SubjectAlternativeName)
-            for name in extension.value
-            if isinstance(name, x509.DNSName | x509.IPAddress)
+            shown(str(name.value), _MOST_SHOWN) for name in names if isinstance(name, x509.DNSName | x509.IPAddress)
         ),
         not_before=certificate.not_valid_before_utc,
         not_after=certificate.not_valid_after_utc,

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -32,16 +33,9 @@ if TYPE_CHECKING:
     from .sources import Resolved
 
 ConfigOption = Annotated[str | None, typer.Option("--config", help="YAML file; flags win over it.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.", rich_help_panel="Other"),
-]
-PrintConfigOption = Annotated[
-    bool,
-    typer.Option(
-        "--print-config", help="Show every setting and where it comes from, then stop.", rich_help_panel="Other"
-    ),
-]
+_other = partial(typer.Option, rich_help_panel="Other")
+SetOption = Annotated[list[str] | None, _other("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.")]
+PrintConfigOption = Annotated[bool, _other("--print-config", help="Show every setting and its origin, then stop.")]
 # A command's parameter `flags`: the value of each flag by dotted key; None if the flag was not given.
 Flags = Mapping[str, Any]
 
