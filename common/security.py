@@ -43,8 +43,7 @@ def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) 
     """
     texts = {TOKEN_VARIABLE: environ[TOKEN_VARIABLE]} if environ.get(TOKEN_VARIABLE) else {}
     if config.token_file is not None:
-        text = _read(config.token_file, "security.token_file").decode("utf-8", errors="replace")
-        texts[config.token_file] = text
+        texts[config.token_file] = _read(config.token_file, "security.token_file").decode("utf-8", errors="replace")
     tokens = [text.strip() for text in texts.values()]
     for source, token in zip(texts, tokens, strict=True):  # no message shows the token
         problem = ""

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from zlib import crc32
 
@@ -99,36 +98,31 @@ def split_name(label: str, name: str) -> tuple[Path, str]:
 
 
 def load_from_file(label: str, name: str) -> Any:
-    """Returns the object that `FILE.py:NAME` names; `label` is its kind. Raises UsageError and UserCodeError."""
+    """Returns the object that `FILE.py:NAME` names; `label` is its kind. Runs the file once per process.
+
+    Raises UsageError and UserCodeError.
+    """
     path, attribute = split_name(label, name)
-    module = _import(path)
+    folder = str(path.parent)
+    if folder not in sys.path:  # as `python FILE.py` does, so that the file can import its neighbours
+        sys.path.insert(0, folder)
+    module_name = _module_name(path)
+    if (module := sys.modules.get(module_name)) is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None  # the name ends in .py
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # before the file runs: dataclasses and pickle look their module up
+        try:
+            with user_code():
+                spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
     if attribute not in vars(module):
         defined = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         fix = did_you_mean(attribute, defined) if defined else "it defines no class: write one"
         raise UsageError(f"{path} defines no {attribute!r}", fix=fix)
     return getattr(module, attribute)
-
-
-def _import(path: Path) -> ModuleType:
-    """Run the file at `path` once per process and return it as a module."""
-    folder = str(path.parent)
-    if folder not in sys.path:  # as `python FILE.py` does, so that the file can import its neighbours
-        sys.path.insert(0, folder)
-    name = _module_name(path)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before the file runs: dataclasses and pickle look their module up
-    try:
-        with user_code():
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _module_name(path: Path) -> str:

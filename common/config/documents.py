@@ -33,8 +33,7 @@ class _Loader(yaml.SafeLoader):
 
 def _tagged(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
     """Returns the value of `!!int 3`, a number, switch or null."""
-    value = Plain(node.value).value()
-    if isinstance(value, str):
+    if isinstance(value := Plain(node.value).value(), str):
         raise yaml.constructor.ConstructorError(None, None, f"{value!r} is no {node.tag}", node.start_mark)
     return value
 

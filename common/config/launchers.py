@@ -26,6 +26,10 @@ class Engine:
     local_rank: tuple[str, ...] = ()
     local_workers: tuple[str, ...] = ()  # on this host
 
+    @property
+    def variables(self) -> set[str]:
+        return {self.rank, *self.workers, *self.local_rank, *self.local_workers}
+
 
 _MPI = "OMPI_COMM_WORLD"
 ENGINES = (
@@ -41,9 +45,7 @@ ENGINES = (
 )
 
 # Variables of a process's own rank. Names of hosts are not included, because a child process may need them.
-RANK_VARIABLES = frozenset(
-    name for engine in ENGINES for name in (engine.rank, *engine.workers, *engine.local_rank, *engine.local_workers)
-)
+RANK_VARIABLES = frozenset(name for engine in ENGINES for name in engine.variables)
 _HOSTS = "SLURM_JOB_NODELIST"
 
 
@@ -73,8 +75,7 @@ def engine_settings(environ: Mapping[str, str], is_group: bool = False) -> Engin
     """
     torchrun = ENGINES[0]
     if is_group:  # RANK and WORLD_SIZE count members of the group, so an outer engine gives the rank
-        names = {torchrun.rank, *torchrun.workers, *torchrun.local_rank, *torchrun.local_workers}
-        outer = engine_settings({name: value for name, value in environ.items() if name not in names})
+        outer = engine_settings({name: value for name, value in environ.items() if name not in torchrun.variables})
         settings = dict(outer.settings)
         if environ.get(torchrun.rank):
             settings.setdefault("worker.server", Variable(DEFAULT_ADDRESS, torchrun.workers[0]))

@@ -64,12 +64,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        workers = self.run.workers
-        if workers is not None:
+        if (workers := self.run.workers) is not None:
             if self.policy.min_workers > workers:
                 raise ValueError(f"policy.min_workers is {self.policy.min_workers}, but run.workers is {workers}")
-            backup_workers = self.policy.option("backup_workers", 0)
-            if backup_workers >= workers:
+            if (backup_workers := self.policy.option("backup_workers", 0)) >= workers:
                 raise ValueError(f"policy.backup_workers is {backup_workers}: it must be below run.workers, {workers}")
             most = workers - backup_workers
             if self.policy.aggregation == "trimmed_mean" and most <= 2 * self.policy.trim:

@@ -155,8 +155,7 @@ def compare(runs: Runs, target: Condition | None = None, *, same_task: bool = Tr
         rows.append(Row(label=name, cells=cells, members=members, note=lost.get(name, "")))
     order = _order(columns, found, same_task)
     rows.sort(key=lambda row: (row.label in lost, order.get(row.label, len(order))))
-    shown = [Column(label=column.name, help=column.help) for column in columns]
-    return Results(columns=shown, rows=rows)
+    return Results(columns=[Column(label=column.name, help=column.help) for column in columns], rows=rows)
 
 
 def best_of(found: dict[str, Spread], is_up: bool | None) -> str | None:

@@ -165,8 +165,7 @@ def _is_worth_it(metric: Metric, workers: list[WorkerStatus]) -> bool:
 def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None = None) -> FittingTable:
     """Returns one row per run: final metrics, the time to the target, then costs."""
     head, rows = comparison_cells(runs, target)
-    first = Column(head[0], style="bold", overflow="fold")
-    table = FittingTable(head, _FIRST_TO_GO, most=_WIDTH, first=first)
+    table = FittingTable(head, _FIRST_TO_GO, most=_WIDTH, first=Column(head[0], style="bold", overflow="fold"))
     for row in rows:
         table.add_row(*row)
     return table
@@ -181,8 +180,7 @@ def status_line(status: Status, job: str = "") -> str:
     The reason for waiting is on the same line if it fits, and otherwise on the next. `job`: which run it is.
     """
     line = "  ".join(status_metrics(status, _LINE, job))
-    waiting = status.waiting_reason()
-    if not waiting:
+    if not (waiting := status.waiting_reason()):
         return line
     apart = "  " if len(line) + len(waiting) + len("  waiting: ") <= _LINE else "\n  "
     return f"{line}{apart}waiting: {waiting}"

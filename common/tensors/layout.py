@@ -211,8 +211,7 @@ class Layout:
                 raise refusal(Reason.BAD_REQUEST, f"tensor {spec} has an impossible shape")
             if spec.kind is Kind.PARAMETER and not DTYPES[spec.dtype].is_floating_point:
                 raise refusal(Reason.BAD_REQUEST, f"tensor '{spec.name}' is {spec.dtype}: only floats are trained")
-        total = sum(spec.num_bytes for spec in self.specs)
-        if total >= _MAX_BYTES:
+        if (total := sum(spec.num_bytes for spec in self.specs)) >= _MAX_BYTES:
             raise refusal(Reason.BAD_REQUEST, f"a model of {total} bytes; at most {_MAX_BYTES} are possible")
 
     @cached_property

@@ -230,8 +230,7 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     Raises UsageError with the nearest name for an unknown class, and a refusal for a class that is not elementwise.
     """
     known = known_optimizers()
-    cls = known.get(name.lower())
-    if cls is None:
+    if (cls := known.get(name.lower())) is None:
         raise UsageError(f"unknown optimizer '{name}'", fix=did_you_mean(name.lower(), known))
     if not is_elementwise(cls):  # type: ignore[arg-type]
         usable = ", ".join(sorted(n for n, c in known.items() if is_elementwise(c)))  # type: ignore[arg-type]

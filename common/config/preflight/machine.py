@@ -99,8 +99,7 @@ def check_weights(path: str) -> None:
 
 def check_optimizer(name: str) -> None:
     """Raise UsageError for an optimizer that torch.optim does not have."""
-    known = optimizer_names()
-    if known and name.lower() not in known:
+    if (known := optimizer_names()) and name.lower() not in known:
         raise UsageError(f"unknown optimizer '{name}'", fix=did_you_mean(name.lower(), known))
 
 

@@ -88,7 +88,6 @@ def checked_options(values: Mapping[str, Any], modes: Iterable[str]) -> dict[str
         chosen = {name: values[name] for name in kind.model_fields if name in values and name not in checked}
         options = kind.model_validate(chosen)
         checked |= {name: getattr(options, name) for name in chosen}
-    unknown = ", ".join(sorted(values.keys() - checked.keys()))
-    if unknown:
+    if unknown := ", ".join(sorted(values.keys() - checked.keys())):
         raise ValueError(f"no mode has the option {unknown}")
     return checked
