@@ -11,7 +11,8 @@ settings, and at each call of its script that adds a capability.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from .errors import UsageError
@@ -31,6 +32,11 @@ _ONEBIT = "onebitadam"
 Optimizers = tuple[tuple[str, Mapping[str, Any]], ...]  # (class in torch.optim, arguments) of each parameter group
 
 
+def _setting(key: str, default: Any) -> Any:
+    """A field of `Choices` with the value of a setting."""
+    return field(default=default, metadata={"setting": key})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Choices:
     """What is known of a run. A default means "not chosen", or that the asking process cannot know it."""
@@ -40,30 +46,31 @@ class Choices:
     has_rounds: bool = False  # a version is a round of all workers
     policy: Any = None  # the mode's class, in processes that have its file
     # settings
-    aggregation: str = "mean"
-    clip_norm: float | None = None
-    max_norm: float | None = None
-    polyak: float = 0.0
-    delayed_update: bool = False
+    aggregation: str = _setting("policy.aggregation", "mean")
+    clip_norm: float | None = _setting("store.clip_norm", None)
+    max_norm: float | None = _setting("store.max_norm", None)
+    polyak: float | None = _setting("store.polyak", None)
+    delayed_update: bool = _setting("policy.delayed_update", False)
+    codec: str = _setting("worker.codec", "raw")
+    reply_codec: str = _setting("worker.reply_codec", "raw")
+    zero: int = _setting("worker.zero", 0)
+    shards: int = _setting("server.shards", 1)
+    colocate: bool = False
+    regions: int = 0
+    is_region: bool = False  # this server is a region of a run above
+    upstream_every: int | None = _setting("upstream.every", None)
+    mode_above: str = ""  # of the run above, once it is known
+    kind_above: ContributionKind | None = None
+    snapshots: str | None = _setting("checkpoint.dir", None)
+    is_grouped: bool | None = None  # each worker is several processes (--group); None: not known
+    pipeline: bool = _setting("worker.pipeline", False)
+    evaluates: bool = _setting("worker.evaluate", False)
+    precision: str = _setting("train.precision", "fp32")
+    # options of the mode
     overlap_steps: int | None = None
     staleness: int | None = None
     late_cut: int | None = None
     fragments: int = 1
-    codec: str = "raw"
-    reply_codec: str = "raw"
-    zero: int = 0
-    shards: int = 1
-    colocate: bool = False
-    regions: int = 0
-    is_region: bool = False  # this server is a region of a run above
-    upstream_every: int | None = None
-    mode_above: str = ""  # of the run above, once it is known
-    kind_above: ContributionKind | None = None
-    snapshots: str | None = None  # checkpoint.dir
-    is_grouped: bool | None = None  # each worker is several processes (--group); None: not known
-    pipeline: bool = False
-    evaluates: bool = False
-    precision: str = "fp32"
     # calls of the script
     optimizers: Optimizers = ()  # of the optimizer that the workers give
     num_optimizers: int = 1
@@ -87,7 +94,7 @@ class Refusal:
     second: str
     why: str
     fix: str
-    able: Callable[[Any], bool] | None = None  # of a mode's class
+    able: str = ""  # an attribute of a mode's class
 
     def error(self, choices: Choices) -> UsageError | None:
         """Return the error if these choices have both capabilities."""
@@ -100,7 +107,7 @@ class Refusal:
     @property
     def able_modes(self) -> str:
         """The modes that `able` accepts, as text."""
-        return ", ".join(name for name in MODES.names() if self.able(MODES.load(name))) if self.able else ""
+        return ", ".join(name for name in MODES.names() if self.able and attrgetter(self.able)(MODES.load(name)))
 
 
 def _kind(trait: Callable[[ContributionKind], bool], text: str) -> Words:
@@ -108,9 +115,9 @@ def _kind(trait: Callable[[ContributionKind], bool], text: str) -> Words:
     return lambda c: c.kind is not None and trait(c.kind) and f"mode {c.mode}, {text}"
 
 
-def _policy(trait: Callable[[Any], bool], text: str) -> Words:
-    """A capability of modes, whose class the asking process has."""
-    return lambda c: c.policy is not None and trait(c.policy) and f"mode {c.mode}{text}"
+def _lacks(trait: str, text: str) -> Words:
+    """A capability of modes whose class, if the asking process has it, lacks an attribute."""
+    return lambda c: c.policy is not None and not attrgetter(trait)(c.policy) and f"mode {c.mode}{text}"
 
 
 def _optimizer(c: Choices, is_such: Callable[[str, Mapping[str, Any]], object]) -> str:
@@ -143,11 +150,9 @@ CAPABILITIES: dict[str, Words] = {
     "workers run the optimizer": _kind(lambda k: k.worker_steps, "whose workers run the optimizer"),
     "workers send weights": _kind(lambda k: not k.may_lose, "whose workers send weights"),
     "workers need the newest weights":
-        _policy(lambda p: not p.may_delay_update, ", whose workers compute on nothing but the newest weights"),
-    "no step along the mean of all":
-        _policy(lambda p: not p.may_aggregate, ", which does not take one step along the mean of all"),
-    "the server takes no steps":
-        _policy(lambda p: not p.kind.server_steps, ", whose workers send no gradients to the server"),
+        _lacks("may_delay_update", ", whose workers compute on nothing but the newest weights"),
+    "no step along the mean of all": _lacks("may_aggregate", ", which does not take one step along the mean of all"),
+    "the server takes no steps": _lacks("kind.server_steps", ", whose workers send no gradients to the server"),
     "gradients without rounds": lambda c: _gradients(c) and not c.has_rounds and f"mode {c.mode}, which has no rounds",
     # settings of policy, store and server
     "policy.aggregation": lambda c: c.aggregation != "mean" and f"policy.aggregation is {c.aggregation}",
@@ -213,12 +218,11 @@ CAPABILITIES: dict[str, Words] = {
 REFUSALS: tuple[Refusal, ...] = (
     # ---- how the server steps
     Refusal("policy.aggregation", "no step along the mean of all", "no mean to replace",
-            "take a mode that has one: {able}", lambda mode: mode.may_aggregate),
+            "take a mode that has one: {able}", "may_aggregate"),
     Refusal("store.clip_norm", "no step along the mean of all", "no mean whose norm could be clipped",
-            "take a mode that has one: {able}; or clip in the worker's own loop", lambda mode: mode.may_aggregate),
+            "take a mode that has one: {able}; or clip in the worker's own loop", "may_aggregate"),
     Refusal("store.max_norm", "the server takes no steps", "the limit is for gradients",
-            "clip gradients in the worker's own loop, or use a mode that sends them: {able}",
-            lambda mode: mode.kind.server_steps),
+            "clip gradients in the worker's own loop, or use a mode that sends them: {able}", "kind.server_steps"),
     Refusal("store.polyak", "workers average among themselves", "the server does not have the newest weights",
             "leave it out, or --mode sync, where all gradients pass the server"),
     Refusal("store.polyak", "session.rows", "the average does not cover rows",
@@ -229,7 +233,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "leave policy.aggregation out, or use an nn.Embedding in the model"),
     # ---- delayed updates
     Refusal("--delayed-update", "workers need the newest weights", "no step can be computed during an exchange",
-            "leave it out, or take a mode that can: {able}", lambda mode: mode.may_delay_update),
+            "leave it out, or take a mode that can: {able}", "may_delay_update"),
     Refusal("--delayed-update", "policy.late_cut 1", "every contribution is one version late, and would be dropped",
             "--set policy.late_cut=2 or more"),
     Refusal("--delayed-update", "staleness below that of a delayed update",
@@ -362,34 +366,20 @@ def check(choices: Choices) -> None:
 
 def choices_of(config: Any, mode: str, **known: Any) -> Choices:
     """Return what the configuration chooses for a mode, with `known` in addition. It loads the mode's file."""
-    policy, worker, kind = config.policy, config.worker, MODES.load(mode).kind
-    options = policy.options(mode)
+    policy, options = MODES.load(mode), config.policy.options(mode)
     of_mode = ("overlap_steps", "staleness", "late_cut", "fragments")
-    rounds = (worker.codec, worker.reply_codec) != ("raw", "raw")
-    if not kind.may_lose and rounds:  # localsgd then averages weight changes
-        kind = ContributionKind.DELTA
+    values = {name: getattr(options, name) for name in of_mode if hasattr(options, name)}
+    values |= {item.name: attrgetter(item.metadata["setting"])(config) for item in fields(Choices) if item.metadata}
+    kind = policy.kind
+    if not kind.may_lose and (values["codec"], values["reply_codec"]) != ("raw", "raw"):
+        kind = ContributionKind.DELTA  # localsgd then averages weight changes
     return Choices(
         mode=mode,
         kind=kind,
-        has_rounds=MODES.load(mode).has_rounds,
-        policy=MODES.load(mode),
-        aggregation=policy.aggregation,
-        clip_norm=config.store.clip_norm,
-        max_norm=config.store.max_norm,
-        polyak=config.store.polyak or 0.0,
-        delayed_update=policy.delayed_update,
-        codec=worker.codec,
-        reply_codec=worker.reply_codec,
-        zero=worker.zero,
-        shards=config.server.shards,
+        has_rounds=policy.has_rounds,
+        policy=policy,
         is_region=config.upstream.server is not None,
-        upstream_every=config.upstream.every,
-        snapshots=config.checkpoint.dir,
-        pipeline=worker.pipeline,
-        evaluates=worker.evaluate,
-        precision=config.train.precision,
-        **{name: getattr(options, name) for name in of_mode if hasattr(options, name)},
-        **known,
+        **(values | known),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-CODECS = {"auto": "`ps-launch doctor` measures the link and names a codec; on a slow link q4 is the first to try"}
+NAMES = {  # of a family, by its noun
+    "codec": {"auto": "`ps-launch doctor` measures the link and names a codec; on a slow link q4 is the first to try"}
+}
 
 _COMPENSATION = "late gradients are taken as they come; policy.late_scale and late_cut act against lateness"
 _MERGE = "leave it out: the steps taken meanwhile are always added to the new weights, as by the rule shift"
@@ -10,8 +12,8 @@ SETTINGS = {
     "policy.late_compensation": _COMPENSATION, "policy.late_lambda": _COMPENSATION, "policy.merge": _MERGE,
     "policy.merge_alpha": _MERGE, "upstream.merge": _MERGE, "upstream.merge_alpha": _MERGE,
 }  # fmt: skip
-FLAGS = {
-    f"--{key.removeprefix('policy.').replace('_', '-')}": why
-    for key, why in SETTINGS.items()
-    if key.startswith("policy.")
-}
+
+
+def flag(name: str) -> str:
+    """Returns the sentence for a flag of an earlier version, such as `--merge`; "" for none."""
+    return SETTINGS.get(f"policy.{name.removeprefix('--').replace('-', '_')}", "")

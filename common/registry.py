@@ -15,10 +15,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from types import MappingProxyType
 from typing import Any
 
 from . import dropped, synonyms
@@ -26,39 +25,30 @@ from .errors import UnknownNameError, UsageError, did_you_mean
 from .user_code import UserCodeError, is_in_file, line_of, load_from_file, split_name
 
 
+@dataclass(eq=False)
 class Family:
     """The implementations found in one package, e.g. `Family("paramserver.ps.policies", "mode")`.
 
     Files whose name is in `support` have shared code, not an implementation. `base` names a class of the package's
     `base.py`: a user's class that extends it is an implementation too, named `FILE.py:NAME`. `others` are further
-    packages with implementations. `dropped`: names of earlier versions, each with its fix.
+    packages with implementations.
     """
 
-    def __init__(
-        self,
-        package: str,
-        noun: str,
-        support: frozenset[str] = frozenset(),
-        base: str = "",
-        *others: str,
-        dropped: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self.package = package
-        self.noun = noun
-        self.packages = (package, *others)
-        self._support = support
-        self._base = base
-        self._dropped = dropped
+    package: str
+    noun: str
+    support: frozenset[str] = frozenset()
+    base: str = ""
+    others: tuple[str, ...] = ()
 
     @cached_property
     def _modules(self) -> dict[str, str]:
         found = {}
-        for package in self.packages:
+        for package in (self.package, *self.others):
             spec = importlib.util.find_spec(package)
             if spec is None or spec.submodule_search_locations is None:
                 raise ModuleNotFoundError(f"no package {package}")
             stems = (info.name for info in pkgutil.iter_modules(spec.submodule_search_locations))
-            found.update({stem.rstrip("_"): f"{package}.{stem}" for stem in stems if stem not in self._support})
+            found.update({stem.rstrip("_"): f"{package}.{stem}" for stem in stems if stem not in self.support})
         return found
 
     def names(self) -> list[str]:
@@ -67,8 +57,8 @@ class Family:
 
     def check(self, name: str) -> str:
         """Returns `name`. Raises UsageError with the nearest known name if it is unknown."""
-        if name in self._dropped:
-            raise UnknownNameError(f"{self.noun} '{name}' was removed", fix=self._dropped[name])
+        if (fix := dropped.NAMES.get(self.noun, {}).get(name)) is not None:
+            raise UnknownNameError(f"{self.noun} '{name}' was removed", fix=fix)
         if name not in self._modules:
             fix = synonyms.NAMES.get(self.noun, {}).get(name) or did_you_mean(name, self.names())
             raise UnknownNameError(f"unknown {self.noun} '{name}'", fix=fix)
@@ -82,29 +72,26 @@ class Family:
 
     def load(self, name: str) -> Any:
         """Import the file of `name` and return the class that `ENTRY` or `FILE.py:NAME` names."""
-        if self._base and is_in_file(name):
-            wanted = getattr(importlib.import_module(f"{self.package}.base"), self._base)
+        if self.base and is_in_file(name):
+            wanted = getattr(importlib.import_module(f"{self.package}.base"), self.base)
             try:
                 found = load_from_file(self.noun, name)
             except UserCodeError as error:
                 raise UsageError(f"{self.noun} {name}: {line_of(error)}: {error}") from error.original
             if not (isinstance(found, type) and issubclass(found, wanted)):
-                raise UsageError(
-                    f"{self.noun} {name} is no {self.noun}",
-                    fix=f"write a class that extends {wanted.__name__} of {self.package}.base, and name that",
-                )
-            missing = sorted(getattr(found, "__abstractmethods__", ()))
-            if missing:
+                fix = f"write a class that extends {wanted.__name__} of {self.package}.base, and name that"
+                raise UsageError(f"{self.noun} {name} is no {self.noun}", fix=fix)
+            if missing := sorted(getattr(found, "__abstractmethods__", ())):
                 raise UsageError(f"{self.noun} {name} lacks {', '.join(missing)}", fix=f"see {self.package}.base")
             return found
         return importlib.import_module(self._modules[self.check(name)]).ENTRY
 
 
 _NO_MODES = frozenset({"averaging", "base", "rules", "shared", "single"})
-MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", "paramserver.ps.policies.averaging")
+MODES = Family("paramserver.ps.policies", "mode", _NO_MODES, "Policy", ("paramserver.ps.policies.averaging",))
 AGGREGATIONS = Family("paramserver.ps.tensors.aggregation", "aggregation", frozenset({"base", "direction"}))
-CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}), dropped=dropped.CODECS)
-TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), "", "paramserver.drills.tasks")
+CODECS = Family("paramserver.common.codecs", "codec", frozenset({"base", "shared"}))
+TASKS = Family("paramserver.worker.tasks", "task", frozenset({"base", "images"}), "", ("paramserver.drills.tasks",))
 BACKENDS = Family("paramserver.launch.backends", "backend", frozenset({"base"}))
 TRACKERS = Family("paramserver.ps.observe.trackers", "tracker", frozenset({"base"}))
 

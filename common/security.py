@@ -19,15 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .config.schema import SecurityConfig
 from .errors import AuthError, shown
 from .reporting.log import get_logger
-
-# cryptography is imported only when certificates are read: most runs have none.
-if TYPE_CHECKING:
-    from cryptography import x509
 
 log = get_logger()
 
@@ -46,32 +41,24 @@ def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) 
     An empty PS_TOKEN means no token; an empty file is an error. If both sources are set, they must agree,
     so that no order of precedence is needed.
     """
-    tokens = []
-    if text := environ.get(TOKEN_VARIABLE):
-        tokens.append(_checked(text, TOKEN_VARIABLE))
+    texts = {TOKEN_VARIABLE: environ[TOKEN_VARIABLE]} if environ.get(TOKEN_VARIABLE) else {}
     if config.token_file is not None:
-        text = _read(config.token_file, "security.token_file").decode("utf-8", errors="replace")
-        tokens.append(_checked(text, config.token_file))
+        texts[config.token_file] = _read(config.token_file, "security.token_file").decode("utf-8", errors="replace")
+    tokens = [text.strip() for text in texts.values()]
+    for source, token in zip(texts, tokens, strict=True):  # no message shows the token
+        problem = ""
+        if not token:
+            problem = "holds no token: it is empty"
+        elif len(token) > _MAX_TOKEN:
+            problem = f"the token has {len(token)} characters, {_MAX_TOKEN} are possible"
+        elif not all("!" <= character <= "~" for character in token):
+            problem = "the token holds a space, a line break or a character that is not ASCII"
+        if problem:
+            raise AuthError(f"{source}: {problem}", fix="ps-certs init makes a token")
     if len(tokens) == 2 and not hmac.compare_digest(*tokens):
-        raise AuthError(
-            f"{TOKEN_VARIABLE} and {config.token_file} hold different tokens",
-            fix=f"unset {TOKEN_VARIABLE}, or give no security.token_file",
-        )
+        message = f"{TOKEN_VARIABLE} and {config.token_file} hold different tokens"
+        raise AuthError(message, fix=f"unset {TOKEN_VARIABLE}, or give no security.token_file")
     return tokens[0] if tokens else None
-
-
-def _checked(text: str, source: str) -> str:
-    """Returns the token without surrounding space. Raises AuthError, whose message never shows the token."""
-    token = text.strip()
-    if not token:
-        problem = "holds no token: it is empty"
-    elif len(token) > _MAX_TOKEN:
-        problem = f"the token has {len(token)} characters, {_MAX_TOKEN} are possible"
-    elif not all("!" <= character <= "~" for character in token):
-        problem = "the token holds a space, a line break or a character that is not ASCII"
-    else:
-        return token
-    raise AuthError(f"{source}: {problem}", fix="ps-certs init makes a token")
 
 
 def shows_token(value: str | bytes, token: str) -> bool:
@@ -109,29 +96,25 @@ def utc_text(when: datetime) -> str:
 
 def facts_of(pem: bytes) -> Facts:
     """Returns the facts of the first certificate. Raises ValueError when there is none."""
-    from cryptography import x509
+    from cryptography import x509  # only here and below: most runs have no certificates
+    from cryptography.x509.oid import NameOID
+
+    def common_name(name: x509.Name) -> str:
+        found = next((str(found.value) for found in name.get_attributes_for_oid(NameOID.COMMON_NAME)), "")
+        return shown(found, _MOST_SHOWN)
 
     certificate = x509.load_pem_x509_certificates(pem)[0]
+    names = [name for extension in certificate.extensions
+             if isinstance(extension.value, x509.SubjectAlternativeName) for name in extension.value]  # fmt: skip
     return Facts(
-        name=_common_name(certificate.subject),
-        issuer=_common_name(certificate.issuer) or shown(certificate.issuer.rfc4514_string(), _MOST_SHOWN),
+        name=common_name(certificate.subject),
+        issuer=common_name(certificate.issuer) or shown(certificate.issuer.rfc4514_string(), _MOST_SHOWN),
         names=tuple(
-            shown(str(name.value), _MOST_SHOWN)
-            for extension in certificate.extensions
-            if isinstance(extension.value, x509.SubjectAlternativeName)
-            for name in extension.value
-            if isinstance(name, x509.DNSName | x509.IPAddress)
+            shown(str(name.value), _MOST_SHOWN) for name in names if isinstance(name, x509.DNSName | x509.IPAddress)
         ),
         not_before=certificate.not_valid_before_utc,
         not_after=certificate.not_valid_after_utc,
     )
-
-
-def _common_name(name: x509.Name) -> str:
-    from cryptography.x509.oid import NameOID
-
-    found = next((str(found.value) for found in name.get_attributes_for_oid(NameOID.COMMON_NAME)), "")
-    return shown(found, _MOST_SHOWN)
 
 
 @dataclass(frozen=True)
@@ -196,12 +179,9 @@ def _check_certificate(path: str, data: bytes, is_bundle: bool = False) -> None:
         facts = facts_of(data)
     except ValueError:
         raise AuthError(f"{path} holds no certificate in PEM form", fix="ps-certs init makes certificates") from None
-    problem = facts.problem(datetime.now(UTC))
-    if problem is not None and not is_bundle:
-        raise AuthError(
-            f"the certificate {path} ('{facts.name}') {problem}",
-            fix="set the clock, or make new ones with the same CA: ps-certs init DIR --renew",
-        )
+    if (problem := facts.problem(datetime.now(UTC))) is not None and not is_bundle:
+        fix = "set the clock, or make new ones with the same CA: ps-certs init DIR --renew"
+        raise AuthError(f"the certificate {path} ('{facts.name}') {problem}", fix=fix)
 
 
 def _check_key(path: str, data: bytes, cert_path: str, cert: bytes) -> None:

@@ -52,20 +52,17 @@ def diagnose(address: str, credentials: Credentials, caller: str = "worker") -> 
         ca = str(credentials.config.ca)
         facts, whose, code = facts_of(certificate.encode()), f"the certificate of {server}", error.verify_code
         if code in (_NAME_MISMATCH, _ADDRESS_MISMATCH):
-            return AuthError(
-                f"{whose} is for {', '.join(facts.names) or 'no address at all'}; not for {host}",
-                fix=f"connect to a name it has; or, where the CA is: ps-certs init DIR --renew --host {host}",
-            )
+            message = f"{whose} is for {', '.join(facts.names) or 'no address at all'}; not for {host}"
+            fix = f"connect to a name it has; or, where the CA is: ps-certs init DIR --renew --host {host}"
+            return AuthError(message, fix=fix)
         problem = facts.problem(datetime.now(UTC))
         if code in (_EXPIRED, _NOT_YET_VALID) and problem is not None:
             renew = "where the CA is: ps-certs init DIR --renew; a running server takes the new one by itself"
             clocks = "set the clocks of both machines (NTP)"
             return AuthError(f"{whose} {problem}", fix=renew if code == _EXPIRED else clocks)
         if code in _UNKNOWN_ISSUER:
-            return AuthError(
-                f"{whose} was signed by '{facts.issuer}', and not by the CA in {ca}",
-                fix="copy ca.crt from the directory that ps-certs init made the server's certificate in",
-            )
+            fix = "copy ca.crt from the directory that ps-certs init made the server's certificate in"
+            return AuthError(f"{whose} was signed by '{facts.issuer}', and not by the CA in {ca}", fix=fix)
         return AuthError(f"{whose} cannot be trusted: {error.verify_message}", fix=f"compare it with {ca}")
     except ssl.SSLError as error:
         return _failed(server, credentials, caller, str(error.reason))
@@ -101,20 +98,16 @@ def _in_the_clear(server: str, host: str, port: int, caller: str) -> ParamServer
         return None
     line = reply.partition(b"\n")[0].decode("ascii", errors="replace").strip()
     if line.isprintable() and len(line) > 3:
-        return UnreachableError(
-            f"{server} is no ps-server: it says '{line[:_SHOWN]}'",
-            fix="give the address that ps-server says it is listening on (--server HOST:PORT)",
-        )
+        fix = "give the address that ps-server says it is listening on (--server HOST:PORT)"
+        return UnreachableError(f"{server} is no ps-server: it says '{line[:_SHOWN]}'", fix=fix)
     # Check whether the server speaks TLS although this caller has no TLS settings.
     try:
         ssl.get_server_certificate((host, port), timeout=_PROBE_S)
     except ssl.SSLError as error:
         if "ALERT" not in str(error.reason):
             return None
-    return AuthError(
-        f"{server} speaks TLS, and this {caller} has no CA certificate (security.ca)",
-        fix="add --ca FILE: ca.crt of ps-certs init, from the server's machine",
-    )
+    message = f"{server} speaks TLS, and this {caller} has no CA certificate (security.ca)"
+    return AuthError(message, fix="add --ca FILE: ca.crt of ps-certs init, from the server's machine")
 
 
 def _failed(server: str, credentials: Credentials, caller: str, reason: str) -> AuthError | None:
@@ -123,22 +116,17 @@ def _failed(server: str, credentials: Credentials, caller: str, reason: str) -> 
     if "ALERT" in reason:
         return AuthError(f"{server} broke off the TLS handshake: {reason}")
     if reason in _NO_TLS:
-        return AuthError(
-            f"{server} speaks no TLS, and security.ca of this {caller} requires it",
-            fix="start ps-server with --cert and --key; or drop --ca here",
-        )
+        message = f"{server} speaks no TLS, and security.ca of this {caller} requires it"
+        return AuthError(message, fix="start ps-server with --cert and --key; or drop --ca here")
     return None
 
 
 def _refused(server: str, credentials: Credentials, caller: str) -> AuthError:
     if credentials.cert is None:
         name = f"{SHARD_PREFIX if caller == 'shard' else RANK_PREFIX}N"
-        return AuthError(
-            f"{server} asks for a {caller}'s certificate (security.mutual), and there is none",
-            fix=f"add --cert and --key: {name}.crt and {name}.key of ps-certs init, from the server's machine",
-        )
+        fix = f"add --cert and --key: {name}.crt and {name}.key of ps-certs init, from the server's machine"
+        return AuthError(f"{server} asks for a {caller}'s certificate (security.mutual), and there is none", fix=fix)
     facts = facts_of(credentials.cert)
-    return AuthError(
-        f"{server} refused the certificate {credentials.config.cert} ('{facts.name}', signed by '{facts.issuer}')",
-        fix=f"use one that the server's CA (its security.ca) has signed for {caller}s: ps-certs init",
-    )
+    whose = f"{credentials.config.cert} ('{facts.name}', signed by '{facts.issuer}')"
+    fix = f"use one that the server's CA (its security.ca) has signed for {caller}s: ps-certs init"
+    return AuthError(f"{server} refused the certificate {whose}", fix=fix)

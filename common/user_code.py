@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, TracebackType
 from typing import Any
 from zlib import crc32
 
@@ -44,18 +43,15 @@ def user_code() -> Iterator[None]:
 def format_user_traceback(error: UserCodeError | Exception) -> str:
     """Returns the traceback as Python prints it, from the first frame of the user's code."""
     original = error.original if isinstance(error, UserCodeError) else error
-    shown = _from_first(original.__traceback__, _is_users)
-    if shown is None:  # e.g. torch's collate function, given what the user's data set returned
-        shown = _from_first(original.__traceback__, lambda module: not _is_machinery(module))
-    if shown is None:  # e.g. a syntax error: Python could not run a line of the file
-        return "".join(traceback.format_exception_only(original))
-    return "".join(traceback.format_exception(type(original), original, shown))
-
-
-def _from_first(trace: TracebackType | None, wanted: Callable[[str], bool]) -> TracebackType | None:
-    while trace is not None and not wanted(trace.tb_frame.f_globals.get("__name__", "")):
-        trace = trace.tb_next
-    return trace
+    # Without a frame of the user: e.g. torch's collate function, given what the user's data set returned.
+    for is_wanted in (_is_users, lambda module: not _is_machinery(module)):
+        trace = original.__traceback__
+        while trace is not None and not is_wanted(trace.tb_frame.f_globals.get("__name__", "")):
+            trace = trace.tb_next
+        if trace is not None:
+            return "".join(traceback.format_exception(type(original), original, trace))
+    # E.g. a syntax error: Python could not run a line of the file.
+    return "".join(traceback.format_exception_only(original))
 
 
 def _is_users(module: str) -> bool:
@@ -96,44 +92,37 @@ def split_name(label: str, name: str) -> tuple[Path, str]:
     file, _, attribute = name.strip().rpartition(":")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise UsageError(
-            f"{label} {name}: no file {path}",
-            fix="the path is relative to the working directory; the form is FILE.py:NAME",
-        )
+        fix = "the path is relative to the working directory; the form is FILE.py:NAME"
+        raise UsageError(f"{label} {name}: no file {path}", fix=fix)
     return path, attribute
 
 
 def load_from_file(label: str, name: str) -> Any:
-    """Returns the object that `FILE.py:NAME` names; `label` is its kind. Raises UsageError and UserCodeError."""
+    """Returns the object that `FILE.py:NAME` names; `label` is its kind. Runs the file once per process.
+
+    Raises UsageError and UserCodeError.
+    """
     path, attribute = split_name(label, name)
-    module = _import(path)
+    folder = str(path.parent)
+    if folder not in sys.path:  # as `python FILE.py` does, so that the file can import its neighbours
+        sys.path.insert(0, folder)
+    module_name = _module_name(path)
+    if (module := sys.modules.get(module_name)) is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None  # the name ends in .py
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module  # before the file runs: dataclasses and pickle look their module up
+        try:
+            with user_code():
+                spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
     if attribute not in vars(module):
         defined = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         fix = did_you_mean(attribute, defined) if defined else "it defines no class: write one"
         raise UsageError(f"{path} defines no {attribute!r}", fix=fix)
     return getattr(module, attribute)
-
-
-def _import(path: Path) -> ModuleType:
-    """Run the file at `path` once per process and return it as a module."""
-    folder = str(path.parent)
-    if folder not in sys.path:  # as `python FILE.py` does, so that the file can import its neighbours
-        sys.path.insert(0, folder)
-    name = _module_name(path)
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before the file runs: dataclasses and pickle look their module up
-    try:
-        with user_code():
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _module_name(path: Path) -> str:
@@ -144,12 +133,10 @@ def _module_name(path: Path) -> str:
     of the real one.
     """
     stem = path.stem
-    loaded = sys.modules.get(stem)
-    if loaded is None:
+    if (loaded := sys.modules.get(stem)) is not None:
+        origin = getattr(loaded, "__file__", None)
+    else:
         spec = importlib.util.find_spec(stem) if stem.isidentifier() else None
         origin = spec.origin if spec else None
-    else:
-        origin = getattr(loaded, "__file__", None)
-    if origin is not None and Path(origin).resolve() == path:
-        return stem
-    return f"{stem}_{crc32(str(path).encode()):08x}"
+    is_this = origin is not None and Path(origin).resolve() == path
+    return stem if is_this else f"{stem}_{crc32(str(path).encode()):08x}"

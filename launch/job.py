@@ -20,7 +20,6 @@ from typing import Any
 from ..common.config.option import LAUNCHER
 from ..common.errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, OutputError, ParamServerError
 from ..common.reporting.curve import Point, add_trained
-from ..common.reporting.results import taken_over
 from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary
 from ..common.security import WEB_TOKEN_VARIABLE
@@ -191,7 +190,7 @@ class Job:
         """Returns the outcome with the run's results. A run that went well and left none has failed."""
         reporter = self._plan.reporter
         data = self._backend.results.get(reporter, b"")
-        if (summary := taken_over(data)) is not None:
+        if (summary := Summary.read(data)) is not None:
             above = summary.label if self._plan.relays else ""  # its own mode is that of the run above the regions
             return Outcome(
                 finish, summary.model_copy(update={"mode": self._plan.mode, "above": above, "trained": self._trained})

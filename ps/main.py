@@ -19,7 +19,7 @@ from ..common.config import quiet  # noqa: F401  (before the slow imports)
 # isort: split
 from ..common.config import cli
 from ..common.config.option import SERVER
-from ..common.config.preflight.files import check_optimizer
+from ..common.config.preflight.machine import check_optimizer
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.reporting.log import get_logger, setup_logging

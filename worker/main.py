@@ -25,8 +25,7 @@ from ..common.config.flags import flag_name, flags_of
 from ..common.config.launchers import engine_settings
 from ..common.config.option import WORKER
 from ..common.config.preflight.code import check_task
-from ..common.config.preflight.files import check_weights
-from ..common.config.preflight.machine import check_device
+from ..common.config.preflight.machine import check_device, check_weights
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from ...common.errors import ParamServerError
-from ...common.tensors.optimizers import OptimizerSpec, describe_optimizer, find_optimizer
+from ...common.tensors.optimizers import OptimizerSpec, describe_optimizers, find_optimizer
 from ...common.wire.direct import ACCEPTED, HELLO, LENGTH_BYTES, decode_length, to_buffers
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, message_frames, parse
 from ...common.wire.messages import contribution_message, read_reply
@@ -63,7 +63,7 @@ class Payloads:
         module = synthetic_model(floats)
         model = ModelTensors(module)
         cls: Any = find_optimizer(optimizer)
-        self.spec: OptimizerSpec = describe_optimizer(cls(module.parameters(), lr=_LEARNING_RATE), model.names)
+        self.spec: OptimizerSpec = describe_optimizers([cls(module.parameters(), lr=_LEARNING_RATE)], model.names)
         self.layout = model.layout
         self.weights = [memoryview(bytes(self.layout.total_bytes))]
         self.gradient = [memoryview(bytes(self.layout.exchange_bytes))]

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -21,15 +22,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import dropped, synonyms
-from ..errors import (
-    EXIT_BUG,
-    EXIT_DRAINED,
-    EXIT_INTERRUPTED,
-    EXIT_OUTPUT_LOST,
-    OutputError,
-    ParamServerError,
-    UsageError,
-)
+from ..errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_OUTPUT_LOST, OutputError, ParamServerError, UsageError
 from . import quiet
 
 # pydantic, yaml and rich are imported where they are used: not every command needs them.
@@ -40,16 +33,9 @@ if TYPE_CHECKING:
     from .sources import Resolved
 
 ConfigOption = Annotated[str | None, typer.Option("--config", help="YAML file; flags win over it.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.", rich_help_panel="Other"),
-]
-PrintConfigOption = Annotated[
-    bool,
-    typer.Option(
-        "--print-config", help="Show every setting and where it comes from, then stop.", rich_help_panel="Other"
-    ),
-]
+_other = partial(typer.Option, rich_help_panel="Other")
+SetOption = Annotated[list[str] | None, _other("--set", metavar="SECTION.KEY=VALUE", help="Set any key; repeatable.")]
+PrintConfigOption = Annotated[bool, _other("--print-config", help="Show every setting and its origin, then stop.")]
 # A command's parameter `flags`: the value of each flag by dotted key; None if the flag was not given.
 Flags = Mapping[str, Any]
 
@@ -86,7 +72,15 @@ class _Help:
 
 class _Command(_Help, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _check_values(self, ctx, args)
+        """Refuse an option without its value, which would take the next option for its value. Raises UsageError."""
+        options = [found for found in self.get_params(ctx) if found.param_type_name == "option"]
+        valued = {name for option in options if not option.is_flag for name in option.opts}  # type: ignore[attr-defined]
+        before_end = args[: args.index("--")] if "--" in args else args
+        for option, value in pairwise([*before_end, "--"]):
+            if option in valued and value.startswith("--"):
+                program = ctx.command_path.partition(" ")[0]
+                fix = synonyms.of_flag(program, option) or f"{option} VALUE; {program} --help lists every flag"
+                raise UsageError(f"option {option} needs a value", fix=fix)
         return super().parse_args(ctx, args)
 
 
@@ -146,33 +140,27 @@ def _modes_in_files(arguments: list[str]) -> list[str]:
     try:
         modes = [canonical_mode(name) for text in texts for name in text.split(",") if is_in_file(name)]
         mode_options(modes)
-        return modes
     except UsageError as error:
         raise UsageError(f"flag --mode: {error.message}", fix=error.fix) from None
+    return modes
 
 
 def _with_flags(program: str, command: Callable[..., int | None], modes: list[str]) -> Callable[..., int | None]:
     """Returns `command` with one option for each of the program's flags instead of its first parameter."""
     from .flags import flags_of
 
-    flags = flags_of(program, modes)
+    flags, kind = flags_of(program, modes), inspect.Parameter.KEYWORD_ONLY
     names = {key.replace(".", "__"): key for key in flags}
-    made = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(program, key, *flags[key])
-        )
-        for name, key in names.items()
-    ]
+    options = {name: _option(program, key, *flags[key]) for name, key in names.items()}
+    made = [inspect.Parameter(name, kind, default=None, annotation=option) for name, option in options.items()]
     _, config, *others = inspect.signature(command, eval_str=True).parameters.values()
 
     def with_flags(**arguments: Any) -> int | None:
         gc.enable()
         return command({key: arguments.pop(name) for name, key in names.items()}, **arguments)
 
-    parameters = [config, *made, *others]
-    with_flags.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    )
+    parameters = [parameter.replace(kind=kind) for parameter in (config, *made, *others)]
+    with_flags.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return with_flags
 
 
@@ -186,14 +174,9 @@ def _option(program: str, key: str, info: FieldInfo, flag: Flag) -> Any:
     number = "FLOAT" if float in kinds else "INTEGER" if int in kinds else None
     name = flag_name(key, info)
     both = f"{name}/--no-{name.removeprefix('--')}" if info.default is True else name  # lets the user switch it off
-    only = "; only without a server" if flag.is_for_alone and program == WORKER else ""
-    option = typer.Option(
-        *([f"-{flag.short}"] if flag.short else []),
-        both,
-        metavar=flag.metavar or number,
-        help=f"{info.description}{only}",
-        rich_help_panel=flag.panel,
-    )
+    names = [f"-{flag.short}", both] if flag.short else [both]
+    text = f"{info.description}; only without a server" if flag.is_for_alone and program == WORKER else info.description
+    option = typer.Option(*names, metavar=flag.metavar or number, help=text, rich_help_panel=flag.panel)
     return Annotated[(bool if bool in kinds else str) | None, option]
 
 
@@ -246,23 +229,10 @@ def show_config(resolved: Resolved) -> None:
     Console(soft_wrap=True, markup=False, emoji=False).print(table)
 
 
-def _check_values(command: TyperCommand, ctx: Any, arguments: list[str]) -> None:
-    """Refuse an option without its value, which would take the next option for its value. Raises UsageError."""
-    options = [found for found in command.get_params(ctx) if found.param_type_name == "option"]
-    valued = {name for option in options if not option.is_flag for name in option.opts}  # type: ignore[attr-defined]
-    for option, value in pairwise([*arguments, "--"]):
-        if option == "--":
-            return
-        if option in valued and value.startswith("--"):
-            program = ctx.command_path.partition(" ")[0]
-            fix = synonyms.of_flag(program, option) or f"{option} VALUE; {program} --help lists every flag"
-            raise UsageError(f"option {option} needs a value", fix=fix)
-
-
 def _fix_of(program: str, error: Any, message: str) -> str:
     """Returns what to write instead of a wrong flag, command or argument."""
     wrong = getattr(error, "option_name", None)
-    found = dropped.FLAGS.get(wrong) or synonyms.of_flag(program, wrong) if wrong else ""
+    found = dropped.flag(wrong) or synonyms.of_flag(program, wrong) if wrong else ""
     for flag, word in pairwise(["", *sys.argv[1:]]):
         if f"unexpected extra argument ({word}" in message.replace("(s)", "") or f"No such command '{word}'" in message:
             takes_none = f"{flag} takes no value; " if flag.startswith("--") else ""
@@ -289,18 +259,18 @@ def run_app(app: typer.Typer, program: str) -> NoReturn:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else EXIT_BUG
+        code = stop.code if isinstance(stop.code, int) else ParamServerError.exit_code
     except Exception as error:  # Click's error for a wrong flag; others are bugs, which show a traceback
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EPIPE):
-            quiet.over(code := _output_lost(program, error))
-            sys.exit(code)
-        if not hasattr(error, "format_message"):
+            code = _output_lost(program, error)
+        elif hasattr(error, "format_message"):
+            message = error.format_message()
+            fix = _fix_of(program, error, message)
+            if not fix.endswith("lists every flag"):  # Click's own suggestions are of the spelling alone
+                message = message.partition(" (Possible options:")[0].partition(" (Did you mean")[0]
+            code = report(program, UsageError(message, fix=fix))
+        else:
             raise
-        message = error.format_message()
-        fix = _fix_of(program, error, message)
-        if not fix.endswith("lists every flag"):  # Click's own suggestions are of the spelling alone
-            message = message.partition(" (Possible options:")[0].partition(" (Did you mean")[0]
-        code = report(program, UsageError(message, fix=fix))
     with suppress(OSError):
         sys.stderr.flush()
     quiet.over(code or 0)

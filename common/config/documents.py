@@ -33,8 +33,7 @@ class _Loader(yaml.SafeLoader):
 
 def _tagged(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
     """Returns the value of `!!int 3`, a number, switch or null."""
-    value = Plain(node.value).value()
-    if isinstance(value, str):
+    if isinstance(value := Plain(node.value).value(), str):
         raise yaml.constructor.ConstructorError(None, None, f"{value!r} is no {node.tag}", node.start_mark)
     return value
 
@@ -72,9 +71,8 @@ def read_document(path: str, label: str, fix: str) -> yaml.Node | None:
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
-        raise UsageError(
-            f"cannot read {label} {path}: {error.strerror}", fix="give the path of a YAML file; configs/ has examples"
-        ) from None
+        message = f"cannot read {label} {path}: {error.strerror}"
+        raise UsageError(message, fix="give the path of a YAML file; configs/ has examples") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text", fix=fix) from None
     except yaml.YAMLError as error:
@@ -82,10 +80,9 @@ def read_document(path: str, label: str, fix: str) -> yaml.Node | None:
         where = f"{path}:{mark.line + 1}" if mark else path
         began = getattr(error, "context_mark", None)
         since = f" ({getattr(error, 'context', '')}, from line {began.line + 1})" if began else ""
-        raise UsageError(
-            f"{where}: not valid YAML: {getattr(error, 'problem', error)}{since}",
-            fix="one `name: value` a line, indented with spaces, every bracket and quote closed; see configs/",
-        ) from None
+        message = f"{where}: not valid YAML: {getattr(error, 'problem', error)}{since}"
+        fix = "one `name: value` a line, indented with spaces, every bracket and quote closed; see configs/"
+        raise UsageError(message, fix=fix) from None
     _check_once(root, path, set())
     return root
 
@@ -101,9 +98,8 @@ def _check_once(node: yaml.Node | None, path: str, seen: set[int]) -> None:
             key, entry = entry
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines and isinstance(key, yaml.ScalarNode):
-                raise UsageError(
-                    f"{path}:{line}: '{name}' is set already in {path}:{lines[name]}", fix="remove one of the two lines"
-                )
+                message = f"{path}:{line}: '{name}' is set already in {path}:{lines[name]}"
+                raise UsageError(message, fix="remove one of the two lines")
             lines[name] = line
         _check_once(entry, path, seen)
 

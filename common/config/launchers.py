@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .addresses import join_address
 from .schema import DEFAULT_ADDRESS, DEFAULT_PORT
@@ -26,17 +26,16 @@ class Engine:
     local_rank: tuple[str, ...] = ()
     local_workers: tuple[str, ...] = ()  # on this host
 
+    @property
+    def variables(self) -> set[str]:
+        return {self.rank, *self.workers, *self.local_rank, *self.local_workers}
 
+
+_MPI = "OMPI_COMM_WORLD"
 ENGINES = (
     # People also set these variables by hand.
     Engine("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    Engine(
-        name="Open MPI",
-        rank="OMPI_COMM_WORLD_RANK",
-        workers=("OMPI_COMM_WORLD_SIZE",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_workers=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
+    Engine("Open MPI", f"{_MPI}_RANK", (f"{_MPI}_SIZE",), (f"{_MPI}_LOCAL_RANK",), (f"{_MPI}_LOCAL_SIZE",)),
     # MPICH, Intel MPI, and srun --mpi=pmi2, which does not set MPI_LOCALRANKID.
     Engine("PMI", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS",)),
     # The number of tasks of the job step; in a batch script, of the job.
@@ -46,9 +45,7 @@ ENGINES = (
 )
 
 # Variables of a process's own rank. Names of hosts are not included, because a child process may need them.
-RANK_VARIABLES = frozenset(
-    name for engine in ENGINES for name in (engine.rank, *engine.workers, *engine.local_rank, *engine.local_workers)
-)
+RANK_VARIABLES = frozenset(name for engine in ENGINES for name in engine.variables)
 _HOSTS = "SLURM_JOB_NODELIST"
 
 
@@ -76,11 +73,18 @@ def engine_settings(environ: Mapping[str, str], is_group: bool = False) -> Engin
     `is_group`: torchrun started the process as a member of a replica group. The rank of the group then comes from the
     engine around torchrun.
     """
-    if is_group:
-        return _settings_of_group(environ)
+    torchrun = ENGINES[0]
+    if is_group:  # RANK and WORLD_SIZE count members of the group, so an outer engine gives the rank
+        outer = engine_settings({name: value for name, value in environ.items() if name not in torchrun.variables})
+        settings = dict(outer.settings)
+        if environ.get(torchrun.rank):
+            settings.setdefault("worker.server", Variable(DEFAULT_ADDRESS, torchrun.workers[0]))
+        if (local_rank := _first(environ, torchrun.local_rank)) is not None:
+            settings["worker.local_rank"] = local_rank
+        return replace(outer, settings=settings)
     present = [engine for engine in ENGINES if environ.get(engine.rank)]
     if not present:  # a number of workers without a rank is still used
-        workers = _first(environ, ENGINES[0].workers)
+        workers = _first(environ, torchrun.workers)
         return EngineSettings({"run.workers": workers} if workers else {})
     engine = present[0]
     found = {
@@ -93,20 +97,8 @@ def engine_settings(environ: Mapping[str, str], is_group: bool = False) -> Engin
         settings={key: variable for key, variable in found.items() if variable is not None},
         engine=engine.name,
         overruled=tuple(other.name for other in present[1:]),
-        restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "") if engine is ENGINES[0] else "",
+        restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "") if engine is torchrun else "",
     )
-
-
-def _settings_of_group(environ: Mapping[str, str]) -> EngineSettings:
-    """Return the settings of a group member. RANK and WORLD_SIZE count members, so an outer engine gives the rank."""
-    torchrun = ENGINES[0]
-    names = {torchrun.rank, *torchrun.workers, *torchrun.local_rank, *torchrun.local_workers}
-    outer = engine_settings({name: value for name, value in environ.items() if name not in names})
-    settings = {"worker.server": Variable(DEFAULT_ADDRESS, torchrun.workers[0])} if environ.get(torchrun.rank) else {}
-    settings |= outer.settings
-    if (local_rank := _first(environ, torchrun.local_rank)) is not None:
-        settings["worker.local_rank"] = local_rank
-    return EngineSettings(settings, outer.engine, outer.overruled)
 
 
 def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:
@@ -118,14 +110,12 @@ def _server(environ: Mapping[str, str], engine: Engine) -> Variable | None:
     if workers is None or workers.value == "1":
         return None
     local, hosts = _first(environ, engine.local_workers), environ.get(_HOSTS, "")
-    if (local is not None and local.value == workers.value) or (
-        engine.name == "Slurm" and hosts and first_host(hosts) == hosts
-    ):
-        return Variable(DEFAULT_ADDRESS, workers.name)
-    if environ.get("MASTER_ADDR"):
-        return Variable(join_address(environ["MASTER_ADDR"], DEFAULT_PORT), "MASTER_ADDR")
-    if hosts:
-        return Variable(join_address(first_host(hosts), DEFAULT_PORT), _HOSTS)
+    is_one_host = engine.name == "Slurm" and hosts and first_host(hosts) == hosts
+    if not is_one_host and (local is None or local.value != workers.value):
+        if environ.get("MASTER_ADDR"):
+            return Variable(join_address(environ["MASTER_ADDR"], DEFAULT_PORT), "MASTER_ADDR")
+        if hosts:
+            return Variable(join_address(first_host(hosts), DEFAULT_PORT), _HOSTS)
     return Variable(DEFAULT_ADDRESS, workers.name)
 
 

@@ -17,19 +17,18 @@ from .sections.processes import (
     CheckpointConfig,
     LimitsConfig,
     SecurityConfig,
+    ServeConfig,
     ServerConfig,
+    UpstreamConfig,
     WorkerConfig,
 )
 from .sections.run import TASK_STEPS, RunConfig, TaskConfig
-from .sections.serving import ServeConfig
 from .sections.training import LoaderConfig, OptimizerConfig, StoreConfig, TrainConfig
-from .sections.upstream import UpstreamConfig
 
 __all__ = [
-    "DEFAULT_ADDRESS", "DEFAULT_PORT", "TASK_STEPS", "CheckpointConfig", "Config", "CostConfig",
-    "LaunchConfig", "LimitsConfig", "LoaderConfig", "LogConfig", "OptimizerConfig", "OutputConfig", "PolicyConfig",
-    "RunConfig", "SecurityConfig", "ServerConfig", "SlowdownConfig", "StoreConfig", "TaskConfig", "TrainConfig",
-    "UpstreamConfig", "WorkerConfig", "mode_options", "own_modes",
+    "DEFAULT_ADDRESS", "DEFAULT_PORT", "TASK_STEPS", "Config", "CostConfig", "LaunchConfig", "LimitsConfig",
+    "LogConfig", "OptimizerConfig", "PolicyConfig", "RunConfig", "SecurityConfig", "ServeConfig", "ServerConfig",
+    "SlowdownConfig", "StoreConfig", "TrainConfig", "WorkerConfig", "mode_options", "own_modes",
 ]  # fmt: skip
 
 
@@ -65,12 +64,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        workers = self.run.workers
-        if workers is not None:
+        if (workers := self.run.workers) is not None:
             if self.policy.min_workers > workers:
                 raise ValueError(f"policy.min_workers is {self.policy.min_workers}, but run.workers is {workers}")
-            backup_workers = self.policy.option("backup_workers", 0)
-            if backup_workers >= workers:
+            if (backup_workers := self.policy.option("backup_workers", 0)) >= workers:
                 raise ValueError(f"policy.backup_workers is {backup_workers}: it must be below run.workers, {workers}")
             most = workers - backup_workers
             if self.policy.aggregation == "trimmed_mean" and most <= 2 * self.policy.trim:
@@ -78,16 +75,12 @@ class Config(Section):
                     f"policy.trim is {self.policy.trim}: a round needs more than {2 * self.policy.trim} contributions "
                     f"to leave out that many at each end, and has {most}"
                 )
-            if self.worker.rank is not None and self.worker.rank >= workers:
-                raise ValueError(
-                    f"worker.rank is {self.worker.rank}: with run.workers {workers} it is 0..{workers - 1}"
-                )
+            if (rank := self.worker.rank) is not None and rank >= workers:
+                raise ValueError(f"worker.rank is {rank}: with run.workers {workers} it is 0..{workers - 1}")
         if (steps := self.run.task_steps) is not None and self.train.warmup >= steps:
             raise ValueError(f"train.warmup is {self.train.warmup}: it must be below run.steps, {steps}")
-        if self.train.min_lr > self.optimizer.lr:
-            raise ValueError(
-                f"train.min_lr is {self.train.min_lr:g}: it must not exceed optimizer.lr, {self.optimizer.lr:g}"
-            )
+        if (least := self.train.min_lr) > self.optimizer.lr:
+            raise ValueError(f"train.min_lr is {least:g}: it must not exceed optimizer.lr, {self.optimizer.lr:g}")
         if self.output.save_averaged and self.store.polyak is None:
             raise ValueError("output.save_averaged needs store.polyak, e.g. 0.999")
         return self

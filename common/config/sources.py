@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from .. import dropped
 from ..errors import UsageError, did_you_mean
@@ -54,14 +54,12 @@ class Resolved:
         be read by a mode in `modes`.
         """
         modes = list(modes)
-        for key, origin in self.origins.items():
-            readers = _readers(key, self.config.run.modes) if origin.startswith("flag ") else []
-            if (readers and not {*readers} & {*modes}) or (origin.startswith(also) and key in self.unread(modes)):
-                readers = _readers(key, self.config.run.modes)
-                raise UsageError(
-                    f"{origin}: mode {' and '.join(modes)} has no such option, so it would have no effect",
-                    fix=f"leave it out, or use a mode that has it: {', '.join(readers)}",
-                )
+        for key in self.unread(modes):
+            if self.origins[key].startswith(("flag ", also)):
+                message = f"{self.origins[key]}: mode {' and '.join(modes)} has no such option"
+                readers = ", ".join(_readers(key, self.config.run.modes))
+                fix = f"leave it out, or use a mode that has it: {readers}"
+                raise UsageError(f"{message}, so it would have no effect", fix=fix)
 
     def unread(self, modes: Iterable[str]) -> list[str]:
         """Return the options that were set, but that none of `modes` reads."""
@@ -71,21 +69,17 @@ class Resolved:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (key, value, origin) of every setting, for --print-config."""
+        known = settings(self.config.run.modes)
         rows = []
-        for section in sections():
-            for key, value in self._values(section).items():
+        for section, body in self.config:
+            of_section = {key: info for key, info in known.items() if key.startswith(f"{section}.")}
+            values = {key: info.get_default(call_default_factory=True) for key, info in of_section.items()}
+            for key, value in (values | {f"{section}.{name}": value for name, value in body}).items():
                 # One source may have set a whole dict, and others single keys of it.
                 found = [origin for name, origin in self.origins.items() if name == key or name.startswith(f"{key}.")]
                 shown = ",".join(value) if isinstance(value, tuple) and value else str(value)
                 rows.append((key, shown, ", ".join(dict.fromkeys(found)) or "default"))
         return rows
-
-    def _values(self, section: str) -> dict[str, Any]:
-        """Return every setting of a section by its dotted key, with defaults for mode options that were not set."""
-        body: BaseModel = getattr(self.config, section)
-        known = {key: info for key, info in settings(self.config.run.modes).items() if key.startswith(f"{section}.")}
-        values = {key: info.get_default(call_default_factory=True) for key, info in known.items()}
-        return values | {f"{section}.{name}": value for name, value in body}
 
 
 def _readers(key: str, modes: Iterable[str]) -> list[str]:
@@ -126,12 +120,10 @@ def load_config(
     entries: list[tuple[str, Any, str]] = []  # key, value, origin; a later entry wins
     if path is not None:
         entries += [(key, value, f"{path}:{line}") for key, value, line in _read_file(path)]
-    for name, key in _SHORT_NAMES.items():
-        if environ.get(name):
-            entries.append((key, scalar(environ[name]), f"environment {name}"))
-    for name, text in sorted(environ.items()):
-        if name.startswith("PS_") and "__" in name:
-            entries.append((name[3:].lower().replace("__", "."), scalar(text), f"environment {name}"))
+    variables = {name: key for name, key in _SHORT_NAMES.items() if environ.get(name)}
+    long_names = [name for name in sorted(environ) if name.startswith("PS_") and "__" in name]
+    variables |= {name: name[3:].lower().replace("__", ".") for name in long_names}
+    entries += [(key, scalar(environ[name]), f"environment {name}") for name, key in variables.items()]
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
@@ -170,11 +162,8 @@ def _validated(entries: list[tuple[str, Any, str]]) -> Resolved:
         _check_text(value, origin)
         _put(values, key, value, origin)
         origins[key] = origin
-        if (
-            meant(value) is not None
-            and (other := _INSTEAD.get(key)) in origins
-            and _kind(origins[other]) != _kind(origin)
-        ):
+        other = _INSTEAD.get(key)
+        if other in origins and meant(value) is not None and _kind(origins[other]) != _kind(origin):
             _put(values, other, None, origin)
             del origins[other]
     if others:

@@ -48,10 +48,6 @@ class Spread(NamedTuple):
     low: float
     high: float
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(fmean(values), min(values), max(values))
-
     def overlaps(self, other: Spread) -> bool:
         return self.low <= other.high and other.low <= self.high
 
@@ -92,7 +88,8 @@ def spreads(runs: Runs, get: Callable[[Summary], float | None]) -> dict[str, Spr
     for name, run in runs:
         value = get(run)
         values.setdefault(name, []).append(math.nan if value is None else value)
-    return {name: Spread.of(each) for name, each in values.items() if all(map(math.isfinite, each))}
+    found = {name: each for name, each in values.items() if all(map(math.isfinite, each))}
+    return {name: Spread(fmean(each), min(each), max(each)) for name, each in found.items()}
 
 
 def deciding_metric(runs: Runs) -> str:
@@ -150,17 +147,15 @@ def compare(runs: Runs, target: Condition | None = None, *, same_task: bool = Tr
     ]  # fmt: skip
     rows = []
     for name in names:
-        cells = [_cell(column, of.get(name), name == first)
-                 for column, of, first in zip(columns, found, best, strict=True)]  # fmt: skip
         members = [[text_of(column, run) for column in columns] for label, run in runs if label == name]
-        known = [name in of for of in found]
-        if len(members) == 1:  # a single value is shown although it is not finite
-            cells = [cell if of else Cell(text=text) for cell, of, text in zip(cells, known, members[0], strict=True)]
+        # A single value is shown although it is not finite.
+        unknown = members[0] if len(members) == 1 else ["-"] * len(columns)
+        cells = [_cell(column, of[name], name == first) if name in of else Cell(text=text)
+                 for column, of, first, text in zip(columns, found, best, unknown, strict=True)]  # fmt: skip
         rows.append(Row(label=name, cells=cells, members=members, note=lost.get(name, "")))
     order = _order(columns, found, same_task)
     rows.sort(key=lambda row: (row.label in lost, order.get(row.label, len(order))))
-    shown = [Column(label=column.name, help=column.help) for column in columns]
-    return Results(columns=shown, rows=rows)
+    return Results(columns=[Column(label=column.name, help=column.help) for column in columns], rows=rows)
 
 
 def best_of(found: dict[str, Spread], is_up: bool | None) -> str | None:
@@ -182,9 +177,7 @@ def _order(columns: Sequence[Measure], found: Sequence[dict[str, Spread]], same_
     return {name: at for at, name in enumerate(ranked)}
 
 
-def _cell(column: Measure, spread: Spread | None, is_best: bool) -> Cell:
-    if spread is None:
-        return Cell(text="-")
+def _cell(column: Measure, spread: Spread, is_best: bool) -> Cell:
     low, high = column.write(spread.low), column.write(spread.high)
     low, high = ("", "") if low == high else (low, high)
     return Cell(text=column.write(spread.mean), low=low, high=high, is_best=is_best)
@@ -226,9 +219,9 @@ def comparison_columns(runs: Runs, target: Condition | None) -> list[Measure]:
     currencies = list(dict.fromkeys(run.cost.currency for _, run in runs if run.cost is not None))
     for currency in currencies:
         way, suffix = (False, "") if len(currencies) == 1 else (None, f", {currency}")
-        columns.append(Measure(f"cost{suffix}", partial(_cost, currency, "total"),
-                               partial(_priced, currency), "cost", way))  # fmt: skip
-        columns.append(Measure(f"for waiting{suffix}", partial(_cost, currency, "waiting"), price, "waiting_cost", way))
+        total, waiting = (partial(_cost, currency, part) for part in ("total", "waiting"))
+        columns.append(Measure(f"cost{suffix}", total, partial(_priced, currency), "cost", way))
+        columns.append(Measure(f"for waiting{suffix}", waiting, price, "waiting_cost", way))
     return columns
 
 

@@ -40,9 +40,9 @@ def is_up(metric: str, better: Mapping[str, str] | None = None) -> bool | None:
     if better and metric in better:
         return better[metric] == "max"
     words = re.findall(r"[a-z0-9]+", metric.lower())
-    known = {up for up, names in ((True, _HIGH), (False, _LOW)) if names.intersection(words)}
-    known |= {False} if "bits per" in " ".join(words) else set()
-    return known.pop() if len(known) == 1 else None
+    is_high = not _HIGH.isdisjoint(words)
+    is_low = not _LOW.isdisjoint(words) or "bits per" in " ".join(words)
+    return is_high if is_high != is_low else None
 
 
 def stated(name: str) -> tuple[str, str]:
@@ -148,10 +148,9 @@ class Curve:
 
     def lacks(self) -> str:
         """Returns the configured metrics that the newest point lacks, as a phrase; empty if it lacks none."""
-        of_stop = condition(self.stop_when).metric if self.stop_when is not None else None
-        wanted = [stated(self.best_of)[0] if self.best_of is not None else None, of_stop]
+        of_stop = condition(self.stop_when).metric if self.stop_when is not None else ""
         measured = self.points[-1].metrics if self.points else {}
-        missing = [name for name in wanted if name is not None and name not in measured]
+        missing = [name for name in (stated(self.best_of or "")[0], of_stop) if name and name not in measured]
         return f"{' and '.join(missing)}: the evaluation gave {', '.join(measured) or 'nothing'}" if missing else ""
 
     def _value(self, point: Point) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from ..config.conditions import Condition
-from .comparison import Runs, Spread, alike, deciding_metric, is_up_in, spreads, unranked
+from .comparison import IS_UP, Runs, Spread, alike, deciding_metric, is_up_in, spreads, unranked
 from .curve import TRAINED
 from .metrics import OF_RUN
 from .pictures.words import short_number
@@ -23,12 +23,11 @@ _RANGES = {
     "samples_per_s": "Samples a second", "union_steps_per_s": "Steps of the union batch a second",
     "num_bytes": "Traffic",
 }  # fmt: skip
-# Metrics that explain why a run is faster: name, words, whether more is better.
-_REASONS = (
-    ("wait_share", "waiting", False),
-    ("num_bytes", "sent and received", False),
-    ("union_steps_per_s", "steps of the union batch a second", True),
-)
+# Metrics that explain why a run is faster, and their names there.
+_REASONS = {
+    "wait_share": "waiting", "num_bytes": "sent and received",
+    "union_steps_per_s": "steps of the union batch a second",
+}  # fmt: skip
 
 
 def target_of(runs: Runs) -> Condition | None:
@@ -99,7 +98,7 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
     first, last = (choose(took, key=lambda name: took[name].mean) for choose in (min, max))
     if took[first].overlaps(took[last]) or _seconds(took[first].mean) == _seconds(took[last].mean):
         return ""
-    metrics = [(words, spreads(runs, attrgetter(name)), OF_RUN[name].text, is_up) for name, words, is_up in _REASONS]
+    metrics = [(word, spreads(runs, attrgetter(key)), OF_RUN[key].text, IS_UP[key]) for key, word in _REASONS.items()]
     if target is not None:
         steps = spreads([(n, r) for n, r in runs if n in took], lambda run: p.step if (p := run.reached(target)) else 0)
         if min(spread.low for spread in steps.values()) > 0:
@@ -118,18 +117,14 @@ def _best(words: str, by_name: dict[str, Spread], is_up: bool | None, write: Cal
     texts = {name: spread.text(write) for name, spread in by_name.items()}
     if len(by_name) < 2 or is_up is None or len(set(texts.values())) == 1:
         return ""
+    words = words[:1].upper() + words[1:]  # names of metrics keep their case
     first, *others = sorted(by_name, key=lambda name: by_name[name].mean, reverse=is_up)
     equal = [name for name in others if by_name[name].overlaps(by_name[first])]
     rest = ", ".join(f"{name} {texts[name]}" for name in others)
     if len(equal) == len(others):
-        return f"{_capital(words)}: no difference beyond the spread; {first} {texts[first]}, {rest}."
+        return f"{words}: no difference beyond the spread; {first} {texts[first]}, {rest}."
     but = f" (not beyond the spread of {', '.join(equal)})" if equal else ""
-    return f"{_capital(words)}: {first} is best{but} with {texts[first]}; {rest}."
-
-
-def _capital(words: str) -> str:
-    """Returns the words with a first letter as in a sentence; names of metrics keep their case."""
-    return words[:1].upper() + words[1:]
+    return f"{words}: {first} is best{but} with {texts[first]}; {rest}."
 
 
 def _range(words: str, by_name: dict[str, Spread], write: Callable[[float], str]) -> str:

@@ -94,12 +94,12 @@ class History:
     def write(self, op: str, **fields: Any) -> None:
         if self._file is None:
             return
-        if not self._num_missing:
-            try:
+        try:
+            if not self._num_missing:
                 self._file.append(self._file.line(op, time.monotonic(), fields))
                 return
-            except OSError as error:
-                log.warning("history_off", path=self._path, reason=error.strerror)
+        except OSError as error:
+            log.warning("history_off", path=self._path, reason=error.strerror)
         self._num_missing += 1
 
     def close(self) -> None:

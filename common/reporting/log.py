@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import MutableMapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ..config.schema import LogConfig
 from ..errors import plain
 from ..wire.json_text import to_json
 
+Event = MutableMapping[str, Any]
 _ROUTINE = "_routine"  # marks an event on its way to the processors
 
 
@@ -34,7 +35,7 @@ def setup_logging(config: LogConfig, program: str) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            _Routine(is_told=config.format == "json" or config.level == "debug"),
+            partial(_routine, config.format == "json" or config.level == "debug"),
             stamp,
             structlog.processors.format_exc_info,
             _printable,
@@ -49,7 +50,7 @@ def setup_logging(config: LogConfig, program: str) -> None:
     structlog.contextvars.bind_contextvars(program=program)
 
 
-def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _printable(_logger: Any, _method: str, event: Event) -> Event:
     """Escapes control characters in names and values, which could start a new line or control a terminal.
 
     Text from other processes is also checked on receipt (`common/wire/checks.py`). A traceback keeps its lines.
@@ -58,20 +59,15 @@ def _printable(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> M
             for name, value in event.items()}  # fmt: skip
 
 
-class _Routine:
+def _routine(is_shown: bool, _logger: Any, _method: str, event: Event) -> Event:
     """Makes events of `routine` events of level debug, or drops them."""
+    if event.pop(_ROUTINE, False):
+        if not is_shown:
+            import structlog
 
-    def __init__(self, is_told: bool) -> None:
-        self._is_told = is_told
-
-    def __call__(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        if event.pop(_ROUTINE, False):
-            if not self._is_told:
-                import structlog
-
-                raise structlog.DropEvent
-            event["level"] = "debug"
-        return event
+            raise structlog.DropEvent
+        event["level"] = "debug"
+    return event
 
 
 class _Stderr:

@@ -140,12 +140,6 @@ def register(metric: Metric) -> None:
         OF_RUN[metric.name] = metric
 
 
-def unregister(name: str) -> Metric:
-    """Remove a metric from the table and return it."""
-    found = [table.pop(name) for table in (OF_WORKER, OF_RUN) if name in table]
-    return found[0]
-
-
 def shown_of_workers(where: Display) -> list[Metric]:
     """The metrics of a worker that are displayed there, in the order of the table."""
     return [metric for metric in OF_WORKER.values() if metric.display & where]
@@ -174,14 +168,9 @@ def completed(metrics: Iterable[Metric], row: Row) -> dict[str, Value]:
     """The row with the metrics that it lacks: derived from the others, or their default."""
     found: dict[str, Value] = {}
     for metric in metrics:
-        if metric.name in row:
-            found[metric.name] = row[metric.name]
-        elif metric.derive is not None:
-            found[metric.name] = metric.derive(found)
-        else:
-            found[metric.name] = metric.default
-        if metric.rate_of and not found[metric.name] and found[metric.rate_of] is None:
-            found[metric.name] = None
+        made = metric.default if metric.derive is None or metric.name in row else metric.derive(found)
+        value = row.get(metric.name, made)
+        found[metric.name] = None if metric.rate_of and not value and found[metric.rate_of] is None else value
     return found
 
 
@@ -221,23 +210,23 @@ def part_of_time(row: Row, name: str) -> Value:
 
 _LIVE = Display.DASHBOARD | Display.TERMINAL | Display.TRACKERS
 _TABLE = Display.SUMMARY | Display.PROMETHEUS
+_MEASURED = Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS
+_CURVED = Display.CURVES | Display.TRACKERS
+_COMPARED = Display.DASHBOARD | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK
 _NOWHERE, _DASHBOARD, _TERMINAL, _SUMMARY = Display.NOWHERE, Display.DASHBOARD, Display.TERMINAL, Display.SUMMARY
 
 
-def _counted(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **options: Any) -> Metric:
-    """A sum in the statistics of a rank."""
-    kept = {
-        "read": attrgetter(f"stats.{name}"),
-        "over_workers": Fold.SUM,
-        "over_time": Fold.SUM,
-        "display": _TABLE,
-        "display_run": _NOWHERE,
-    }
+def _counted(name: str, label: str, text: str, unit: Unit = Unit.COUNT, of: str = "", **options: Any) -> Metric:
+    """A sum in the statistics of a rank, or in the attribute `of` of its source."""
+    folds = {"over_workers": Fold.SUM, "over_time": Fold.SUM}
+    kept = {"read": attrgetter(of or f"stats.{name}"), **folds, "display": _TABLE, "display_run": _NOWHERE}
     return Metric(name, label, text, unit, **{**kept, **options})
 
 
-def _of_run(name: str, label: str, text: str, unit: Unit = Unit.COUNT, **options: Any) -> Metric:
-    return Metric(name, label, text, unit, of_run=True, **{"display": Display.PROMETHEUS, **options})
+def _of_run(name: str, label: str, text: str, unit: Unit = Unit.COUNT, of: str = "", **options: Any) -> Metric:
+    """A metric of the run. `of`: an attribute of the engine that has it, if it needs no `read`."""
+    kept = {"display": Display.PROMETHEUS, "read": attrgetter(of) if of else None}
+    return Metric(name, label, text, unit, of_run=True, **{**kept, **options})
 
 
 _RARE: dict[str, Any] = {"is_rare": True, "over_workers": None}
@@ -252,20 +241,14 @@ def _recent(name: str, text: str) -> Metric:
 
 def _measured(name: str, label: str, text: str, unit: Unit, **options: Any) -> Metric:
     """A metric that a worker's process measures and sends with its heartbeats; the run has the mean."""
-    kept = {
-        "tense": Tense.NOW,
-        "over_workers": Fold.MEAN,
-        "display": Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS,
-        "display_run": Display.CURVES | Display.TRACKERS,
-    }
+    kept = {"tense": Tense.NOW, "over_workers": Fold.MEAN, "display": _MEASURED, "display_run": _CURVED}
     read = lambda worker: worker.traffic.measured.get(name)  # noqa: E731
     return Metric(name, label, text, unit, read=read, default=None, is_rare=True, **{**kept, **options})
 
 
 _RELAY: dict[str, Any] = {
     "over_workers": Fold.SUM, "tense": Tense.LAST,
-    "display": Display.DASHBOARD | Display.TRACKERS | Display.PROMETHEUS | _SUMMARY,
-    "display_run": Display.CURVES | Display.TRACKERS | Display.REPORT,
+    "display": _MEASURED | _SUMMARY, "display_run": _CURVED | Display.REPORT,
 }  # fmt: skip
 
 _METRICS = (
@@ -273,44 +256,37 @@ _METRICS = (
     _of_run("wall_s", "wall s", "Seconds from the first weights to the last contribution.", Unit.SECONDS,
             display=Display.REPORT | Display.NOTEBOOK),
     _of_run("step", "step", "Training steps behind the slowest worker.",
-            read=lambda engine: engine.run.policy.min_steps_done, display=_LIVE | Display.PROMETHEUS),
+            of="run.policy.min_steps_done", display=_LIVE | Display.PROMETHEUS),
     _of_run("steps", "steps", "Training steps of each worker; 0: no limit, until the script ends.",
             read=lambda engine: engine.run.policy.training_steps or 0, display=_TERMINAL | Display.PROMETHEUS),
     _of_run("version", "version", "Version of the weights: number of updates since the run began.",
-            read=lambda engine: engine.run.policy.version, display=Display.EVERYWHERE),
+            of="run.policy.version", display=Display.EVERYWHERE),
     _of_run("elapsed_s", "time", "Seconds of training, over all starts of the server.", Unit.DURATION,
             read=lambda engine: engine.elapsed_s(), display=_LIVE | Display.PROMETHEUS),
     _of_run("num_workers", "workers", "Workers that have joined and have not left.",
             read=lambda engine: len(engine.run.roster.workers), display=_LIVE),
     _of_run("live_workers", "training", "Workers that the mode has admitted and that have not left.",
             read=lambda engine: len(engine.run.policy.members)),
-    _of_run("min_workers", "at least", "Number of workers below which training pauses.",
-            read=lambda engine: engine.config.policy.min_workers),
+    _of_run("min_workers", "at least", "Workers below which training pauses.", of="config.policy.min_workers"),
     _of_run("longest_wait_s", "longest wait", "Seconds that the longest-waiting worker has waited.", Unit.SECONDS,
             read=lambda engine: engine.run.roster.longest_wait_s(engine.now())),
-    _of_run("durable_version", "durable", "Version of the newest snapshot; 0 without one.",
-            read=lambda engine: engine.run.rhythm.durable_version),
-    _of_run("incarnation", "start", "Number of server starts in this run, from 1.",
-            read=lambda engine: engine.run.incarnation),
+    _of_run("durable_version", "durable", "Version of the newest snapshot; 0 without one.", of="run.rhythm.durable_version"),
+    _of_run("incarnation", "start", "Number of server starts in this run, from 1.", of="run.incarnation"),
     _of_run("staged_uploads", "staged", "Uploads in memory.",
             read=lambda engine: engine.model.staging.num_lent if engine.model.has_weights else 0),
-    _of_run("staged_uploads_limit", "may be staged", "Uploads that may be in memory at once.",
-            read=lambda engine: engine.config.server.max_staged),
+    _of_run("staged_uploads_limit", "may be staged", "Most uploads in memory at once.", of="config.server.max_staged"),
     _of_run("waiting_uploads", "wait for memory", "Uploads that wait for memory.",
             read=lambda engine: engine.model.staging.num_waiting if engine.model.has_weights else 0),
     _of_run("model_bytes", "model", "Size of the model.", Unit.BYTES,
             read=lambda engine: engine.model.layout.total_bytes if engine.model.layout else 0),
     _of_run("union_steps_per_s", "steps/s", "Steps of the union batch per second.", Unit.RATE, display=Display.REPORT),
     # Of a worker; most of them add up to a value of the run.
-    Metric("step", "step", "Training steps of this rank that count.",
-           read=lambda worker: worker.row.steps, display=_LIVE),
-    Metric("lead", "lead", "Training steps ahead of the slowest live worker.",
-           read=lambda worker: worker.lead, display=_LIVE),
-    _counted("training_steps", "steps", "Training steps behind the worker: its own, and those it missed.",
-             read=lambda worker: worker.row.steps),
+    Metric("step", "step", "Training steps of this rank that count.", read=attrgetter("row.steps"), display=_LIVE),
+    Metric("lead", "lead", "Training steps ahead of the slowest live worker.", read=attrgetter("lead"), display=_LIVE),
+    _counted("training_steps", "steps", "Steps behind the worker: its own, and those it missed.", of="row.steps"),
     _counted("contributions", "contributions", "Accepted contributions; with local steps each has several steps.",
-             read=lambda worker: worker.row.seq, display=_TABLE | _DASHBOARD, differs_from="training_steps"),
-    _counted("samples", "samples", "Samples in accepted contributions.", read=lambda worker: worker.row.samples,
+             of="row.seq", display=_TABLE | _DASHBOARD, differs_from="training_steps"),
+    _counted("samples", "samples", "Samples in accepted contributions.", of="row.samples",
              display=_TABLE | _DASHBOARD, display_run=_DASHBOARD | Display.TRACKERS | Display.NOTEBOOK),
     Metric("loss", "loss", "Mean training loss of the newest contribution.", Unit.NUMBER, default=None,
            read=lambda worker: _finite(worker.stats.loss), over_workers=Fold.MEAN, tense=Tense.LAST,
@@ -320,8 +296,7 @@ _METRICS = (
            rate_of="samples", display=_LIVE, display_run=_LIVE | Display.REPORT | Display.NOTEBOOK),
     _counted("compute_s", "compute s", "Seconds spent in forward and backward.", Unit.SECONDS),
     _counted("transfer_s", "transfer s", "Seconds spent in exchanges, without waits for the mode.", Unit.SECONDS),
-    _counted("wait_s", "wait s", "Seconds spent waiting for the mode or for an open round.", Unit.SECONDS,
-             read=lambda worker: worker.wait_s),
+    _counted("wait_s", "wait s", "Seconds spent waiting for the mode or for an open round.", Unit.SECONDS, of="wait_s"),
     _recent("compute_s", "Seconds of computing of late."),
     _recent("transfer_s", "Seconds of transfer of late."),
     _recent("wait_s", "Seconds of waiting of late, also of a wait that goes on."),
@@ -331,27 +306,24 @@ _METRICS = (
            derive=_of_time("transfer_s"), display=_TERMINAL | Display.TRACKERS),
     Metric("wait_share", "waiting", "Waiting as a share of the workers' time.", Unit.SHARE,
            derive=_of_time("wait_s"), over_workers=Fold.DERIVED, display=_TERMINAL | Display.TRACKERS,
-           display_run=_DASHBOARD | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+           display_run=_COMPARED),
     _counted("staleness_sum", "staleness", "Staleness of accepted contributions, added up.", display=_NOWHERE),
     Metric("staleness_mean", "stale mean", "Mean staleness of accepted contributions, in versions.", Unit.MEAN,
            derive=lambda row: _ratio(row["staleness_sum"], row["contributions"]), over_workers=Fold.DERIVED,
-           display=_DASHBOARD | _SUMMARY,
-           display_run=_DASHBOARD | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+           display=_DASHBOARD | _SUMMARY, display_run=_COMPARED),
     _counted("staleness_max", "stale max", "Largest staleness of an accepted contribution, in versions.",
-             over_workers=Fold.MAX, over_time=Fold.MAX, display=_DASHBOARD | _SUMMARY,
-             display_run=_DASHBOARD | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+             over_workers=Fold.MAX, over_time=Fold.MAX, display=_DASHBOARD | _SUMMARY, display_run=_COMPARED),
     _counted("lead_max", "lead max", "Largest lead after one of the worker's contributions.",
              over_workers=None, over_time=Fold.MAX, display=_SUMMARY),
     _counted("bytes_sent", "sent", "Bytes from the worker to the server, framing included.", Unit.BYTES,
-             read=lambda worker: worker.bytes_sent, display=_TABLE | _DASHBOARD),
+             of="bytes_sent", display=_TABLE | _DASHBOARD),
     _counted("bytes_received", "received", "Bytes from the server to the worker, framing included.", Unit.BYTES,
-             read=lambda worker: worker.bytes_received, display=_TABLE | _DASHBOARD),
+             of="bytes_received", display=_TABLE | _DASHBOARD),
     Metric("num_bytes", "traffic", "Bytes between workers and server, both ways.", Unit.BYTES,
            derive=lambda row: total_or_unknown([row["bytes_sent"], row["bytes_received"]]), over_workers=Fold.DERIVED,
-           display=_NOWHERE, display_run=_DASHBOARD | Display.TRACKERS | Display.REPORT | Display.NOTEBOOK),
+           display=_NOWHERE, display_run=_COMPARED),
     _counted("peer_bytes", "peer traffic", "Bytes sent to other workers; of the run: the mean of its workers.",
-             Unit.BYTES, read=lambda worker: worker.traffic.num_peers, over_workers=Fold.MEAN, is_rare=True,
-             display_run=Display.REPORT),
+             Unit.BYTES, of="traffic.num_peers", over_workers=Fold.MEAN, is_rare=True, display_run=Display.REPORT),
     _counted("restarts", "restarts", "New processes of the rank after its first process.", **_RARE,
              read=lambda worker: max(0, worker.stats.num_joins - 1), display=_TABLE | _DASHBOARD),
     _counted("dropped", "dropped", "Contributions that came after their round had closed.", **_RARE),
@@ -359,15 +331,12 @@ _METRICS = (
     _counted("skipped", "skipped", "Steps whose contribution was not applied, because of such values.", **_RARE),
     _counted("clipped", "clipped", "Contributions applied with such values set to 0, or scaled down.", **_RARE),
     _counted("residual_norm", "residual norm", "Norm of the residual of the worker's codec.", Unit.NUMBER, **_RARE,
-             read=lambda worker: worker.stats.residual, over_time=Fold.LAST),
-    _counted("residuals_lost", "residuals lost", "How often a residual was lost: a new process, a START, NaN.",
-             **_RARE),
-    _counted("residual_lost_norm", "lost norm", "Norms of the lost residuals, added up.", Unit.NUMBER, **_RARE,
-             read=lambda worker: worker.stats.residual_lost),
-    _measured("learning_rate", "learning rate", "Rate of the optimizer's first parameter group.", Unit.NUMBER,
-              tense=Tense.LAST),
-    _measured("grad_norm", "gradient norm", "Norm of the worker's gradient in a recent step.", Unit.NUMBER,
-              tense=Tense.LAST),
+             of="stats.residual", over_time=Fold.LAST),
+    _counted("residuals_lost", "residuals lost", "Losses of the residual: a new process, a START, NaN.", **_RARE),
+    _counted("residual_lost_norm", "lost norm", "Norms of the lost residuals, added up.", Unit.NUMBER,
+             of="stats.residual_lost", **_RARE),
+    _measured("learning_rate", "learning rate", "Rate of the first parameter group.", Unit.NUMBER, tense=Tense.LAST),
+    _measured("grad_norm", "gradient norm", "Norm of its gradient in a recent step.", Unit.NUMBER, tense=Tense.LAST),
     _measured("cpu", "CPU", "Recent CPU time of the process as a share of one core.", Unit.SHARE),
     _measured("memory_bytes", "memory", "Resident memory of the process.", Unit.BYTES),
     _measured("gpu", "GPU", "Use of its GPU as NVML reports it (nvidia-ml-py).", Unit.SHARE),
@@ -380,10 +349,9 @@ _METRICS = (
     _measured("region_staleness", "stale within", "Mean staleness within the region, in versions of its relay.",
               Unit.MEAN, **_RELAY | {"over_workers": Fold.MEAN}),
     _of_run("server_cpu", "server CPU", "Recent CPU time of the server (shard 0) as a share of one core.", Unit.SHARE,
-            read=lambda _: HERE.cpu(), default=None, display=Display.CURVES | Display.TRACKERS | Display.PROMETHEUS),
+            read=lambda _: HERE.cpu(), default=None, display=_CURVED | Display.PROMETHEUS),
     _of_run("server_memory_bytes", "server memory", "Resident memory of the server (shard 0).", Unit.BYTES,
-            read=lambda _: HERE.memory(), default=None,
-            display=Display.CURVES | Display.TRACKERS | Display.PROMETHEUS),
+            read=lambda _: HERE.memory(), default=None, display=_CURVED | Display.PROMETHEUS),
     _of_run("bytes_per_worker", "traffic/worker", "Bytes between one worker and the server, both ways.", Unit.BYTES,
             display=Display.REPORT),
 )  # fmt: skip

@@ -11,10 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from .metrics import Display, shown_of_workers
+from .pictures.words import duration
 from .report import PipeConsole, regions_text, status_metrics
 from .status import Status, WorkerStatus, names_of
 
 RANK_COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "bright_cyan", "bright_magenta", "bright_green")
+_LONG_S = 5.0  # in one state
 _STATE_STYLES = {"waiting": "yellow", "gone": "red", "finished": "dim", "computing": "green"}
 
 
@@ -52,25 +54,23 @@ def status_panel(status: Status, job: str = "") -> RenderableType:
     if status.steps:
         bar.add_row(ProgressBar(total=status.steps, completed=status.step, width=60))
     waiting, width = status.waiting_reason(), 78
+    reasons: dict[str, list[WorkerStatus]] = {}
+    for worker in status.workers:
+        if worker.waiting_for:
+            reasons.setdefault(worker.waiting_for, []).append(worker)
+    below = [  # long lines wrap and are not cut
+        f"and {status.left_out:,} more workers" if status.left_out else "",
+        regions_text(status.workers),
+        *(f"{names_of(workers)} waits for: {why}" for why, workers in reasons.items()),
+    ]
     return Group(
         Text(job, style="dim"),
         Text.assemble((status.mode, "bold"), "  ", "  ".join(status_metrics(status, width - len(status.mode)))),
         bar,
         Text(f"waiting: {waiting}" if waiting else "", style="yellow"),
         _workers(status),
-        *([Text(f"and {status.left_out:,} more workers", style="dim")] if status.left_out else []),
-        *_reasons(status),
+        *(Text(text, style="dim") for text in below if text),
     )
-
-
-def _reasons(status: Status) -> list[Text]:
-    """Returns lines below the table: which workers wait, and why. Long lines wrap and are not cut."""
-    waiting: dict[str, list[WorkerStatus]] = {}
-    for worker in status.workers:
-        if worker.waiting_for:
-            waiting.setdefault(worker.waiting_for, []).append(worker)
-    reasons = [f"{names_of(workers)} waits for: {why}" for why, workers in waiting.items()]
-    return [Text(text, style="dim") for text in filter(None, [regions_text(status.workers), *reasons])]
 
 
 def _workers(status: Status) -> Table:
@@ -85,5 +85,7 @@ def _workers(status: Status) -> Table:
         cells = {metric.name: metric.text(getattr(worker, metric.name)) for metric in metrics}
         if status.steps and "step" in cells:
             cells["step"] += f"/{status.steps:,}"
-        table.add_row(rank, Text(worker.state_text, style=_STATE_STYLES.get(worker.state, "")), *cells.values())
+        since = f" {duration(worker.state_s)}" if worker.state_s >= _LONG_S else ""
+        state = Text(f"{worker.state}{since}", style=_STATE_STYLES.get(worker.state, ""))
+        table.add_row(rank, state, *cells.values())
     return table

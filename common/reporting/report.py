@@ -56,19 +56,18 @@ class FittingTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         head = [name.replace(" ", "\n") if self._is_narrow and at else name for at, name in enumerate(self._columns)]
+        columns = list(zip(head, *self._rows, strict=True))
+        widths = [2 + max(cell_len(line) for cell in column for line in str(cell).split("\n")) for column in columns]
         kept = list(range(len(head)))
         for name in self._first_to_go:
-            if sum(self._width(head, at) for at in kept) - 2 <= min(self._most, options.max_width):
+            if sum(widths[at] for at in kept) - 2 <= min(self._most, options.max_width):
                 break
             kept = [at for at in kept if self._columns[at] != name or not at]
-        table = _table([head[at] for at in kept[1:]], self._first)
+        metrics = (Column(head[at], justify="right", overflow="fold", vertical="bottom") for at in kept[1:])
+        table = Table(self._first, *metrics, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
         for row in self._rows:
             table.add_row(*(row[at] for at in kept))
         yield table
-
-    def _width(self, head: list[str], at: int) -> int:
-        return 2 + max(cell_len(line) for cell in [head[at], *(row[at] for row in self._rows)]
-                       for line in str(cell).split("\n"))  # fmt: skip
 
 
 class PipeConsole(Console):
@@ -118,9 +117,8 @@ def summary_table(summary: Summary) -> RenderableType:
     """Returns the results of one run: a headline with its main metrics, and a row per worker."""
     metrics = [metric for metric in shown_of_workers(Display.SUMMARY) if _is_worth_it(metric, summary.workers)]
     names = ["worker", *(metric.label for metric in metrics)]
-    table = FittingTable(
-        names, _FIRST_OF_WORKERS, is_narrow=True, first=Column("worker", justify="right", vertical="bottom")
-    )
+    first = Column("worker", justify="right", vertical="bottom")
+    table = FittingTable(names, _FIRST_OF_WORKERS, is_narrow=True, first=first)
     for worker in sorted(summary.workers, key=lambda worker: worker.rank):
         table.add_row(worker.label, *(metric.text(getattr(worker, metric.name)) for metric in metrics))
     samples_per_s = OF_WORKER["samples_per_s"].text(summary.samples_per_s if summary.wall_s else None)
@@ -130,23 +128,20 @@ def summary_table(summary: Summary) -> RenderableType:
         f"   {samples_per_s} samples/s   waiting {share(summary.wait_share)}",
         f"   {_transports(summary)}" if summary.workers else "",
     )
-    final = Text(
-        "   ".join(f"{name} {short_number(value)}" for name, value in summary.final.items()), style="bold green"
-    )
-    parts: list[RenderableType] = [headline]
-    if summary.shards:
-        sizes = ", ".join(size(shard.lasting_bytes) for shard in summary.shards)
-        parts.append(Text(f"{len(summary.shards)} shards, which hold {sizes}", style="dim"))
-    parts += [Text(text, style="dim")] if (text := regions_text(summary.workers)) else []
-    parts += [Text(f"cost {summary.cost}", style="dim")] if summary.cost is not None else []
-    parts += [Text(summary.ended_by, style="yellow")] if summary.ended_by else []
-    parts += [_direction(summary.cosine, summary.gain)] if None not in (summary.cosine, summary.gain) else []
-    parts += [final] if summary.final else []
+    sizes = ", ".join(size(shard.lasting_bytes) for shard in summary.shards)
+    lines = [
+        (f"{len(summary.shards)} shards, which hold {sizes}" if sizes else "", "dim"),
+        (regions_text(summary.workers), "dim"),
+        (f"cost {summary.cost}" if summary.cost is not None else "", "dim"),
+        (summary.ended_by, "yellow"),
+        _direction(summary.cosine, summary.gain),
+        ("   ".join(f"{name} {short_number(value)}" for name, value in summary.final.items()), "bold green"),
+    ]
     if (best := summary.best) is not None and len(summary.curve) > 1:
         found = "   ".join(f"{name} {short_number(value)}" for name, value in best.metrics.items())
-        parts.append(Text(f"best at step {best.step:,} of {len(summary.curve)} evaluations: {found}"))
-    parts += [table] if summary.workers else []
-    return Group(*parts)
+        lines.append((f"best at step {best.step:,} of {len(summary.curve)} evaluations: {found}", ""))
+    parts = [headline, *(Text(text, style=style) for text, style in lines if text)]
+    return Group(*parts, *([table] if summary.workers else []))
 
 
 def regions_text(workers: Iterable[WorkerStatus]) -> str:
@@ -170,8 +165,7 @@ def _is_worth_it(metric: Metric, workers: list[WorkerStatus]) -> bool:
 def comparison_table(runs: list[tuple[str, Summary]], target: Condition | None = None) -> FittingTable:
     """Returns one row per run: final metrics, the time to the target, then costs."""
     head, rows = comparison_cells(runs, target)
-    first = Column(head[0], style="bold", overflow="fold")
-    table = FittingTable(head, _FIRST_TO_GO, most=_WIDTH, first=first)
+    table = FittingTable(head, _FIRST_TO_GO, most=_WIDTH, first=Column(head[0], style="bold", overflow="fold"))
     for row in rows:
         table.add_row(*row)
     return table
@@ -186,8 +180,7 @@ def status_line(status: Status, job: str = "") -> str:
     The reason for waiting is on the same line if it fits, and otherwise on the next. `job`: which run it is.
     """
     line = "  ".join(status_metrics(status, _LINE, job))
-    waiting = status.waiting_reason()
-    if not waiting:
+    if not (waiting := status.waiting_reason()):
         return line
     apart = "  " if len(line) + len(waiting) + len("  waiting: ") <= _LINE else "\n  "
     return f"{line}{apart}waiting: {waiting}"
@@ -213,13 +206,14 @@ def status_metrics(status: Status, width: int, job: str = "") -> list[str]:
     return [part for part in parts.values() if part]
 
 
-def _direction(cosine: float | None, gain: float | None) -> Text:
-    """Returns a line on how similar the directions of successive rounds are, and the gain of outer momentum."""
-    assert cosine is not None and gain is not None
+def _direction(cosine: float | None, gain: float | None) -> tuple[str, str]:
+    """Returns how similar the directions of successive rounds are, with the gain of outer momentum, and its style."""
+    if cosine is None or gain is None:
+        return "", ""
     message = f"deltas of successive rounds: cosine {cosine:.2f}, which outer momentum makes {gain:.1f} times as far"
     if gain <= _MOST_GAIN:
-        return Text(message, style="dim")
-    return Text(f"{message}: beyond {_MOST_GAIN:g}, try a lower --outer-momentum or --outer-lr", style="yellow")
+        return message, "dim"
+    return f"{message}: beyond {_MOST_GAIN:g}, try a lower --outer-momentum or --outer-lr", "yellow"
 
 
 def _transports(summary: Summary) -> str:
@@ -234,9 +228,3 @@ def _transports(summary: Summary) -> str:
         whose = f": rank {', '.join(ranks_of)}" if len(ranks) > 1 else ""
         shown.append(f"{transport}{whose}{f' ({why})' if why else ''}")
     return f"transport {'; '.join(shown)}"
-
-
-def _table(names: Iterable[str], *first: Column) -> Table:
-    """After `first`, columns of metrics."""
-    metrics = (Column(name, justify="right", overflow="fold", vertical="bottom") for name in names)
-    return Table(*first, *metrics, box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))

@@ -14,10 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_fie
 from .curve import MetricValue, Point
 from .folding import Presence, folded
 from .metrics import OF_RUN, OF_WORKER, Display, Metric, Value, completed
-from .pictures.words import duration
 
 RECORDED = "recorded."  # before the name of a metric that a script records
-_LONG_S = 5.0  # in one state
 _OFTEN_EMPTY = ("versions", "shard_bytes", "evaluated", "left_out", "recorded")
 
 
@@ -68,10 +66,8 @@ class Measured(BaseModel):
         return {name: value for name, value in data.items() if name in known}
 
     @model_validator(mode="after")
-    def _complete(self) -> Measured:
-        extra = self.model_extra
-        assert extra is not None
-        workers = self.parts()
+    def _complete(self) -> Self:
+        extra, workers = self.__pydantic_extra__, self.parts()
         added = folded(workers, lambda metric, worker: worker.row()[metric.name]) if workers else {}
         extra.update(completed(self.declared_metrics(), added | extra))
         return self
@@ -94,11 +90,6 @@ class WorkerStatus(Measured):
     def presence(self) -> Presence:
         """Of a record without a state, such as one of a summary, all take part."""
         return Presence(is_live=self.state not in ("finished", "gone"), is_lost=self.state == "gone")
-
-    @property
-    def state_text(self) -> str:
-        """Its state, with the time since then where that is long: `computing 20 s`."""
-        return f"{self.state} {duration(self.state_s)}" if self.state_s >= _LONG_S else self.state
 
     @property
     def label(self) -> str:
@@ -155,7 +146,5 @@ class Status(Measured):
         if self.waiting:
             return self.waiting
         waiting = [worker for worker in self.workers if worker.waiting_for]
-        if not waiting:
-            return ""
         rest = f" (and {len(waiting) - 1} more)" if len(waiting) > 1 else ""
-        return f"{names_of(waiting[:1])}: {waiting[0].waiting_for}{rest}"
+        return f"{names_of(waiting[:1])}: {waiting[0].waiting_for}{rest}" if waiting else ""

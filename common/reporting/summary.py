@@ -7,10 +7,14 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field, model_validator
 
 from ..config.conditions import Condition
-from ..wire.json_text import to_json
+from ..wire.json_text import read_json, to_json
 from .curve import MetricValue, Point, is_up, split_names
 from .metrics import OF_RUN, Display, Metric, Tense
 from .status import Measured, WorkerStatus
+
+# Where ps-launch names the open file for the results of a process. A log line would not do: readers of lines limit
+# their length, and anybody's output may look like one.
+RESULTS_VARIABLE = "PS_RESULTS_DESCRIPTOR"
 
 
 class ShardSummary(BaseModel):
@@ -50,18 +54,11 @@ def price(amount: float) -> str:
     return f"{amount:,.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
 
 
-def _rate(steady: tuple[int, float], whole: tuple[int, float]) -> float:
-    """Returns a rate per second over the steady part of the run if known, else over the whole run."""
-    count, seconds = steady if steady[1] > 0 else whole
-    return count / seconds if seconds > 0 else 0.0
-
-
 class Summary(Measured):
     """The results of one run. `version` counts the updates of the weights: optimizer steps, or averages."""
 
-    _OWN: ClassVar[frozenset[str]] = frozenset(
-        {"version", "wall_s", "samples_per_s", "union_steps_per_s", "bytes_per_worker"}
-    )
+    # Metrics that are fields or properties of this class.
+    _OWN: ClassVar = frozenset(("version", "wall_s", "samples_per_s", "union_steps_per_s", "bytes_per_worker"))
 
     mode: str
     above: str = ""  # with regions, whose mode is `mode`: the mode of the run above, and its option
@@ -92,14 +89,8 @@ class Summary(Measured):
 
     @classmethod
     def declared_metrics(cls) -> list[Metric]:
-        # Without metrics that are fields or properties of this class.
-        return [
-            metric
-            for metric in OF_RUN.values()
-            if metric.name not in cls._OWN
-            and (metric.tense is not Tense.NOW)
-            and (not metric.of_run or metric.display & Display.RESULTS)
-        ]
+        wanted = (metric for metric in OF_RUN.values() if not metric.of_run or metric.display & Display.RESULTS)
+        return [metric for metric in wanted if metric.name not in cls._OWN and metric.tense is not Tense.NOW]
 
     def parts(self) -> list[WorkerStatus]:
         return self.workers
@@ -133,12 +124,15 @@ class Summary(Measured):
         point = self.reached(target)
         return None if point is None else point.elapsed_s
 
+    def _rate(self, steady: int, whole: int) -> float:
+        """Returns a rate per second of two counts: of the steady part of the run if it is known, else of the whole."""
+        count, seconds = (steady, self.steady_s) if self.steady_s > 0 else (whole, self.wall_s)
+        return count / seconds if seconds > 0 else 0.0
+
     @property
     def samples_per_s(self) -> float | None:
         """Samples of all workers per second, after every worker's first training step. None: batch size unknown."""
-        if self.samples is None:
-            return None
-        return _rate((self.steady_samples, self.steady_s), (self.samples, self.wall_s))
+        return None if self.samples is None else self._rate(self.steady_samples, self.samples)
 
     @property
     def union_steps_per_s(self) -> float:
@@ -147,8 +141,7 @@ class Summary(Measured):
         A union batch has one training step of each worker. The metric compares N workers with a single worker that
         trains on the batches of N (`single`).
         """
-        steps = _rate((self.steady_steps, self.steady_s), (self.training_steps, self.wall_s))
-        return steps / max(1, len(self.workers))
+        return self._rate(self.steady_steps, self.training_steps) / max(1, len(self.workers))
 
     @property
     def bytes_per_worker(self) -> float:
@@ -164,3 +157,11 @@ class Summary(Measured):
     def text(self) -> str:
         """Returns the summary as JSON, for a file."""
         return to_json(self.model_dump(), indent=2) + "\n"
+
+    @classmethod
+    def read(cls, data: bytes) -> Summary | None:
+        """Returns the summary that a process left in its file; None if it left none, or a part of it."""
+        try:
+            return cls.model_validate(read_json(data, nan=True, big=True))
+        except ValueError:  # pydantic's is one
+            return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
@@ -135,13 +136,10 @@ class View(BaseModel):
         self.evaluations.extend(tick.evaluations)
         self.add_snapshots(tick.snapshots)
         if tick.status.workers or tick.status.step:
-            status, num_before = tick.status, len(self.series["step"])
-            for name in status.recorded:
-                self.series.setdefault(f"{RECORDED}{name}", [None] * num_before)
-            for name, values in self.series.items():
-                is_own = name.startswith(RECORDED)
-                values.append(status.recorded.get(name[len(RECORDED) :]) if is_own else getattr(status, name))
-            if len(self.series["step"]) >= 2 * _MOST_ROWS:
+            row, num_before = series_of([tick.status]), len(self.series["step"])
+            for name in self.series | row:
+                self.series.setdefault(name, [None] * num_before).extend(row.get(name, [None]))
+            if num_before + 1 >= 2 * _MOST_ROWS:
                 self.series = {name: values[::2] for name, values in self.series.items()}
 
     def add_snapshots(self, snapshots: Iterable[Snapshot]) -> None:
@@ -155,9 +153,8 @@ class View(BaseModel):
 
         The run store may already have the first events of this start.
         """
-        versions = enumerate(before.series["version"])
-        rows = [at for at, reached in versions if reached is not None and reached <= version]
-        self.series = {name: [values[at] for at in rows] for name, values in before.series.items()}
+        is_kept = [reached is not None and reached <= version for reached in before.series["version"]]
+        self.series = {name: [*compress(values, is_kept)] for name, values in before.series.items()}
         kept = [point for point in before.evaluations if point.version <= version]
         self.evaluations = kept if len(kept) >= len(self.evaluations) else self.evaluations
         self.add_snapshots(snapshot for snapshot in before.snapshots if snapshot.version <= version)

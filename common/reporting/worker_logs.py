@@ -20,13 +20,11 @@ def log_file(folder: Path, rank: int) -> Path:
 
 def last_lines(rank: int) -> list[str] | None:
     """Returns the last lines of a worker, without colors; None if ps-launch keeps no lines for this process."""
-    folder = os.environ.get(WEB_LOGS_VARIABLE)
-    if not folder:
+    if not (folder := os.environ.get(WEB_LOGS_VARIABLE)):
         return None
     try:
         with log_file(Path(folder), rank).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _MAX_BYTES))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_BYTES))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return [] if Path(folder).is_dir() else None

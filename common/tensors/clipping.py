@@ -21,9 +21,7 @@ def clip(gradients: Sequence[torch.Tensor], max_norm: float) -> None:
     """Scale gradients in place so that their joint 2-norm is at most `max_norm`. They may be on several devices."""
     if not gradients:
         return
-    norms = [
-        torch.linalg.vector_norm(gradient.to_dense() if gradient.is_sparse else gradient) for gradient in gradients
-    ]
+    norms = [torch.linalg.vector_norm(item.to_dense() if item.is_sparse else item) for item in gradients]
     scale(gradients, torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])), max_norm)
 
 

@@ -22,37 +22,24 @@ import torch
 class DelayedNesterov(torch.optim.Optimizer):
     """Nesterov's momentum with delayed updates. Raises ValueError for an invalid rate or momentum."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1.0,
-        momentum: float = 0.5,
-        *,
-        share: float = 1.0,
-        part: float = 1.0,
-        moves: float = 1.0,
-    ) -> None:
+    def __init__(self, params: Any, lr: float = 1.0, momentum: float = 0.5) -> None:
         if lr < 0 or not 0 <= momentum < 1:
             raise ValueError(f"lr is {lr:g}, momentum {momentum:g}; lr must be at least 0, momentum in [0, 1)")
-        super().__init__(params, {"lr": lr, "momentum": momentum, "share": share, "part": part, "moves": moves})
+        super().__init__(params, {"lr": lr, "momentum": momentum, "share": 1.0, "part": 1.0, "moves": 1.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # a server has no closure
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
-
-    def _step(self, parameter: torch.Tensor, delta: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"], state["accumulated"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        momentum, accumulated = state["momentum_buffer"], state["accumulated"]
-        change = delta * group["share"]
-        accumulated.add_(change)
-        if group["moves"]:
-            momentum.mul_(group["momentum"]).add_(accumulated)
-            accumulated.zero_()
-        if group["part"]:
-            change.add_(momentum * (group["part"] * group["momentum"]))
-        parameter.sub_(change.mul_(group["lr"]))
+            for parameter in (item for item in group["params"] if item.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state.update(momentum_buffer=torch.zeros_like(parameter), accumulated=torch.zeros_like(parameter))
+                momentum, accumulated = state["momentum_buffer"], state["accumulated"]
+                change = parameter.grad * group["share"]
+                accumulated.add_(change)
+                if group["moves"]:
+                    momentum.mul_(group["momentum"]).add_(accumulated)
+                    accumulated.zero_()
+                if group["part"]:
+                    change.add_(momentum * (group["part"] * group["momentum"]))
+                parameter.sub_(change.mul_(group["lr"]))

@@ -81,11 +81,9 @@ def judge_whole(limits: StoreConfig, parts: Sequence[Judgement]) -> Judgement:
 
 def unsound_start(rank: int, name: str) -> ParamServerError:
     """Returns the refusal of initial weights with NaN or Inf in the tensor of this name."""
-    return refusal(
-        Reason.OPTIMIZER_UNSUPPORTED,
-        f"the initial weights of rank {rank} have NaN or Inf in '{name}'",
-        fix="check its initialisation; a mask with -inf can be a buffer with persistent=False",
-    )
+    message = f"the initial weights of rank {rank} have NaN or Inf in '{name}'"
+    fix = "check its initialisation; a mask with -inf can be a buffer with persistent=False"
+    return refusal(Reason.OPTIMIZER_UNSUPPORTED, message, fix=fix)
 
 
 # ---- what the run says about it -------------------------------------------------------------
@@ -93,22 +91,18 @@ def unsound_start(rank: int, name: str) -> ParamServerError:
 
 def halted(rank: int, number: int, version: int, judgement: Judgement) -> DivergedError:
     """Returns the error of a run that ends at the first such contribution."""
-    return DivergedError(
-        f"rank {rank} sent {judgement.problem} as its contribution {number} ({judgement.limit}); nothing of it was "
-        f"applied, the weights are at version {version}",
-        fix="lower --lr, clip gradients, look at the rank's data; or let the server reject, skip or clip these",
-        reason=Reason.DIVERGED,
-    )
+    sent = f"rank {rank} sent {judgement.problem} as its contribution {number} ({judgement.limit})"
+    message = f"{sent}; nothing of it was applied, the weights are at version {version}"
+    fix = "lower --lr, clip gradients, look at the rank's data; or let the server reject, skip or clip these"
+    return DivergedError(message, fix=fix, reason=Reason.DIVERGED)
 
 
 def rejected_too_often(rank: int, in_a_row: int, limit: int, version: int, judgement: Judgement) -> DivergedError:
     """Returns the error of a run that rejected too many contributions of one worker in a row."""
-    return DivergedError(
-        f"rank {rank} sent {in_a_row} contributions with {judgement.problem} in a row (store.max_nonfinite is {limit}; "
-        f"{judgement.limit}); the server's weights are finite, at version {version}",
-        fix="lower --lr, clip gradients, or look at the rank's data",
-        reason=Reason.DIVERGED,
-    )
+    sent = f"rank {rank} sent {in_a_row} contributions with {judgement.problem} in a row"
+    settings = f"store.max_nonfinite is {limit}; {judgement.limit}"
+    message = f"{sent} ({settings}); the server's weights are finite, at version {version}"
+    return DivergedError(message, fix="lower --lr, clip gradients, or look at the rank's data", reason=Reason.DIVERGED)
 
 
 _MOST_NAMED = 5  # contributions

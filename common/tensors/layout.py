@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from itertools import groupby
+from operator import attrgetter
 from typing import Annotated, NamedTuple
 
 import torch
@@ -30,14 +31,10 @@ from ..errors import Reason, refusal
 _ALIGNMENT_BYTES = 64
 _MAX_BYTES = 2**50
 _MAX_KEPT_VIEWS = 256
+_RULES = {True: "averaged over the workers", False: "that of the lowest live rank"}  # of a buffer, by `averaged`
 
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        "float32", "float64", "float16", "bfloat16",
-        "int64", "int32", "int16", "int8", "uint8", "bool",
-    )
-}  # fmt: skip
+_DTYPE_NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES.split()}
 
 
 class Kind(IntEnum):
@@ -186,9 +183,8 @@ class Layout:
         self._check()
         self.entries: list[Entry] = []
         ends = dict.fromkeys(Kind, 0)
-        at = 0
-        by_dtype = sorted(self.specs, key=lambda spec: (spec.kind, spec.dtype))
-        for (kind, _), run in groupby(by_dtype, key=lambda spec: (spec.kind, spec.dtype)):
+        at, by_dtype = 0, attrgetter("kind", "dtype")
+        for (kind, _), run in groupby(sorted(self.specs, key=by_dtype), key=by_dtype):
             at = -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             for spec in run:
                 self.entries.append(Entry(spec, at, at + spec.num_bytes))
@@ -207,17 +203,15 @@ class Layout:
                     raise refusal(Reason.BAD_REQUEST, f"two tensors are named '{name}'")
                 seen.add(name)
             if spec.dtype not in DTYPES:
-                raise refusal(
-                    Reason.BAD_REQUEST, f"tensor '{spec.name}' has dtype {spec.dtype}; known are {', '.join(DTYPES)}"
-                )
+                message = f"tensor '{spec.name}' has dtype {spec.dtype}; known are {', '.join(DTYPES)}"
+                raise refusal(Reason.BAD_REQUEST, message)
             # Ignore zeros: torch also refuses (2**62, 2**62, 0), although it has no elements.
             extent = math.prod(d for d in spec.shape if d) * DTYPES[spec.dtype].itemsize
             if any(d < 0 for d in spec.shape) or extent >= _MAX_BYTES:
                 raise refusal(Reason.BAD_REQUEST, f"tensor {spec} has an impossible shape")
             if spec.kind is Kind.PARAMETER and not DTYPES[spec.dtype].is_floating_point:
                 raise refusal(Reason.BAD_REQUEST, f"tensor '{spec.name}' is {spec.dtype}: only floats are trained")
-        total = sum(spec.num_bytes for spec in self.specs)
-        if total >= _MAX_BYTES:
+        if (total := sum(spec.num_bytes for spec in self.specs)) >= _MAX_BYTES:
             raise refusal(Reason.BAD_REQUEST, f"a model of {total} bytes; at most {_MAX_BYTES} are possible")
 
     @cached_property
@@ -257,17 +251,12 @@ class Layout:
                 kinds = f" ({expected.kind.name} and {got.kind.name})" if expected.kind != got.kind else ""
                 found.append(f"expected {expected}, got {got}{kinds}")
             elif expected.averaged != got.averaged:
-                found.append(
-                    f"buffer {expected} is {_rule(expected)} in the run, and {_rule(got)} here: name it in "
-                    "averaged_buffers on all workers or on none"
-                )
+                first, second = (_RULES[spec.averaged] for spec in (expected, got))
+                fix = "name it in averaged_buffers on all workers or on none"
+                found.append(f"buffer {expected} is {first} in the run, and {second} here: {fix}")
         if not found and self.fingerprint != other.fingerprint:
             found.append("the same tensors in another order")
         return found[:limit] + ([f"and {len(found) - limit} more"] if len(found) > limit else [])
-
-
-def _rule(buffer: TensorSpec) -> str:
-    return "averaged over the workers" if buffer.averaged else "that of the lowest live rank"
 
 
 def new_payload(num_bytes: int) -> torch.Tensor:

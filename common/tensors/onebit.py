@@ -68,10 +68,7 @@ class OneBitAdam(torch.optim.AdamW):
             return False
         m = state["exp_avg"].mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
         v = state["exp_avg_sq"]
-        change = (
-            (m / (v / (1 - beta2 ** min(num_warm, warm))).sqrt_().add_(group["eps"]))
-            .clamp_(-1, 1)
-            .masked_fill_(v == 0, 0)
-        )
+        size = (v / (1 - beta2 ** min(num_warm, warm))).sqrt_().add_(group["eps"])
+        change = (m / size).clamp_(-1, 1).masked_fill_(v == 0, 0)
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"])
         return True

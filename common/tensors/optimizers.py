@@ -29,7 +29,7 @@ Reduction = Literal["mean", "sum"]
 
 # Keys of a group that do not change the result of a step, and keys that belong to schedulers.
 NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
-_SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+_NOT_SENT = NOT_HYPERPARAMETERS | {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 _OURS: tuple[type[torch.optim.Optimizer], ...] = (OneBitAdam, DelayedNesterov)
 # The fix where a server cannot run an optimizer as it is.
 IN_WORKERS = "--mode localsgd, diloco or allreduce, whose workers run the optimizer themselves"
@@ -121,15 +121,13 @@ class OptimizerSpec:
 
     def _structure(self) -> dict[str, Any]:
         """Return the properties that a run never changes, by the name that error messages use."""
-        sizes = {f"tensors of group {index}": group.tensors for index, group in enumerate(self.groups)}
-        return {
-            "optimizer": self.name,
-            "reduction": self.reduction,
-            "number of groups": len(self.groups),
-            **sizes,
-            "number of tables": len(self.tables),
-            **{f"{key} of table '{table.name}'": value for table in self.tables for key, value in table.sizes.items()},
-        }
+        facts: dict[str, Any] = {"optimizer": self.name, "reduction": self.reduction}
+        facts["number of groups"] = len(self.groups)
+        facts |= {f"tensors of group {index}": group.tensors for index, group in enumerate(self.groups)}
+        facts["number of tables"] = len(self.tables)
+        for table in self.tables:
+            facts |= {f"{key} of table '{table.name}'": value for key, value in table.sizes.items()}
+        return facts
 
     def _numbers(self) -> dict[tuple[str, str], Any]:
         """Return every hyperparameter by (name of its group or table, its own name)."""
@@ -159,13 +157,10 @@ class OptimizerSpec:
         """
         if self._structure() != other._structure():
             return None
-        found: list[tuple[str, Any, Any]] = []
-        for _, key, then, now in self._differing_numbers(other):
-            if _kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)):
-                return None
-            if (key, then, now) not in found:
-                found.append((key, then, now))
-        return found
+        found = [(key, then, now) for _, key, then, now in self._differing_numbers(other)]
+        if any(_kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)) for _, then, now in found):
+            return None
+        return [triple for at, triple in enumerate(found) if triple not in found[:at]]
 
 
 def without_compiler() -> None:
@@ -212,15 +207,11 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
 @on_host()
 def is_elementwise(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether two steps of a whole tensor and of its two halves give the same result."""
-    start, gradient = (
-        torch.linspace(-1, 1, 24, device="cpu").view(4, 6),
-        torch.linspace(2, -1, 24, device="cpu").view(4, 6),
-    )
-    whole, halves = start.clone(), [start[:2].clone().flatten(), start[2:].clone().flatten()]
-    gradients = [gradient[:2].flatten(), gradient[2:].flatten()]
+    start, gradient = torch.linspace(-1, 1, 24, device="cpu"), torch.linspace(2, -1, 24, device="cpu")
+    whole, halves = start.clone().view(4, 6), list(start.clone().split(12))
     step = plain_step(cls)
     try:
-        for tensors, grads in (([whole], [gradient]), (halves, gradients)):
+        for tensors, grads in (([whole], [gradient.view(4, 6)]), (halves, gradient.split(12))):
             optimizer = cls(tensors, lr=0.1)  # type: ignore[call-arg]
             for scale in (1.0, -0.5):
                 # The server also steps its windows one after another.
@@ -239,16 +230,13 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     Raises UsageError with the nearest name for an unknown class, and a refusal for a class that is not elementwise.
     """
     known = known_optimizers()
-    cls = known.get(name.lower())
-    if cls is None:
+    if (cls := known.get(name.lower())) is None:
         raise UsageError(f"unknown optimizer '{name}'", fix=did_you_mean(name.lower(), known))
     if not is_elementwise(cls):  # type: ignore[arg-type]
         usable = ", ".join(sorted(n for n, c in known.items() if is_elementwise(c)))  # type: ignore[arg-type]
-        raise refusal(
-            Reason.OPTIMIZER_UNSUPPORTED,
-            f"optimizer '{name}' does not work elementwise on tensors, so a server cannot run it on flat weights",
-            fix=f"use one of {usable}; a script with --mode localsgd may use any optimizer",
-        )
+        message = f"optimizer '{name}' does not work elementwise on tensors, so a server cannot run it on flat weights"
+        fix = f"use one of {usable}; a script with --mode localsgd may use any optimizer"
+        raise refusal(Reason.OPTIMIZER_UNSUPPORTED, message, fix=fix)
     return cls
 
 
@@ -260,20 +248,14 @@ def check_is_plain(optimizer: torch.optim.Optimizer, mode: str) -> None:
     cls = type(optimizer)
     known = known_optimizers().get(cls.__name__.lower())
     if known is not cls:
-        words = f"torch.optim.{cls.__name__}, which the server would step" if known else "a class of torch.optim"
-        rest = "" if known else f": the server, which steps in mode {mode}, does not have it"
-        raise UsageError(
-            f"optimizer {cls.__module__}.{cls.__name__} is not {words}{rest}",
-            fix=f"a class of torch.optim; or {IN_WORKERS}",
-        )
-    found = _additions(optimizer)
-    if found is not None:
-        addition, fix = found
-        raise UsageError(
-            f"the {cls.__name__} given to session.optimizer() has {addition}, but in mode {mode} the server steps, and "
-            "would not do this",
-            fix=f"{fix}; or {IN_WORKERS}",
-        )
+        words = f"a class of torch.optim: the server, which steps in mode {mode}, does not have it"
+        if known:
+            words = f"torch.optim.{cls.__name__}, which the server would step"
+        message = f"optimizer {cls.__module__}.{cls.__name__} is not {words}"
+        raise UsageError(message, fix=f"a class of torch.optim; or {IN_WORKERS}")
+    if (found := _additions(optimizer)) is not None:
+        message = f"the {cls.__name__} given to session.optimizer() has {found[0]}, but in mode {mode} the server steps"
+        raise UsageError(f"{message}, and would not do this", fix=f"{found[1]}; or {IN_WORKERS}")
 
 
 def _additions(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
@@ -290,17 +272,11 @@ def _additions(optimizer: torch.optim.Optimizer) -> tuple[str, str] | None:
     if hooks := [key for key, value in vars(optimizer).items() if key.endswith("_hooks") and value]:
         where = hooks[0].removeprefix("_optimizer_").removesuffix("_hooks").replace("_", " ")
         return f"a {where} hook", "register it on the optimizer that session.optimizer() returns"
-    if any(_has_moments(state) for state in optimizer.state.values()):
-        return "moments of earlier steps", (
-            "give it an optimizer that has not stepped, and load its hyperparameters into the one that "
-            "session.optimizer() returns"
-        )
+    for state in optimizer.state.values():  # Adagrad has state before its first step
+        if any(value is not None for value in state.values()) and float(state.get("step", 1)) > 0:
+            fix = "give it an optimizer that has not stepped, and load its hyperparameters into the one that"
+            return "moments of earlier steps", f"{fix} session.optimizer() returns"
     return None
-
-
-def _has_moments(state: Mapping[str, Any]) -> bool:
-    """Whether a step made this state. Adagrad has state before its first step."""
-    return any(value is not None for value in state.values()) and float(state.get("step", 1)) > 0
 
 
 def check_arguments(name: str, arguments: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
@@ -343,12 +319,8 @@ def check_hyperparameters(name: str, hyperparameters: Hyperparameters, known: Hy
             message = f"optimizer {name}: {key} is {value!r}; at most {MAX_NUMBER:g} is possible"
             raise refusal(Reason.BAD_REQUEST, message)
     # Groups of AdamW also have decoupled_weight_decay, which its constructor does not accept.
-    arguments = inspect.signature(cls).parameters
-    values = {
-        key: value
-        for key, value in {**(known or {}), **hyperparameters}.items()
-        if key in accepted and key in arguments
-    }
+    taken = accepted.keys() & inspect.signature(cls).parameters
+    values = {key: value for key, value in {**(known or {}), **hyperparameters}.items() if key in taken}
     try:
         cls([torch.zeros(1, device="cpu")], **as_arguments(values))
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -372,11 +344,10 @@ def build_optimizer(
     common = {k: v for k, v in groups[0].items() if k in accepted and k != "params"} if groups else {}
     arguments = as_arguments({**common, **(arguments or {})})
     groups = [{**group, **as_arguments({k: v for k, v in group.items() if k != "params"})} for group in groups]
-    parameters = [param for group in groups for param in group["params"]]
+    on_cpu = [param for group in groups for param in group["params"] if param.device.type == "cpu"]
     if has_fused(name) and all(
         _is_fused_right(name, item.dtype) and torch.empty_like(item, device="meta").stride() == item.stride()  # no gaps
-        for item in parameters
-        if item.device.type == "cpu"
+        for item in on_cpu
     ):
         try:
             return _with_sums(cls(groups, **arguments, fused=True))  # type: ignore[call-arg]
@@ -460,27 +431,17 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapp
     """
     groups: list[GroupSpec] = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
-            raise UsageError(
-                f"the optimizer holds {len(unknown)} tensors that are not parameters of the model, the first of "
-                f"shape {unknown[0]}",
-                fix="build it from model.parameters() of the model you pass to session.optimizer()",
-            )
+        if unknown := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
+            message = f"the optimizer holds {len(unknown)} tensors that are not parameters of the model, the first of "
+            fix = "build it from model.parameters() of the model you pass to session.optimizer()"
+            raise UsageError(f"{message}shape {unknown[0]}", fix=fix)
         groups.append(GroupSpec(tuple(names[id(p)] for p in group["params"]), current_hyperparameters(group)))
     twice = [name for name, count in Counter(name for group in groups for name in group.tensors).items() if count > 1]
     if twice:
-        raise UsageError(
-            f"parameter '{twice[0]}' is in two parameter groups, so it would be stepped twice",
-            fix="give every parameter to one group of one optimizer",
-        )
+        message = f"parameter '{twice[0]}' is in two parameter groups, so it would be stepped twice"
+        raise UsageError(message, fix="give every parameter to one group of one optimizer")
     classes = [type(optimizer).__name__ for optimizer in optimizers for _ in optimizer.param_groups]
     return OptimizerSpec("+".join(classes) if len(set(classes)) > 1 else classes[0], tuple(groups))
-
-
-def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
-    """Return the spec of one torch optimizer, as `describe_optimizers` does."""
-    return describe_optimizers([optimizer], names)
 
 
 @on_host()
@@ -496,11 +457,7 @@ def state_keys(name: str, group: Mapping[str, Any]) -> set[str]:
 
 def current_hyperparameters(group: Mapping[str, Any]) -> Hyperparameters:
     """Return the hyperparameters of one torch parameter group as plain numbers, lists, booleans and text."""
-    return {
-        key: _plain(value)
-        for key, value in group.items()
-        if key not in NOT_HYPERPARAMETERS and key not in _SCHEDULER_KEYS and value is not None
-    }
+    return {key: _plain(value) for key, value in group.items() if key not in _NOT_SENT and value is not None}
 
 
 def apply_hyperparameters(group: dict[str, Any], values: Hyperparameters) -> None:

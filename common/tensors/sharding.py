@@ -15,7 +15,7 @@ import torch
 
 from ..errors import Reason, refusal
 from .layout import Kind, Layout, TensorSpec
-from .optimizers import GroupSpec, OptimizerSpec
+from .optimizers import OptimizerSpec
 
 
 class Part(NamedTuple):
@@ -55,12 +55,12 @@ class Share:
     def optimizer(self, whole: OptimizerSpec) -> OptimizerSpec:
         """Return the model's optimizer over this shard's parts. Groups without a part here stay, without tensors."""
         names = {part.spec.name: part.name for part in self.parts}  # a shard has at most one part of a tensor
-        groups = []
-        for group in whole.groups:
-            local_names = tuple(names[tensor] for tensor in group.tensors if tensor in names)
-            groups.append(GroupSpec(local_names, group.hyperparameters))
+        groups = tuple(
+            replace(group, tensors=tuple(names[tensor] for tensor in group.tensors if tensor in names))
+            for group in whole.groups
+        )
         tables = tuple(table.part(self.number, self.count) for table in whole.tables)
-        return OptimizerSpec(whole.name, tuple(groups), tables, whole.reduction)
+        return replace(whole, groups=groups, tables=tables)
 
 
 def divide(whole: Layout, num_shards: int) -> list[Share]:
@@ -76,12 +76,9 @@ def divide(whole: Layout, num_shards: int) -> list[Share]:
     for index, found in enumerate(parts):
         if not any(part.spec.kind is Kind.PARAMETER and part.as_spec().num_elements for part in found):
             rows = sum(_num_rows(spec) for spec in whole.specs if spec.kind is Kind.PARAMETER)
-            raise refusal(
-                Reason.LIMIT_EXCEEDED,
-                f"a model of {rows} row{'s' if rows != 1 else ''} cannot be divided among {num_shards} shards: "
-                f"shard {index} would have none",
-                fix="start fewer shards (--shards)",
-            )
+            message = f"a model of {rows} row{'s' if rows != 1 else ''} cannot be divided among {num_shards} shards: "
+            fix = "start fewer shards (--shards)"
+            raise refusal(Reason.LIMIT_EXCEEDED, f"{message}shard {index} would have none", fix=fix)
     layouts = [Layout(part.as_spec() for part in found) for found in parts]
     return [Share(tuple(parts[number]), layouts[number], number, num_shards) for number in range(num_shards)]
 

@@ -44,8 +44,7 @@ def statistics_of(
             fix = did_you_mean(name, list(buffers)) if buffers else "leave averaged_buffers out: it has no buffers"
             raise UsageError(f"averaged_buffers: the model has no buffer '{name}'", fix=fix)
         if not item.is_floating_point() and id(item) not in known:
-            message = (
-                f"averaged_buffers: '{name}' is {str(item.dtype).removeprefix('torch.')}, and integers have no mean"
-            )
+            dtype = str(item.dtype).removeprefix("torch.")
+            message = f"averaged_buffers: '{name}' is {dtype}, and integers have no mean"
             raise UsageError(message, fix="leave it out: it follows the lowest live rank")
     return frozenset(named_by_script) | {name for name, buffer in buffers.items() if id(buffer) in known}

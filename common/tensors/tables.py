@@ -110,18 +110,15 @@ def _rows_optimizer(name: str, hyperparameters: Mapping[str, Any]) -> type[torch
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"optimizer '{name}' cannot step rows: {problem}", fix=f"{usable} can") from None
     state = [value for value in optimizer.state[table].values() if isinstance(value, torch.Tensor)]
-    if not torch.equal(table[::2], start[::2]) or any(
-        tensor.is_sparse or (tensor.dim() and len(tensor) != 4) for tensor in state
-    ):
+    is_of_rows = all(not tensor.is_sparse and (not tensor.dim() or len(tensor) == 4) for tensor in state)
+    if not is_of_rows or not torch.equal(table[::2], start[::2]):
         raise UsageError(f"optimizer '{name}' with {dict(hyperparameters)} is not one for rows", fix=f"{usable} are")
     return cls
 
 
 def _sparse(ids: torch.Tensor, values: torch.Tensor, num_rows: int) -> torch.Tensor:
-    size = (num_rows, values.shape[1])
-    return torch.sparse_coo_tensor(
-        ids[None], values, size, is_coalesced=True, check_invariants=False, device=values.device
-    )
+    size, device = (num_rows, values.shape[1]), values.device
+    return torch.sparse_coo_tensor(ids[None], values, size, is_coalesced=True, check_invariants=False, device=device)
 
 
 def summed(parts: Sequence[tuple[torch.Tensor, torch.Tensor, float]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,11 +188,8 @@ class Table:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return weight and optimizer state by key. Tensors share memory, and numbers are 0-dim tensors."""
-        kept = self.torch.state.get(self.weight, {})
-        return {
-            WEIGHT: self.weight.detach(),
-            **{key: torch.as_tensor(value, device="cpu") for key, value in kept.items()},
-        }
+        kept = {WEIGHT: self.weight.detach(), **self.torch.state.get(self.weight, {})}
+        return {key: torch.as_tensor(value, device="cpu") for key, value in kept.items()}
 
     def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from a copy of `state`. Raises ValueError for the state of another table."""

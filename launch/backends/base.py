@@ -40,7 +40,7 @@ from ...common.config.addresses import join_address
 from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import ParamServerError
-from ...common.reporting.results import RESULTS_VARIABLE
+from ...common.reporting.summary import RESULTS_VARIABLE
 from ..hosts.connection import Connection, Unreachable, watched
 from ..plan.hosts import Host
 from ..plan.process import WILDCARDS, Child, ProcessSpec

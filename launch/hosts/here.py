@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...common.config.preflight.code import check_script, check_task
-from ...common.config.preflight.files import check_optimizer, check_weights
-from ...common.config.preflight.machine import check_device, check_listening
+from ...common.config.preflight.machine import check_device, check_listening, check_optimizer, check_weights
 from ...common.config.schema import Config
 from ..plan.runs import Plan
 

@@ -111,7 +111,7 @@ class Learner:
         self._shares.num_batches(num_workers)  # raises for too few samples
         self._thread = _Inline(_fail)
         self.model = Model(config, self._thread, policy)
-        self._described = optimizers.describe_optimizer(first.optimizer, first.tensors.names)
+        self._described = optimizers.describe_optimizers([first.optimizer], first.tensors.names)
         check(config, self.kind, self._described)
         self.model.adopt(layout, self._described)
         begin = private_segment(layout.total_bytes)

@@ -12,12 +12,12 @@ from paramserver.common.registry import CODECS
 from paramserver.ps.main import main
 
 
-@pytest.mark.parametrize("name", sorted(dropped.CODECS))
+@pytest.mark.parametrize("name", sorted(dropped.NAMES["codec"]))
 def test_a_dropped_codec_is_refused_with_its_fix(name: str) -> None:
     assert name not in CODECS.names()
     with pytest.raises(UsageError, match=f"codec '{name}' was removed") as caught:
         CODECS.check(name)
-    assert caught.value.fix == dropped.CODECS[name]
+    assert caught.value.fix == dropped.NAMES["codec"][name]
 
 
 @pytest.mark.parametrize("key", sorted(dropped.SETTINGS))
@@ -36,4 +36,4 @@ def test_a_dropped_flag_is_refused_with_its_fix(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == UsageError.exit_code
-    assert capsys.readouterr().err == f"ps-server: No such option: {flag}\n  fix: {dropped.FLAGS[flag]}\n"
+    assert capsys.readouterr().err == f"ps-server: No such option: {flag}\n  fix: {dropped.flag(flag)}\n"

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from paramserver.catalog.showing import show_run
 from paramserver.common.config.schema import Config
-from paramserver.common.reporting.metrics import Fold, Metric, Unit, register, unregister
+from paramserver.common.reporting.metrics import OF_RUN, OF_WORKER, Fold, Metric, Unit, register
 from paramserver.common.reporting.panel import TerminalConsole, status_panel
 from paramserver.common.reporting.report import report_console, summary_table
 from paramserver.common.reporting.status import Status
@@ -50,7 +50,7 @@ def crumbs() -> Iterator[None]:
                over_time=Fold.SUM, read=lambda worker: 2.5 * worker.stats.dropped + worker.traffic.num_peers)
     )  # fmt: skip
     yield
-    unregister("crumb_s")
+    del OF_WORKER["crumb_s"], OF_RUN["crumb_s"]
 
 
 def taken() -> tuple[Status, Summary, str]:
@@ -114,7 +114,7 @@ def test_the_page_has_it() -> None:
 
 def test_the_run_store_has_it_also_in_a_file_that_is_older(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "paramserver.db"
-    declared = unregister("crumb_s")
+    declared, _ = OF_WORKER.pop("crumb_s"), OF_RUN.pop("crumb_s")
     record_in(tmp_path).write()
     register(declared)
     status, summary, _ = taken()

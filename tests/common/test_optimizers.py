@@ -19,7 +19,7 @@ from paramserver.common.tensors.optimizers import (
     check_arguments,
     check_hyperparameters,
     current_hyperparameters,
-    describe_optimizer,
+    describe_optimizers,
     find_optimizer,
     is_elementwise,
     known_optimizers,
@@ -215,7 +215,7 @@ def test_what_is_described_sent_and_built_steps_the_same(name: str, is_unusual: 
     theirs = cls(
         [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02, "weight_decay": 0.01}], **arguments
     )
-    spec = describe_optimizer(theirs, names)
+    spec = describe_optimizers([theirs], names)
     assert spec.name == cls.__name__
     assert [group.tensors for group in spec.groups] == [("layer.0", "layer.1"), ("layer.2",)]
     received = over_the_wire(spec)
@@ -245,7 +245,7 @@ def test_any_optimizer_of_torch_can_be_described(name: str) -> None:
     """Also those the server cannot run: in localsgd they run in the worker, and every worker says what it has."""
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     optimizer = known_optimizers()[name]([parameter])
-    spec = describe_optimizer(optimizer, {id(parameter): "w"})
+    spec = describe_optimizers([optimizer], {id(parameter): "w"})
     assert spec.name.lower() == name
     assert over_the_wire(spec).differences(spec) == []
 
@@ -257,7 +257,7 @@ def test_a_tensor_that_is_no_parameter_of_the_model() -> None:
     with pytest.raises(
         UsageError, match=r"1 tensors that are not parameters of the model, the first of shape \(2, 3\)"
     ):
-        describe_optimizer(optimizer, names)
+        describe_optimizers([optimizer], names)
 
 
 def test_fused_where_torch_has_it() -> None:

@@ -42,7 +42,7 @@ def test_every_name_loads(family: Family) -> None:
     for name in names:
         entry = family.load(name)
         assert isinstance(entry, type), f"{family.noun} '{name}': ENTRY is no class"
-        assert entry.__module__.startswith(family.packages)
+        assert entry.__module__.startswith((family.package, *family.others))
 
 
 def test_a_new_file_is_a_new_name(package: Path) -> None:

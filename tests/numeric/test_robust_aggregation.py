@@ -17,7 +17,7 @@ from paramserver.common.config.sections.training import StoreConfig
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import new_payload
-from paramserver.common.tensors.optimizers import describe_optimizer
+from paramserver.common.tensors.optimizers import describe_optimizers
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
@@ -85,7 +85,7 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: StoreConfig =
     """The loss on fresh samples after NUM_STEPS rounds; the liars have the lowest ranks."""
     workers = [Worker(rank, LIE if rank < num_liars else 1.0) for rank in range(NUM_WORKERS)]
     layout = workers[0].tensors.layout
-    spec = describe_optimizer(torch.optim.SGD(workers[0].model.parameters(), lr=0.2), workers[0].tensors.names)
+    spec = describe_optimizers([torch.optim.SGD(workers[0].model.parameters(), lr=0.2)], workers[0].tensors.names)
     weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
     store = Store(

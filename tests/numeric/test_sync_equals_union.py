@@ -15,7 +15,7 @@ from torch import nn
 
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import new_payload
-from paramserver.common.tensors.optimizers import describe_optimizer
+from paramserver.common.tensors.optimizers import describe_optimizers
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold
 from paramserver.ps.tensors.store import Step, Store
@@ -132,7 +132,7 @@ def train_together(
     """N workers and a server's policy and store."""
     workers = [Worker(rank, sizes, dtype) for rank in range(len(sizes))]
     layout = workers[0].tensors.layout
-    spec = describe_optimizer(OPTIMIZERS[name](workers[0].model.parameters()), workers[0].tensors.names)
+    spec = describe_optimizers([OPTIMIZERS[name](workers[0].model.parameters())], workers[0].tensors.names)
     policy = policy_of(mode, {"training_steps": num_steps, "num_workers": len(sizes), "local_steps": 1})
     weights = new_payload(layout.total_bytes)
     weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))

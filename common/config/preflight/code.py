@@ -33,10 +33,8 @@ def check_task(name: str, args: Mapping[str, Any]) -> None:
     node = source.definition(attribute)
     members = source.members(node) if isinstance(node, ast.ClassDef) else None
     if members is not None and (missing := [method for method in METHODS if method not in members]):
-        raise UsageError(
-            f"task {name}: class {node.name} has no {', '.join(missing)}",  # type: ignore[union-attr]
-            fix="a task has the methods model(), train_data(), loss(model, batch) and evaluate(model)",
-        )
+        fix = "a task has the methods model(), train_data(), loss(model, batch) and evaluate(model)"
+        raise UsageError(f"task {name}: class {node.name} has no {', '.join(missing)}", fix=fix)  # type: ignore[union-attr]
     if (known := _parameters(node)) is not None:
         for key in args:
             if key not in known:

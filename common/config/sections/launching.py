@@ -44,19 +44,15 @@ def _matching(pattern: str, otherwise: str) -> AfterValidator:
     return checked_by(read)
 
 
-Weights = Annotated[
-    str, _matching(r"\.safetensors$", "weights are written as safetensors: the name must end in .safetensors")
-]
-Curve = Annotated[
-    str, _matching(r"\.(csv|jsonl)$", "evaluations are CSV or JSON lines: the name must end in .csv or .jsonl")
-]
-RunName = Annotated[
-    str,
-    Field(max_length=100),
-    _matching(r"^(?!last$)[^\x00-\x1f\x7f]+$", "can be printed, and `last` is the newest run"),
-]
+_SAFETENSORS = _matching(r"\.safetensors$", "weights are written as safetensors: the name must end in .safetensors")
+_CURVE = _matching(r"\.(csv|jsonl)$", "evaluations are CSV or JSON lines: the name must end in .csv or .jsonl")
+_NAME = _matching(r"^(?!last$)[^\x00-\x1f\x7f]+$", "can be printed, and `last` is the newest run")
+_URL = _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")
+Weights = Annotated[str, _SAFETENSORS]
+Curve = Annotated[str, _CURVE]
+Url = Annotated[str, _URL]
+RunName = Annotated[str, Field(max_length=100), _NAME]
 Trackers = Annotated[str, checked_by(lambda text: [TRACKERS.check(name) for name in _names_in(text)])]
-Url = Annotated[str, _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")]
 
 
 class OutputConfig(Section):
@@ -91,9 +87,7 @@ class OutputConfig(Section):
         None, description="experiment trackers: tensorboard, wandb, mlflow, trackio; see docs/tracking.md"
     )
     project: str = Field("paramserver", min_length=1, description="the project's name in experiment trackers")
-    track_dir: str = Field(
-        "runs", min_length=1, description="folder of the run store (paramserver.db) and of the trackers' files"
-    )
+    track_dir: str = Field("runs", min_length=1, description="folder of the run store (paramserver.db) and of trackers")
     name: Annotated[RunName | None, Flag(Panel.OUTPUT, name="name", metavar="NAME")] = Field(
         None, description="name of the run in the run store and in trackers; of several runs, NAME-MODE for each"
     )
@@ -129,9 +123,7 @@ class CostConfig(Section):
     """Prices of machines. The dashboard and the summary show the cost of a run; ps-launch --estimate predicts it."""
 
     per_hour: float | None = Field(None, ge=0, description="price of one machine per hour; hosts.yaml overrides it")
-    total_per_hour: float | None = Field(
-        None, ge=0, description="price of all machines together per hour; none: cost.per_hour"
-    )
+    total_per_hour: float | None = Field(None, ge=0, description="price of all machines per hour; none: cost.per_hour")
     currency: str = Field("USD", pattern=r"^\S{1,8}$", description="currency of the prices")
 
     @property
@@ -182,9 +174,7 @@ class LaunchConfig(Section):
     )
     ssh: str = Field("ssh", min_length=1, description="the ssh command, with its options")
     connect_s: float = Field(10.0, gt=0, description="seconds a host has to reply")
-    lost_after_s: float = Field(
-        20.0, ge=5, description="seconds of silence after which a host counts as lost and ends its processes"
-    )
+    lost_after_s: float = Field(20.0, ge=5, description="seconds until a silent host is lost and ends its processes")
     script: Annotated[str | None, Flag(Panel.RUN, (LAUNCHER,), metavar="FILE.py")] = Field(
         None, description="training script that each worker runs; its arguments follow --"
     )
@@ -195,7 +185,7 @@ class LaunchConfig(Section):
         1, ge=1, le=254, description="processes of each worker; they run on one host, share a rank and divide its batch"
     )
     group_min: int | None = Field(
-        None, ge=1, description="fewest processes of a worker: with a pipeline each one that is killed may stay away"
+        None, ge=1, description="fewest processes of a worker; a pipeline may lose the others"
     )
     seeds: Annotated[int, Flag(Panel.RUN, (LAUNCHER,), metavar="N")] = Field(
         1, ge=1, le=100, description="runs of each mode, with seeds run.seed, run.seed + 1, ...; they are compared"

@@ -68,10 +68,9 @@ def own_modes(modes: Iterable[str], run: Mapping[str, Any]) -> dict[str, Any]:
     def absolute(mode: str) -> str:
         name = mode_anywhere(mode)
         if is_in_file(mode) and name not in mine:
-            raise UsageError(
-                f"the run's mode is {mode}, a file that this process's own settings do not name",
-                fix=f"add --mode {name} to its command line: a server never chooses a file for other processes",
-            )
+            message = f"the run's mode is {mode}, a file that this process's own settings do not name"
+            fix = f"add --mode {name} to its command line: a server never chooses a file for other processes"
+            raise UsageError(message, fix=fix)
         return mine[name] if is_in_file(mode) else mode
 
     others = tuple(absolute(str(mode)) for mode in run.get("other_modes", ()))
@@ -89,7 +88,6 @@ def checked_options(values: Mapping[str, Any], modes: Iterable[str]) -> dict[str
         chosen = {name: values[name] for name in kind.model_fields if name in values and name not in checked}
         options = kind.model_validate(chosen)
         checked |= {name: getattr(options, name) for name in chosen}
-    unknown = ", ".join(sorted(values.keys() - checked.keys()))
-    if unknown:
+    if unknown := ", ".join(sorted(values.keys() - checked.keys())):
         raise ValueError(f"no mode has the option {unknown}")
     return checked

@@ -1,4 +1,4 @@
-"""Sections of the server and the worker: addresses, exchange, snapshots, security and limits."""
+"""Sections of the server, the worker, relays and serving: addresses, exchange, snapshots, security and limits."""
 
 # No `from __future__ import annotations`: see __init__.py.
 from typing import Annotated, Any, Literal, Self
@@ -7,7 +7,9 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...registry import CODECS
 from ..addresses import listening, reached, reached_list, reached_list_or_none
-from ..option import EVERY, LAUNCHER, SERVE, SERVER, WORKER, Flag, Panel, Section
+from ..conditions import every
+from ..option import EVERY, LAUNCHER, SERVE, SERVER, WORKER, Flag, Panel, Section, checked_by
+from .run import Interval, Mode
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"  # a server listens there (server.listen), a worker connects to it
@@ -85,16 +87,12 @@ class WorkerConfig(Section):
     )
     threads: int | None = Field(None, ge=1, description="torch threads; none: torch's default")
     codec: Codec = Field("raw", description="codec of contributions: bf16 and fp16 halve them, int8 is 1/3.9, q4 1/7.8")
-    reply_codec: Codec = Field(
-        "raw", description="codec of weights from the server; workers compute on rounded weights, the server on exact"
-    )
+    reply_codec: Codec = Field("raw", description="codec of weights from the server, which keeps the exact weights")
     transports: tuple[Transport, ...] = Field(
         ("shared", "direct", "grpc"), description="transports to try, in this order; grpc must be one of them"
     )
     max_mbit: float | None = Field(None, ge=1, description="limit on tensors over the network, Mbit/s each way")
-    overlap: bool | None = Field(
-        None, description="send gradients while backward runs; none: yes in ps-worker, no in scripts"
-    )
+    overlap: bool | None = Field(None, description="send gradients while backward runs; none: only in ps-worker")
     zero: Annotated[int, Flag(Panel.MODE, (LAUNCHER, WORKER), metavar="STAGE")] = Field(
         0, ge=0, le=3, description="ZeRO stage: 1 shards optimizer state (allreduce), 3 the model too (--group)"
     )
@@ -102,9 +100,7 @@ class WorkerConfig(Section):
         False, description="cut the layers of the model into stages, one in each process of the worker (--group)"
     )
     schedule: str = Field("1F1B", min_length=1, description="of a pipeline; also GPipe, Interleaved1F1B, ZBVZeroBubble")
-    microbatches: int | None = Field(
-        None, ge=1, description="that a pipeline cuts each batch into; none: 2 for each process"
-    )
+    microbatches: int | None = Field(None, ge=1, description="parts of each batch in a pipeline; none: 2 a process")
     cut: Literal["auto"] | list[Annotated[int, Field(ge=1)]] = Field(
         "auto", description="layers of each stage, such as [6, 6]; auto: stages of equal time"
     )
@@ -117,7 +113,7 @@ class WorkerConfig(Section):
         False, description="let a replaced script restart its learning-rate schedule; false: stop it with an error"
     )
     accept_other_data: bool = Field(
-        False, description="train on a data set of another length than the run's; false: stop with an error"
+        False, description="train on data of another length than the run's; false: an error"
     )
     give_up_s: float = Field(60.0, gt=0, description="seconds without a server before exit 15")
 
@@ -208,3 +204,58 @@ class LimitsConfig(Section):
     joins_per_s: float = Field(500.0, gt=0, description="joins per second; more wait")
     upload_bytes_per_s: float | None = Field(None, gt=0, description="bytes per second from one worker; none: no limit")
     progress_s: float = Field(30.0, gt=0, description="seconds without progress until an upload or reply is ended")
+
+
+class UpstreamConfig(Section):
+    """The run above (docs/regions.md) of a relay: a server for its region, and one worker of that run."""
+
+    server: Annotated[ReachedList | None, Flag(Panel.HOSTS, (SERVER,), name="upstream", metavar="HOST:PORT")] = Field(
+        None, description="HOST:PORT[,HOST:PORT] of the server above; this server is then the relay of a region"
+    )
+    rank: Annotated[int | None, Flag(Panel.HOSTS, (SERVER,), name="upstream-rank")] = Field(
+        None, ge=0, description="rank of the region in the run above; none: the server above gives a free rank"
+    )
+    region: str | None = Field(None, description="name of the region, for displays; none: this host's")
+    every: Annotated[int | None, Flag(Panel.HOSTS, name="upstream-every", metavar="K")] = Field(
+        None, ge=0, description="steps between exchanges; 0: the region waits for each; none: as the run above says"
+    )
+    mode: Mode = Field("diloco", description="mode of the run above with ps-launch and every of at least 1")
+    ahead: int | None = Field(None, ge=1, description="most steps of the region without a reply from above; none: 4 K")
+    codec: Codec = Field("raw", description="codec of contributions to the server above")
+    reply_codec: Codec = Field("raw", description="codec of weights from the server above")
+    cert: str | None = Field(None, description="certificate (PEM) for the server above; none: security.cert")
+    key: str | None = Field(None, description="private key (PEM) of upstream.cert")
+
+
+def _not_epochs(text: str) -> None:
+    if every(text).unit == "epochs":
+        raise ValueError(f"'{text}' is in epochs: versions are counted, 100, or seconds, 10s")
+
+
+class ServeConfig(Section):
+    """Serving the weights of a run (`ps-serve`)."""
+
+    listen: Annotated[Listening, Flag(Panel.RUN, (SERVE,), metavar="HOST:PORT")] = Field(
+        "127.0.0.1:8000", description="HOST:PORT of the HTTP server; port 0 takes a free port"
+    )
+    every: Annotated[Interval, checked_by(_not_epochs), Flag(Panel.RUN, (SERVE,), metavar="N|10s")] = Field(
+        "10s", description="how often a newer version is fetched: after N versions, or so many seconds"
+    )
+    slots: Annotated[int, Flag(Panel.RUN, (SERVE,), metavar="N")] = Field(
+        8, ge=1, le=1024, description="requests that are decoded at once"
+    )
+    queue: int = Field(64, ge=0, description="requests that wait at most; more are refused with 429")
+    max_tokens: int = Field(1024, ge=1, description="most tokens of a reply")
+    swap: Annotated[Literal["pinned", "in-flight", "recompute"], Flag(Panel.RUN, (SERVE,), metavar="HOW")] = Field(
+        "pinned", description="replies under way at a new version: pinned, in-flight or recompute; see docs/serving.md"
+    )
+    drain_s: float = Field(30.0, ge=0, description="seconds that replies may keep an old version back (pinned)")
+    reply_s: float = Field(600.0, gt=0, description="seconds without a token or a result, after which a reply is 504")
+    max_body_bytes: int = Field(1 << 20, ge=1024, description="bytes of a request; a longer one is refused with 413")
+    stage_silence_s: float = Field(
+        10.0, ge=2, description="seconds without a sign of life of a process (--group), after which it is started again"
+    )
+    threads: int = Field(1, ge=1, description="torch threads of each process")
+    group: Annotated[int, Flag(Panel.RUN, (SERVE,), metavar="G")] = Field(
+        1, ge=1, le=64, description="processes on this host that the model's layers are divided over"
+    )

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: see __init__.py.
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...registry import TASKS, canonical_mode
 from ...user_code import is_in_file
@@ -14,7 +14,7 @@ TASK_STEPS = 500  # default number of training steps of a task
 
 
 Mode = Annotated[str, AfterValidator(canonical_mode)]
-Interval = Annotated[str, BeforeValidator(lambda value: str(value)), checked_by(every)]
+Interval = Annotated[str, Field(coerce_numbers_to_str=True), checked_by(every)]
 Until = Annotated[str, checked_by(condition)]
 
 
@@ -72,9 +72,7 @@ class RunConfig(Section):
     other_modes: Annotated[tuple[Mode, ...], Flag(name="mode", programs=())] = Field(
         (), description="other modes in files, whose options the section policy accepts; ps-launch sets it"
     )
-    seed: Annotated[int, Flag(Panel.RUN)] = Field(
-        0, ge=0, lt=2**31, description="seed of initial weights and data order"
-    )
+    seed: Annotated[int, Flag(Panel.RUN)] = Field(0, ge=0, lt=2**31, description="seed of first weights and data order")
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:

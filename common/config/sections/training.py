@@ -18,16 +18,12 @@ class StoreConfig(Section):
         "average", description="running statistics of normalisation: average them, copy the lowest live rank's, or keep"
     )
     polyak: float | None = Field(None, gt=0, lt=1, description="decay of a moving average of the weights")
-    master_weights: bool = Field(
-        True, description="keep 16-bit weights in float32 too, in modes with local steps, so that small means count"
-    )
+    master_weights: bool = Field(True, description="with local steps, keep 16-bit weights in float32 for small means")
     on_nonfinite: Literal["reject", "skip", "clip", "halt"] = Field(
         "reject",
         description="on NaN or Inf in a contribution: the worker repeats it, skip it, use 0 instead, or end the run",
     )
-    max_nonfinite: int = Field(
-        10, ge=1, description="rejected contributions in a row from one worker that end the run (exit 16)"
-    )
+    max_nonfinite: int = Field(10, ge=1, description="rejections of one worker in a row that end the run (exit 16)")
     clip_norm: Annotated[float | None, Flag(Panel.OPTIMIZER)] = Field(
         None, gt=0, description="cap on the 2-norm of the mean gradient (sync) or mean delta (diloco); none: any"
     )

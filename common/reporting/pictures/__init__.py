@@ -8,46 +8,46 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from html import escape
+from itertools import cycle
 from pathlib import Path
 
 from ...errors import OutputError, plain
 from .words import size
 
-Curves = Sequence[tuple[str, Sequence[tuple[float, float]]]]
+Points = Sequence[tuple[float, float]]
+Curves = Sequence[tuple[str, Points]]
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 720, 320, 70, 30
 _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
 
 
-def svg(curves: Curves, unit: str, line: float | None = None) -> str:
-    """Returns an SVG element for HTML (a file also needs xmlns). `line`: a value to mark."""
+def _colors(curves: Curves) -> dict[str, str]:
+    """Returns the color of each name."""
+    return dict(zip(dict.fromkeys(name for name, _ in curves), cycle(_COLORS), strict=False))
+
+
+def svg(curves: Curves, unit: str) -> str:
+    """Returns an SVG element for HTML (a file also needs xmlns)."""
     xs, ys = zip(*(point for _, points in curves for point in points), strict=True)
     last, low, high = max(xs) or 1.0, min(ys), max(ys)
     span = high - low or 1.0
-    names = list(dict.fromkeys(name for name, _ in curves))
+    colors = _colors(curves)
 
-    def point_text(x: float, y: float) -> str:
-        return f"{_LEFT + x / last * (_WIDTH - _LEFT):.1f},{10 + (high - y) / span * (_HEIGHT - 20):.1f}"
+    def at(*points: tuple[float, float]) -> str:
+        x_scale, y_scale = (_WIDTH - _LEFT) / last, (_HEIGHT - 20) / span
+        return " ".join(f"{_LEFT + x * x_scale:.1f},{10 + (high - y) * y_scale:.1f}" for x, y in points)
 
     box = f'viewBox="0 0 {_WIDTH + 160} {_HEIGHT + _BELOW}"'
     found = [f'<svg {box} width="{_WIDTH + 160}" height="{_HEIGHT + _BELOW}" font-size="12">']
     unit = escape(plain(unit))
-    for index, name in enumerate(names):
-        if spanned := band([points for label, points in curves if label == name]):
-            edge = [point_text(x, low) for x, low, _ in spanned] + [
-                point_text(x, high) for x, _, high in reversed(spanned)
-            ]
-            color = _COLORS[index % len(_COLORS)]
-            found.append(f'<polygon fill="{color}" fill-opacity="0.15" points="{" ".join(edge)}"/>')
+    for name, color in colors.items():
+        spanned = band([points for label, points in curves if label == name])
+        edge = [(x, low) for x, low, _ in spanned] + [(x, high) for x, _, high in reversed(spanned)]
+        if edge:
+            found.append(f'<polygon fill="{color}" fill-opacity="0.15" points="{at(*edge)}"/>')
     for name, points in curves:
-        color = _COLORS[names.index(name) % len(_COLORS)]
-        places = " ".join(point_text(x, y) for x, y in points)
-        found.append(f'<polyline fill="none" stroke="{color}" stroke-width="2" points="{places}"/>')
-    if line is not None:
-        ends = f"{point_text(0, line)} {point_text(last, line)}"
-        found.append(f'<polyline fill="none" stroke="#999" stroke-dasharray="4" points="{ends}"/>')
-    for index, name in enumerate(names):
-        color = _COLORS[index % len(_COLORS)]
+        found.append(f'<polyline fill="none" stroke="{colors[name]}" stroke-width="2" points="{at(*points)}"/>')
+    for index, (name, color) in enumerate(colors.items()):
         found.append(f'<text x="{_WIDTH + 10}" y="{20 + 16 * index}" fill="{color}">{escape(plain(name))}</text>')
     for text, x, y in (
         (f"{high:.3g}", 5, 16),
@@ -59,7 +59,7 @@ def svg(curves: Curves, unit: str, line: float | None = None) -> str:
     return "".join(found) + "</svg>"
 
 
-def band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float, float]]:
+def band(curves: Sequence[Points]) -> list[tuple[float, float, float]]:
     """Returns (x, lowest, highest) where all curves have a value, with linear interpolation; x ascends."""
     if len(curves) < 2:
         return []
@@ -69,7 +69,7 @@ def band(curves: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, f
     return [(x, min(ys), max(ys)) for x, ys in rows]
 
 
-def _at(points: Sequence[tuple[float, float]], x: float) -> float:
+def _at(points: Points, x: float) -> float:
     after = bisect_left(points, x, key=lambda point: point[0])
     right = points[min(after, len(points) - 1)]
     left = points[max(0, after - 1)]
@@ -77,22 +77,22 @@ def _at(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = None) -> bool:
-    """Write the picture as PNG. Returns False without matplotlib. Raises OutputError if it cannot be written."""
+    """Write the picture as PNG. `line`: a value to mark.
+
+    Returns False without matplotlib. Raises OutputError if the file cannot be written.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return False
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    names = list(dict.fromkeys(name for name, _ in curves))
-    for name, points in curves:
-        index = names.index(name)
-        label = _literal(name) if name not in [line.get_gid() for line in axes.lines] else None
-        xs, ys = zip(*points, strict=True)
-        axes.plot(xs, ys, color=_COLORS[index % len(_COLORS)], label=label, gid=name)
-    for index, name in enumerate(names):
-        if spanned := band([points for label, points in curves if label == name]):
-            axes.fill_between(*zip(*spanned, strict=True), color=_COLORS[index % len(_COLORS)], alpha=0.15, linewidth=0)
+    for name, color in _colors(curves).items():
+        same = [points for label, points in curves if label == name]
+        for at, points in enumerate(same):
+            axes.plot(*zip(*points, strict=True), color=color, label=None if at else _literal(name))
+        if spanned := band(same):
+            axes.fill_between(*zip(*spanned, strict=True), color=color, alpha=0.15, linewidth=0)
     if line is not None:
         axes.axhline(line, color="#999999", linestyle="--")
     axes.set(title=_literal(title), xlabel=unit)

@@ -6,23 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..metrics import Display, shown_of_run
-from . import Curves
+from . import Curves, Points
 from .notebook import Card
 from .words import duration, short_number
 
 # `summary.py` and `common/runstore/reading.py` import this file, so it uses their classes only by attributes.
 
 
-def of_session(
-    mode: str,
-    where: tuple[int, int, int, bool] | None,
-    losses: Sequence[tuple[float, float]],
-    metrics: Mapping[str, float],
-) -> Card:
-    """Returns the card of a session. `where`: rank, number of workers, step, is done; None before it joins."""
-    if where is None:
+def of_session(mode: str, at: tuple[int, int, int, bool] | None, losses: Points, metrics: Mapping[str, float]) -> Card:
+    """Returns the card of a session. `at`: rank, number of workers, step, is done; None before it joins."""
+    if at is None:
         return Card(f"session: {mode}", [], notes=["no step yet: session.optimizer() joins the run"])
-    rank, num_workers, step, is_done = where
+    rank, num_workers, step, is_done = at
     shown = [("rank", f"{rank} of {num_workers}"), ("step", f"{step:,}"), ("state", "done" if is_done else "training")]
     shown += [("loss", short_number(losses[-1][1]))] if losses else []
     shown += [(name, short_number(value)) for name, value in metrics.items()]

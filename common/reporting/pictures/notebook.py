@@ -36,23 +36,19 @@ class Card:
         names = "".join(f"<th scope=col style='text-align:right'>{escape(name)}</th>" for name, _ in self.metrics)
         values = "".join(f"<td style='text-align:right'>{escape(value)}</td>" for _, value in self.metrics)
         notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
-        drawn = "".join(
-            _picture(*picture) for picture in self.pictures if sum(len(points) for _, points in picture[1]) > 1
-        )
         table = f"<table><tr>{names}</tr><tr>{values}</tr></table>" if self.metrics else ""
+        style = "<div style='max-width:720px;background:#fff;color:#000'>"
+        drawn = "".join(
+            f"<figure>{style}{svg(curves, escape(x))}</div><figcaption>{escape(caption)}</figcaption></figure>"
+            for caption, curves, x in self.pictures if sum(len(points) for _, points in curves) > 1
+        )  # fmt: skip
         return f"<div><strong>{escape(self.title)}</strong>{table}{notes}{drawn}</div>"
 
-    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return self.bundle()
-
-    def bundle(self) -> dict[str, str]:
+    def bundle(self, **_: Any) -> dict[str, str]:
         """Returns the formats for IPython's display."""
         return {"text/plain": self.text(), "text/html": self.html()}
 
-
-def _picture(caption: str, curves: Curves, over: str) -> str:
-    style = "<div style='max-width:720px;background:#fff;color:#000'>"
-    return f"<figure>{style}{svg(curves, escape(over))}</div><figcaption>{escape(caption)}</figcaption></figure>"
+    _repr_mimebundle_ = bundle
 
 
 class Shown:

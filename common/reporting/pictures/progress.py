@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import IO
 
 from rich.console import Console
@@ -29,12 +28,8 @@ class Steps:
         self._bar: Progress | None = None
         if self._stream.isatty():
             console = Console(file=self._stream, emoji=False)
-            columns = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[left]}"),
-            )
-            self._bar = Progress(*columns, console=console, transient=True)
+            activity, left = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
+            self._bar = Progress(activity, BarColumn(bar_width=24), left, console=console, transient=True)
             self._task = self._bar.add_task("", total=1.0, left="")
 
     def __enter__(self) -> Steps:
@@ -42,9 +37,7 @@ class Steps:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
