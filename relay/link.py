@@ -118,7 +118,7 @@ class Link:
         # The region itself trains on during an exchange.
         self._strategy.settings = replace(self.settings, delayed_update=False)
         self.readings = Readings()  # of the region; the server above shows them
-        self._exchange.measures(self.readings.taken)
+        self._exchange.heartbeat.measure = self.readings.taken
         self._thread = Helper("upstream")
         self.model: RegionTensors | None = None
         self.optimizer: OptimizerSpec | None = None
@@ -199,7 +199,7 @@ class Link:
 
     def leave(self, metrics: dict[str, float]) -> None:
         """Leave after `finish`, with the metrics of the final evaluation."""
-        self._strategy.leave(Goodbye(metrics), is_interrupted=False)
+        self._strategy.leave(Goodbye(final_metrics=metrics), is_interrupted=False)
 
     # ---- from any thread ----------------------------------------------------------------------
 

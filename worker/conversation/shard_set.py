@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from ...common.config.schema import WorkerConfig
-from ...common.errors import ParamServerError, Reason, UnreachableError, refusal, shown
+from ...common.errors import UnreachableError, bad_request, shown
 from ...common.reporting.log import get_logger
 from ...common.security import Credentials
 from ...common.tensors.layout import Layout
@@ -30,6 +30,7 @@ from ..transports.encoding import Encoding
 from ..transports.limit import Limit
 from .channel import Channel, Lost
 from .messages import Outgoing
+from .reader import pull_newest, pull_part
 from .shard import Shard
 from .threads import END_S, Helper, wait_for
 
@@ -118,37 +119,31 @@ class ShardSet:
         if len(shards) == 1:
             return [work(shards[0], *given, **named)]
 
-        def guarded(shard: Shard) -> Result:
+        def guarded(shard: Shard) -> Result | Exception:
             try:
                 return work(shard, *given, **named)
             except Exception as error:
                 _hang_up(shards)
-                if isinstance(error, Lost):
-                    raise self.lost(shard, error) from None
-                raise
+                return self.lost(shard, error) if isinstance(error, Lost) else error
 
         while len(self._helpers) < len(shards) - 1:
             self._helpers.append(Helper(f"shard {len(self._helpers) + 1}"))
-        first: Future[Result] = Future()
         others = [
             helper.submit(partial(guarded, shard)) for helper, shard in zip(self._helpers, shards[1:], strict=False)
         ]
         try:
-            try:
-                first.set_result(guarded(shards[0]))
-            except (Lost, ParamServerError) as error:
-                first.set_exception(error)
+            first = guarded(shards[0])
             for future in others:
                 wait_for(future)
         except BaseException:  # interrupted: the worker will say goodbye to the first shard
             _hang_up(shards[1:])
             wait(others, END_S)
             raise
-        futures = [first, *others]
-        failures = [failure for future in futures if (failure := future.exception()) is not None]
+        results = [first, *(future.result() for future in others)]
+        failures = [result for result in results if isinstance(result, Exception)]
         if failures:
             raise next((error for error in failures if not isinstance(error, Lost)), failures[0])
-        return [future.result() for future in futures]
+        return [result for result in results if not isinstance(result, Exception)]
 
     @staticmethod
     def lost(shard: Shard, lost: Lost) -> Lost:
@@ -215,41 +210,37 @@ class ShardSet:
         """Connect to shards that have moved, if the coordinator can be reached for their addresses."""
         if len(self.all) > 1:
             with suppress(Lost):
-                for shard, address in zip(self.all, self.first.rpc.shard_addresses(run), strict=False):
+                for shard, address in zip(self.all, self.first.channel.shard_addresses(run), strict=False):
                     if shard.number and address != shard.channel.address:
                         shard.channel.move(address)
 
     def pull_averaged(self, model: ModelTensors) -> None:
         """Write the Polyak average into another instance of the model."""
         for shard, share in zip(self.all, self._shares, strict=True):
-            shard.pull(part_of(model, share), averaged=True)
+            pull_part(shard.channel, part_of(model, share), averaged=True)
 
     def pull_exact(self, model: ModelTensors) -> int:
         """Write the newest version into the model, without a codec. Returns the version."""
-        version: int | None = None
-        for shard, share in zip(self.all, self._shares, strict=True):
-            version = shard.pull(part_of(model, share), keep=version is None, version=version)
-        assert version is not None
-        return version
+        return pull_newest([shard.channel for shard in self.all], model)
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
         """Fetch the state of the server's optimizer, by parameter and key (exp_avg, step). Raises UnreachableError."""
         found: dict[str, dict[str, list[torch.Tensor]]] = {}
         for shard, share in zip(self.all, self._shares, strict=True):
             try:
-                state = load(shard.rpc.pull_optimizer(_MAX_KEYS * share.layout.parameter_bytes + _MORE_BYTES))
+                state = load(shard.channel.pull_optimizer(_MAX_KEYS * share.layout.parameter_bytes + _MORE_BYTES))
             except Lost as lost:
                 message = f"the optimizer's state could not be fetched from {shard.channel.address}: {lost}"
                 raise UnreachableError(message, fix="try again when the server is back") from None
             except SafetensorError as error:
-                raise refusal(Reason.BAD_REQUEST, f"the server sends an invalid optimizer state: {error}") from None
+                raise bad_request(f"the server sends an invalid optimizer state: {error}") from None
             names = {part.name: part.spec.name for part in share.parts}
             shapes = {spec.name: spec.shape for spec in share.layout.specs}
             for full, tensor in state.items():
                 key, _, name = full.partition("/")
                 if name not in names or (tensor.dim() and tuple(tensor.shape) != shapes[name]):
                     description = f"an optimizer's state '{shown(full)}' {list(tensor.shape)}"
-                    raise refusal(Reason.BAD_REQUEST, f"the server sends {description}, which this model does not have")
+                    raise bad_request(f"the server sends {description}, which this model does not have")
                 found.setdefault(names[name], {}).setdefault(key, []).append(tensor)
         return {
             name: {key: torch.cat(parts) if parts[0].dim() else parts[0] for key, parts in state.items()}

@@ -29,6 +29,7 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye, Outgoing
 from ..tensors.transfer import ModelTensors
 from .base import Strategy, check_takes_dense
+from .buckets import is_finite
 from .collectives.backends import computed, without_watchdog
 from .collectives.rendezvous import Broken
 from .consistency import ConsistencyCheck
@@ -242,9 +243,7 @@ class AllReduceStrategy(Strategy):
     def _diverged(self, index: int | None) -> DivergedError:
         """The error for weights with NaN or Inf, or else for the gradient `index`, which is not finite."""
         tensors = zip(self._model.layout.entries, self._model.sources(ContributionKind.WEIGHTS), strict=False)
-        names = [
-            entry.spec.name for entry, item in tensors if item is not None and not bool(torch.isfinite(item).all())
-        ]
+        names = [entry.spec.name for entry, item in tensors if item is not None and not is_finite(item)]
         rank = self._confirmed.rank
         if names or index is None:
             where = f" in '{names[0]}'" if names else ""

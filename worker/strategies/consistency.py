@@ -67,8 +67,8 @@ class ConsistencyCheck:
         `change`: whether the script has changed them since the last step: 1; 2: there was none.
         """
         training = outgoing.contribution.training
-        numbers = (training.hyperparameters, training.clip_norm)
-        return crc32(repr(numbers).encode()), crc32(self.weights.bytes()), version, change
+        numbers = repr((training.hyperparameters, training.clip_norm))
+        return crc32(numbers.encode()), crc32(self.weights.bytes()), version, change
 
     def check(self, group: Group, outgoing: Outgoing, norm: float) -> None:
         """Compare the group's metadata. Raises UsageError in members that differ from most, and Broken."""

@@ -103,9 +103,8 @@ class ModelTensors:
             tensors[name] = value
         if not any(tensor.requires_grad for tensor in tensors.values()):
             have = f"none of its {len(tensors)} tensors is a parameter with requires_grad" if tensors else "it has none"
-            raise UsageError(
-                f"the model has no parameters to train: {have}", fix="pass the module you train to session.optimizer()"
-            )
+            message = f"the model has no parameters to train: {have}"
+            raise UsageError(message, fix="pass the module you train to session.optimizer()")
         check_memory(tensors)
         self.module = model
         self.layout = Layout(found.values())
@@ -247,10 +246,8 @@ def check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tensor
     """Raises UsageError if a tensor no longer matches its spec. A buffer may be replaced by another tensor."""
     if tensor is None or (spec.kind is Kind.PARAMETER and tensor is not old):
         happened = "was removed from the model" if tensor is None else "was replaced by another parameter"
-        fix = "change the model's modules before session.optimizer()"
-        raise UsageError(
-            f"'{spec.name}' {happened} after session.optimizer(): the run cannot train it any more", fix=fix
-        )
+        message = f"'{spec.name}' {happened} after session.optimizer(): the run cannot train it any more"
+        raise UsageError(message, fix="change the model's modules before session.optimizer()")
     if tensor.dtype is not DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
         got = f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
         message = f"the model has changed after session.optimizer(): the run trains {spec}, and it is {got} now"

@@ -106,7 +106,7 @@ class RemoteSession(Session):
         self._exchange = exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
         check(choices_of(config, exchange.settings))
         exchange.trace(config.output.traces)
-        exchange.measures(self.readings.taken)
+        exchange.heartbeat.measure = self.readings.taken
         return exchange, make_strategy(exchange, may_overlap)
 
     @property
@@ -248,7 +248,7 @@ class RemoteSession(Session):
             _, failure, exit_code = ending_of(error)
             self._strategy.measured(version, {}, failure, exit_code)
             self._is_closed = True
-            self._strategy.leave(Goodbye(self.metrics, finished=True), is_interrupted=False)
+            self._strategy.leave(Goodbye(final_metrics=self.metrics, finished=True), is_interrupted=False)
             raise
 
     def state(self, *, rng: bool = False, **objects: Any) -> None:
@@ -347,7 +347,9 @@ class RemoteSession(Session):
         finished = self._steps is not None and not is_through and not ending.is_interrupted
         if finished and self._steps is not None:
             self._steps.finish()
-        goodbye = Goodbye(self.metrics, finished, ending.failure, ending.exit_code)
+        goodbye = Goodbye(
+            final_metrics=self.metrics, finished=finished, failure=ending.failure, exit_code=ending.exit_code
+        )
         self._strategy.leave(goodbye, ending.is_interrupted)
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
