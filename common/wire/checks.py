@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -53,17 +52,6 @@ def check_text(label: str, text: str) -> None:
         )
 
 
-def _range(least: float, most: float) -> Callable[[str, float], None]:
-    def check(label: str, value: float) -> None:
-        if not least <= value <= most:  # also refuses NaN
-            raise bad_request(f"{label} is {value}; the range is {least:g} to {most:g}")
-
-    return check
-
-
-_count = _range(0, MAX_COUNT)
-
-
 def check_address(label: str, text: str) -> None:
     """Refuse text that is neither empty nor HOST:PORT. Any host is allowed, as shards and peers run on any machine."""
     try:
@@ -76,7 +64,8 @@ def check_address(label: str, text: str) -> None:
 
 def _addresses(label: str, texts: Iterable[str]) -> None:
     found = list(texts)
-    _range(0, _MAX_SHARDS)(f"number of {label}", len(found))
+    if len(found) > _MAX_SHARDS:
+        raise bad_request(f"number of {label} is {len(found)}; the range is 0 to {_MAX_SHARDS}")
     for text in found:
         check_address(label, text)
 
@@ -98,14 +87,11 @@ def _check_work(label: str, work: str) -> None:
         raise bad_request(f"{label} has {len(work)} characters; at most {MAX_WORK}")
 
 
-def _closed(known: Iterable[int]) -> Callable[[str, int], None]:
-    values = frozenset(known)
-
-    def check(label: str, value: int) -> None:
-        if value not in values:
-            raise bad_request(f"{label} is {value}, which this program does not know")
-
-    return check
+def _check_metrics(label: str, metrics: Mapping[str, float]) -> None:
+    if len(metrics) > _MAX_METRICS:
+        raise bad_request(f"{len(metrics)} metrics; at most {_MAX_METRICS} are possible")
+    for name in metrics:
+        check_text("a metric's name", name)
 
 
 # ---- messages of several fields that belong together --------------------------------------------------
@@ -114,13 +100,6 @@ def _closed(known: Iterable[int]) -> Callable[[str, int], None]:
 def _check_join(join: pb.Join) -> None:
     if not -1 <= join.rank < MAX_RANK:
         raise refusal(Reason.RANK_OUT_OF_RANGE, f"no rank {join.rank}: -1 to {MAX_RANK - 1} are possible")
-
-
-def _check_metrics(metrics: Mapping[str, float]) -> None:
-    if len(metrics) > _MAX_METRICS:
-        raise bad_request(f"{len(metrics)} metrics; at most {_MAX_METRICS} are possible")
-    for name in metrics:
-        check_text("a metric's name", name)
 
 
 def _check_welcome(welcome: pb.Welcome) -> None:
@@ -137,13 +116,6 @@ def _check_partial_transfer(message: pb.PartialTransfer) -> None:
     ranges = message.ranges
     if len(ranges) % 2 or any(first >= second for first, second in pairwise(ranges)):
         raise bad_request(f"PartialTransfer.ranges are {len(ranges)} borders that do not ascend in pairs")
-
-
-def _check_reply(reply: pb.Reply) -> None:
-    """Refuse a reply without a result or next work, since the worker cannot continue without them."""
-    for topic in ("result", "next_work"):
-        if not reply.HasField(topic):
-            raise bad_request(f"a Reply without {topic}")
 
 
 def _check_next_work(work: pb.NextWork) -> None:
@@ -166,27 +138,30 @@ def _check_state(state: pb.State) -> None:
 # ---- all of them ------------------------------------------------------------------------------------
 
 Check = Callable[[str, Any], None]
-_few = _range(0, MAX_RANK)  # workers, and other numbers that are no larger
+Range = tuple[float, float]  # the least and the most
+_FEW = 0, MAX_RANK  # workers, and other numbers that are no larger
 
-# Checks of fields, in all messages or in one of them. Text and whole numbers of 64 bits that have none here are checked
-# by `check_text` and `_count`. None: another module checks the field, or shows it to people.
-RULES: dict[str, Check | None] = {
-    "num_workers": _few,
-    "fragments": _few,
-    "outstanding": _few,
-    "same_batches_as": _range(0, MAX_RANK - 1),
-    "Welcome.rank": _range(0, MAX_RANK - 1),
-    "Counts.num_samples": _range(0, _MAX_SAMPLES),
-    "Counts.num_batches": _range(0, _MAX_SAMPLES),
-    "State.num_bytes": _range(0, _MAX_STATE_BYTES),
-    "batch_size": _range(1, 2**31),
-    "seed": _range(0, 2**31 - 1),
-    "polyak": _range(0, 1),
-    "clip_norm": _range(0, _MAX_NORM),
-    **dict.fromkeys(("compute_s", "transfer_s", "gate_wait_s"), _range(0, _MAX_SECONDS)),
-    "Welcome.lease_s": _range(*_LEASE_S),
-    "outcome": _closed(value for value in pb.Reply.Outcome.values() if value),
+# Rules for fields, in all messages or in one of them: a range, a closed set of values, or a check. Without a rule here,
+# `check_text` checks text, and whole numbers of 64 bits are at most MAX_COUNT. None: another module checks the field,
+# or shows it to people. An absent field reads as 0, so a rule that excludes 0 makes the field required.
+RULES: dict[str, Range | frozenset[int] | Check | None] = {
+    "num_workers": _FEW,
+    "fragments": _FEW,
+    "outstanding": _FEW,
+    "same_batches_as": (0, MAX_RANK - 1),
+    "Welcome.rank": (0, MAX_RANK - 1),
+    "Counts.num_samples": (0, _MAX_SAMPLES),
+    "Counts.num_batches": (0, _MAX_SAMPLES),
+    "State.num_bytes": (0, _MAX_STATE_BYTES),
+    "batch_size": (1, 2**31),
+    "seed": (0, 2**31 - 1),
+    "polyak": (0, 1),
+    "clip_norm": (0, _MAX_NORM),
+    **dict.fromkeys(("compute_s", "transfer_s", "gate_wait_s"), (0, _MAX_SECONDS)),
+    "Welcome.lease_s": _LEASE_S,
+    "outcome": frozenset(value for value in pb.Reply.Outcome.values() if value),
     **dict.fromkeys(("FirstInfo.rates", "Rates.first", "Rates.last"), _rates),
+    **dict.fromkeys(("EvaluationMetrics.metrics", "final_metrics"), _check_metrics),
     "work": _check_work,
     "secret": _check_secret,
     "rendezvous": check_address,
@@ -194,97 +169,69 @@ RULES: dict[str, Check | None] = {
     **dict.fromkeys(("reason", "transport_reason", "status", "reference", "Optimizer.name"), None),
     "Stop.reason": check_text,
 }
+_REQUIRED = {"Reply.result", "Reply.next_work"}  # the worker cannot continue without them
+_OF_TYPE: dict[int, Range | Check] = {
+    FieldDescriptor.TYPE_STRING: check_text,
+    FieldDescriptor.TYPE_UINT64: (0, MAX_COUNT),
+}
 _WHOLE: dict[type[Message], Callable[[Any], None]] = {
     pb.Join: _check_join,
-    pb.EvaluationMetrics: lambda metrics: _check_metrics(metrics.metrics),
-    pb.Leave: lambda leave: _check_metrics(leave.final_metrics),
     pb.Welcome: _check_welcome,
     pb.PartialTransfer: _check_partial_transfer,
-    pb.Reply: _check_reply,
     pb.NextWork: _check_next_work,
     pb.GroupInfo: _check_group,
     pb.State: _check_state,
 }
-_NEEDED = {"outcome", "lease_s", "batch_size"}  # required fields: an absent field reads as 0, which is out of range
 
 
-# Every exchange checks a contribution and a reply. Reading all fields at once takes half the time of the tables, and
-# accepts nearly all messages. The tables check the messages that this fast path does not accept.
-_OF_RESULT = operator.attrgetter("outcome", "gate_wait_s", "seq", "version", "staleness")
-_OF_NEXT_WORK = operator.attrgetter("num_workers", "worker_index", "same_batches_as", "training_steps", "run_steps")
+class _Plan(NamedTuple):
+    """The fields of a message by the way in which they are checked."""
 
-_START, _REJECTED = int(pb.Reply.START), int(pb.Reply.REJECTED)  # the lookup costs as much as the rest of the check
-
-
-def _is_sound_contribution(contribution: pb.Contribution) -> bool:
-    has = contribution.HasField
-    if has("completion") or has("position") or has("first"):
-        return False
-    timing, counts, base, payload = contribution.timing, contribution.counts, contribution.base, contribution.payload
-    return (
-        0 <= timing.compute_s <= _MAX_SECONDS
-        and 0 <= timing.transfer_s <= _MAX_SECONDS
-        and 0 <= contribution.training.clip_norm <= _MAX_NORM
-        and counts.num_samples <= _MAX_SAMPLES
-        and counts.num_batches <= _MAX_SAMPLES
-        and contribution.training.iteration <= MAX_COUNT
-        and counts.num_workers <= MAX_RANK
-        and contribution.seq <= MAX_COUNT
-        and max(base.version, payload.num_bytes, contribution.residual.num_lost) <= MAX_COUNT
-        and len(payload.codec) <= MAX_NAME
-        and payload.codec.isprintable()
-    )
-
-
-def _is_sound_reply(reply: pb.Reply) -> bool:
-    has = reply.HasField
-    if has("group") or has("start"):
-        return False
-    outcome, gate_wait_s, seq, version, staleness = _OF_RESULT(reply.result)
-    num_workers, worker_index, other, training_steps, run_steps = _OF_NEXT_WORK(reply.next_work)
-    if has("weights"):
-        weights = reply.weights
-        if weights.codec or weights.num_bytes > MAX_COUNT or weights.HasField("reference"):
-            return False
-    return (
-        _START < outcome <= _REJECTED
-        and 0 <= gate_wait_s <= _MAX_SECONDS
-        and worker_index < num_workers <= MAX_RANK
-        and other < MAX_RANK
-        and max(seq, version, staleness, training_steps, run_steps) <= MAX_COUNT
-    )
-
-
-_IS_SOUND: dict[type[Message], Callable[[Any], bool]] = {
-    pb.Contribution: _is_sound_contribution,
-    pb.Reply: _is_sound_reply,
-}
-
-
-_OF_TYPE: dict[int, Check] = {FieldDescriptor.TYPE_STRING: check_text, FieldDescriptor.TYPE_UINT64: _count}
+    ranges: list[tuple[str, float, float]]
+    choices: list[tuple[str, frozenset[int]]]
+    checks: list[tuple[str, Check]]  # of fields that are not empty
+    parts: list[tuple[str, bool]]  # messages, and whether they are required
 
 
 @functools.cache
-def _checks_of(message: Any) -> dict[str, Check]:
-    """Return the check of each field of the message with this descriptor that has one."""
-    found: dict[str, Check] = {}
+def _plan_of(message: Any) -> _Plan:
+    """Return the plan of the message with this descriptor."""
+    plan = _Plan([], [], [], [])
     for field in message.fields:
         by_name = RULES.get(field.name, None if field.is_repeated else _OF_TYPE.get(field.type))
-        if (check := RULES.get(f"{message.name}.{field.name}", by_name)) is not None:
-            found[field.name] = check
-    return found
+        full_name = f"{message.name}.{field.name}"
+        rule = RULES.get(full_name, by_name)
+        if isinstance(rule, tuple):
+            plan.ranges.append((field.name, *rule))
+        elif isinstance(rule, frozenset):
+            plan.choices.append((field.name, rule))
+        elif rule is not None:
+            plan.checks.append((field.name, rule))
+        elif field.message_type is not None and not field.is_repeated:
+            plan.parts.append((field.name, full_name in _REQUIRED))
+    return plan
 
 
 def check_header(header: Message) -> None:
     """Check every field of a received message, and of its submessages. Raises a BAD_REQUEST refusal."""
-    kind = type(header)
-    if (is_sound := _IS_SOUND.get(kind)) is not None and is_sound(header):
-        return
-    for name, check in _checks_of(kind.DESCRIPTOR).items():
-        if (value := getattr(header, name)) or name in _NEEDED:
-            check(f"{kind.DESCRIPTOR.name}.{name}", value)
-    if (whole := _WHOLE.get(kind)) is not None:
-        whole(header)
-    for field, value in header.ListFields():
-        if field.message_type is not None and not field.is_repeated:
-            check_header(value)
+    pending: list[Any] = [header]
+    while pending:
+        message = pending.pop()
+        kind = message.DESCRIPTOR
+        ranges, choices, checks, parts = _plan_of(kind)
+        for name, least, most in ranges:
+            if not least <= (value := getattr(message, name)) <= most:  # also refuses NaN
+                raise bad_request(f"{kind.name}.{name} is {value}; the range is {least:g} to {most:g}")
+        for name, known in choices:
+            if (value := getattr(message, name)) not in known:
+                raise bad_request(f"{kind.name}.{name} is {value}, which this program does not know")
+        for name, check in checks:
+            if value := getattr(message, name):
+                check(f"{kind.name}.{name}", value)
+        if (whole := _WHOLE.get(type(message))) is not None:
+            whole(message)
+        for name, is_required in parts:
+            if message.HasField(name):
+                pending.append(getattr(message, name))
+            elif is_required:
+                raise bad_request(f"a {kind.name} without {name}")

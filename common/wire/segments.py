@@ -89,21 +89,17 @@ def open_segment(address: pb.Segment) -> Segment:
     except OSError as error:
         raise SegmentError(f"process {address.pid} does not share its memory: {error.strerror}") from None
     try:
-        _check(descriptor, expected, address.num_bytes)
+        if os.readlink(f"/proc/self/fd/{descriptor}") != expected:
+            raise SegmentError("the descriptor is not the segment's")
+        if os.fstat(descriptor).st_size != address.num_bytes:
+            raise SegmentError(f"the segment has {os.fstat(descriptor).st_size} bytes, not {address.num_bytes}")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
+            raise SegmentError("the segment could be cut short by its owner")
         return Segment(_map(descriptor, address.num_bytes), address)
     except (OSError, ValueError) as error:
         raise SegmentError(f"cannot map {address.num_bytes} bytes: {error}") from None
     finally:
         os.close(descriptor)
-
-
-def _check(descriptor: int, expected: str, num_bytes: int) -> None:
-    if os.readlink(f"/proc/self/fd/{descriptor}") != expected:
-        raise SegmentError("the descriptor is not the segment's")
-    if os.fstat(descriptor).st_size != num_bytes:
-        raise SegmentError(f"the segment has {os.fstat(descriptor).st_size} bytes, not {num_bytes}")
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
-        raise SegmentError("the segment could be cut short by its owner")
 
 
 def _seals() -> int:

@@ -8,17 +8,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import methodcaller
+from typing import Any, TypeVar
 
 import grpc
-import torch
+from google.protobuf.message import Message
 
 from ...common.errors import ParamServerError, Reason, UnreachableError, bad_request, shown
 from ...common.proxies import proxy_hint, proxy_options
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
-from ...common.tensors.layout import as_bytes
-from ...common.tensors.optimizers import TableSpec
 from ...common.tls_probe import diagnose
 from ...common.wire.checks import check_header
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, PayloadReader, parse
@@ -27,7 +26,6 @@ from ...proto import parameter_server_pb2 as pb
 from ..ownership import at_exit, not_at_exit
 from ..session import Retry
 from ..transports.limit import NO_LIMIT, Limit
-from .messages import chunks
 from .threads import sleep
 
 log = get_logger()
@@ -57,6 +55,7 @@ _PULL_PROGRESS_S = 60.0  # between two messages of 1 MiB, which is 140 kbit/s
 _STATUS_S = 2.0
 
 Write = Callable[[int, memoryview], None]
+Received = TypeVar("Received", bound=Message)
 
 _HEALTH = "/grpc.health.v1.Health/Check"
 
@@ -158,16 +157,7 @@ class Channel:
 
     def status(self) -> pb.StatusReply:
         """The run's status."""
-        ask = self.method(
-            "unary_unary", "Status",
-            request_serializer=pb.StatusRequest.SerializeToString,
-            response_deserializer=pb.StatusReply.FromString,
-        )  # fmt: skip
-        try:
-            reply: pb.StatusReply = ask(pb.StatusRequest(), timeout=_STATUS_S)
-        except grpc.RpcError as error:
-            raise translated(error) from None
-        check_header(reply)
+        (reply,) = self.ask("Status", [pb.StatusRequest()], pb.StatusReply, _STATUS_S)()
         return reply
 
     def pull(self, begin: Callable[[pb.Snapshot], Write], **which: Any) -> pb.Snapshot:
@@ -225,32 +215,29 @@ class Channel:
 
     def shard_addresses(self, run: str) -> list[str]:
         """The addresses of a coordinator's shards, as in its Welcome."""
-        (reply,) = self._ask([pb.RowsRequest(run=run)])()
-        check_header(reply)
+        (reply,) = self.ask("PullRows", [pb.RowsRequest(run=run)], pb.RowsReply)()
         return list(reply.shards)
 
-    def pull_rows(
-        self, run: str, rank: int, spec: TableSpec, table: int, ids: torch.Tensor
-    ) -> Callable[[], list[pb.RowsReply]]:
-        """Request rows of a table. The returned function waits for them."""
-        parts = [bytes(as_bytes(ids[here])) for here in chunks(0, len(ids), spec.row_bytes)]
-        return self._ask([pb.RowsRequest(run=run, rank=rank, table=table, ids=part) for part in parts])
-
-    def _ask(self, requests: list[pb.RowsRequest]) -> Callable[[], list[pb.RowsReply]]:
-        """Start a call for each of these requests. The returned function waits for them; they run in parallel."""
+    def ask(
+        self, name: str, requests: Sequence[Message], reply: type[Received], timeout_s: float = _PULL_S
+    ) -> Callable[[], list[Received]]:
+        """Start a call of this method for each of these requests. The returned function waits for their replies."""
         call = self._channel.unary_unary(
-            f"/{SERVICE}/PullRows",
-            request_serializer=pb.RowsRequest.SerializeToString, response_deserializer=pb.RowsReply.FromString,
+            f"/{SERVICE}/{name}",
+            request_serializer=methodcaller("SerializeToString"), response_deserializer=reply.FromString,
         )  # fmt: skip
-        calls = [call.future(item, timeout=_PULL_S, metadata=self.credentials.metadata) for item in requests]
+        calls = [call.future(item, timeout=timeout_s, metadata=self.credentials.metadata) for item in requests]
 
-        def wait() -> list[pb.RowsReply]:
+        def wait() -> list[Received]:
             try:
-                return [call.result() for call in calls]
+                replies = [call.result() for call in calls]
             except grpc.RpcError as error:
                 raise translated(error) from None
             except grpc.FutureCancelledError:
                 raise Lost("the connection was closed") from None
+            for item in replies:
+                check_header(item)
+            return replies
 
         return wait
 

@@ -26,7 +26,7 @@ from ..tensors.transfer import ModelTensors
 from ..transports.transport import Transports
 from .channel import Lost, wait_for_server
 from .heartbeat import GroupView, MemberHeartbeat
-from .messages import Begun, Final, Goodbye, Outgoing, Settings, Welcome, join_message, loses_replies, read_settings
+from .messages import Begun, Final, Goodbye, Outgoing, Welcome, join_message, loses_replies, read_settings
 from .shard import Shard
 from .shard_set import ShardSet
 from .threads import sleep
@@ -70,12 +70,9 @@ class Exchange:
             lambda: self.shards.first.channel.address, credentials, self.group_view.heartbeat_replied
         )
         self._join()
-        self.settings: Settings = read_settings(self.welcome.settings)
-        kind = self.settings.kind
+        self.settings = self.shards.settings = read_settings(self.welcome.settings)
         self.replies_lose = loses_replies(config, self.settings)
-        self._has_residual = config.codec != "raw" or kind.holds_differences
-        self.shards.codec = "raw" if kind.has_peers else config.codec  # peers encode among themselves
-        self.shards.has_fragments = self.settings.fragments > 1
+        self._has_residual = config.codec != "raw" or self.settings.kind.holds_differences
 
     def trace(self, url: str | None) -> None:
         """Send a span of every exchange to `url` from now on. Raises UsageError without the extra package."""
@@ -132,7 +129,7 @@ class Exchange:
                     shard.join(seated, _ATTEMPT_S)
                 except Lost as lost:
                     raise shards.lost(shard, lost) from None
-            shard.offer(shards.layout, shards.optimizer, kind, shards.codec, self.group_view.rendezvous)
+            shard.offer(kind, self.group_view.rendezvous)
         log.routine("tensors", transport=shards.transport, reason=shards.first.transports.reason)
 
     def _rejoin(self, lost: Lost) -> Reply | None:
@@ -240,7 +237,7 @@ class Exchange:
         return self._replied(self.shards.each(self._exchange_with, outgoing))
 
     def _exchange_with(self, shard: Shard, outgoing: Outgoing) -> Reply:
-        shard.contribute(outgoing if outgoing.optimizer is None else self.shards.part_of(outgoing, shard))
+        shard.contribute(outgoing)
         if self._traces is not None:
             self._traces.sent()
         received = shard.expect("reply")

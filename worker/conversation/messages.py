@@ -85,8 +85,7 @@ class Outgoing(NamedTuple):
     contribution: Contribution
     state: bytes | None = None  # of the script at the beginning of the contribution
     rows: tuple[RowGradients, ...] = ()
-    # optimizer state by parameter and key; for one shard, its part by `<key>/<parameter>`
-    optimizer: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]] | None = None  # its state, by parameter and key
 
     def changed(self, **topics: Any) -> Outgoing:
         """A copy with other topics of the contribution."""

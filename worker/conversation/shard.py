@@ -17,8 +17,9 @@ from ...common.config.schema import WorkerConfig
 from ...common.errors import bad_request, shown
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
-from ...common.tensors.layout import DTYPES, Layout
+from ...common.tensors.layout import DTYPES, as_bytes
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
+from ...common.tensors.sharding import Share
 from ...common.wire.checks import check_header
 from ...common.wire.frames import Frame, PayloadReader, message_frames
 from ...common.wire.messages import read_reply, read_weights
@@ -27,13 +28,13 @@ from ...common.wire.segments import SegmentError
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress, Retry
 from ..tensors.staged import make_transfer
-from ..tensors.transfer import DirectTransfer, ModelTensors
+from ..tensors.transfer import DirectTransfer, ModelTensors, part_of
 from ..transports.down import Down, Write
 from ..transports.transport import Transports
 from ..transports.up import Up
 from . import messages
 from .channel import Channel, Lost, collect
-from .messages import Begun, Final, Goodbye, Outgoing, Welcome
+from .messages import Begun, Final, Goodbye, Outgoing, Settings, Welcome
 from .stream_client import StreamClient
 
 log = get_logger()
@@ -46,6 +47,7 @@ _MOST_SHOWN = 2_000  # longest sentence of a server that is logged, in character
 class Shard:
     """A worker's connection to one shard. Used by one thread at a time. Each message of the server resets `retry`."""
 
+    share: Share
     model: ModelTensors  # this shard's part
     tables: tuple[TableSpec, ...]
     transfer: DirectTransfer
@@ -61,7 +63,6 @@ class Shard:
         self._sent_hyperparameters: tuple[Hyperparameters, ...] | None = None
         self._sent_state: bytes | None = None  # sent with the newest contribution, while the server keeps it
         self.begun: Begun | None = None  # from the newest START
-        self.has_fragments = False  # payloads have one fragment of the parameters
 
     # ---- joining ------------------------------------------------------------------------------
 
@@ -76,28 +77,30 @@ class Shard:
         self._sent_hyperparameters = self._sent_state = None
         return welcome
 
-    def set_model(self, model: ModelTensors, tables: tuple[TableSpec, ...], codec: str) -> None:
-        """Set this shard's part of the model, its rows of the tables, and the codec of contributions."""
-        self.model, self.tables = model, tables
-        self.transfer = make_transfer(model)
-        self.up = Up(CODECS.load(codec)(), model, self.transfer, self.stream.send)
-        self.down = Down(CODECS.load(self._config.reply_codec)(), model, self.transfer)
+    def set_model(self, whole: ModelTensors, share: Share, optimizer: OptimizerSpec, settings: Settings) -> None:
+        """Set this shard's part of the model, its rows of the tables, and the codecs."""
+        codec = "raw" if settings.kind.has_peers else self._config.codec  # peers encode among themselves
+        self._has_fragments = settings.fragments > 1  # payloads have one fragment of the parameters
+        self.share, self.model = share, part_of(whole, share)
+        self.tables = share.optimizer(optimizer).tables
+        self.transfer = make_transfer(self.model)
+        self.up = Up(CODECS.load(codec)(), self.model, self.transfer, self.stream.send)
+        self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
+        self.down = Down(CODECS.load(self._config.reply_codec)(), self.model, self.transfer)
+        self._offered = messages.model_message(whole.layout, optimizer, codec, self._config.reply_codec)
 
-    def moved(self, model: ModelTensors) -> None:
-        """This part of the model has moved in memory. Gradients in shared memory stay there: it is used no more."""
+    def moved(self, whole: ModelTensors) -> None:
+        """The model has moved in memory. Gradients in shared memory stay there: it is used no more."""
         if self.transfer.has_lent:
             self.stream.hang_up()
         self.transfer.leave_segment()
-        self.model, self.transfer = model, make_transfer(model)
-        self.up.transfer = self.down.transfer = self.transfer
+        self.model = part_of(whole, self.share)
+        self.transfer = self.up.transfer = self.down.transfer = make_transfer(self.model)
 
-    def offer(
-        self, whole: Layout, optimizer: OptimizerSpec, kind: messages.KindOfRun, codec: str, rendezvous: str
-    ) -> None:
+    def offer(self, kind: messages.KindOfRun, rendezvous: str) -> None:
         """Offer the model and negotiate the transport. `kind` is that of contributions, as in RunSettings."""
-        model = messages.model_message(whole, optimizer, codec, self._config.reply_codec)
-        model.contribution, model.rendezvous = kind, rendezvous
-        self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
+        model = pb.Model(contribution=kind, rendezvous=rendezvous)
+        model.MergeFrom(self._offered)
         offered = self.transports.offer(model, self.model.layout.exchange_bytes)
         model.transport_reason = self.transports.reason
         self.stream.offer(model)
@@ -139,7 +142,7 @@ class Shard:
         if not encoding.is_raw or contribution.kind.holds_differences:
             hyperparameters = encoding.prepared(hyperparameters)
             without = self.model.names_at(contribution.payload.without_gradient)
-            encoding.choose(without) if self.has_fragments else encoding.rest(without)
+            encoding.choose(without) if self._has_fragments else encoding.rest(without)
         if hyperparameters is self._sent_hyperparameters:
             hyperparameters = ()
         else:
@@ -152,7 +155,12 @@ class Shard:
             self._sent_state = outgoing.state
             self.stream.send(messages.state_frames(outgoing.state))
         if outgoing.optimizer is not None:
-            self.stream.send(messages.state_frames(save(dict(outgoing.optimizer)), "optimizer"))
+            found = {
+                f"{key}/{part.name}": (part.of(value) if value.dim() else value).contiguous()
+                for part in self.share.parts
+                for key, value in outgoing.optimizer.get(part.spec.name, {}).items()
+            }
+            self.stream.send(messages.state_frames(save(found), "optimizer"))
         if outgoing.rows:
             self.stream.send(messages.rows_frames(self.tables, outgoing.rows))
         if self.down.reference:
@@ -248,9 +256,11 @@ class Shard:
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Request this shard's rows among the distinct and ascending ids. The returned function waits for them."""
-        spec, progress = self.tables[table], self._progress
+        spec, run, rank = self.tables[table], self._progress.run, self._progress.rank or 0
         first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end], device="cpu")).tolist()
-        wait = self.channel.pull_rows(progress.run, progress.rank or 0, spec, table, ids[first:end])
+        parts = [bytes(as_bytes(ids[here])) for here in messages.chunks(first, end, spec.row_bytes)]
+        requests = [pb.RowsRequest(run=run, rank=rank, table=table, ids=part) for part in parts]
+        wait = self.channel.ask("PullRows", requests, pb.RowsReply)
         dtype, num_rows = DTYPES[spec.dtype], int(end - first)
 
         def rows() -> torch.Tensor:

@@ -20,16 +20,15 @@ from ...common.config.schema import WorkerConfig
 from ...common.errors import UnreachableError, bad_request, shown
 from ...common.reporting.log import get_logger
 from ...common.security import Credentials
-from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.tensors.sharding import Share, divide
+from ...common.tensors.sharding import divide
 from ...common.wire.records import ResidualInfo
 from ..session import Progress, Retry
 from ..tensors.transfer import ModelTensors, part_of
 from ..transports.encoding import Encoding
 from ..transports.limit import Limit
 from .channel import Channel, Lost
-from .messages import Outgoing
+from .messages import Settings
 from .reader import pull_newest, pull_part
 from .shard import Shard
 from .threads import END_S, Helper, wait_for
@@ -45,8 +44,8 @@ _MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # limits of an optimizer's state: multiples
 class ShardSet:
     """The shards; `all` has one per server process."""
 
+    settings: Settings  # of the run
     optimizer: OptimizerSpec
-    layout: Layout  # of the whole model
 
     def __init__(self, config: WorkerConfig, credentials: Credentials, progress: Progress, retry: Retry) -> None:
         """Each message of a shard resets `retry`."""
@@ -54,12 +53,9 @@ class ShardSet:
         self._limit = Limit(config.max_mbit)
         self.first = self._make(0, config.server)
         self.all = [self.first]
-        self.has_fragments = False
-        self.codec = ""  # of contributions
         self._addresses: list[str] = []
         self._helpers: list[Helper] = []  # threads for the shards after the first
         self._model: ModelTensors | None = None
-        self._shares: list[Share] = []
         self.peers_encoding: Encoding | None = None  # of gradients between peers
         self._num_lost, self._norm_lost = 0, 0.0  # lost residuals, and the sum of their norms
 
@@ -92,18 +88,15 @@ class ShardSet:
 
     def divide(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         """Give each shard its part of the model."""
-        self._shares = divide(model.layout, len(self.all))
-        for shard, share in zip(self.all, self._shares, strict=True):
-            shard.set_model(part_of(model, share), share.optimizer(optimizer).tables, self.codec)
-            shard.has_fragments = self.has_fragments
-        # a model that cannot be divided is none of the shards'
-        self._model, self.layout, self.optimizer = model, model.layout, optimizer
+        for shard, share in zip(self.all, divide(model.layout, len(self.all)), strict=True):
+            shard.set_model(model, share, optimizer, self.settings)
+        self._model, self.optimizer = model, optimizer  # a model that cannot be divided is none of the shards'
 
     def moved(self) -> None:
         """The model has moved in memory."""
         assert self._model is not None
-        for shard, share in zip(self.all, self._shares, strict=True):
-            shard.moved(part_of(self._model, share))
+        for shard in self.all:
+            shard.moved(self._model)
 
     # ---- the same for each shard --------------------------------------------------------------
 
@@ -148,16 +141,6 @@ class ShardSet:
     @staticmethod
     def lost(shard: Shard, lost: Lost) -> Lost:
         return Lost(f"shard {shard.number} at {shard.channel.address}: {lost}")
-
-    def part_of(self, outgoing: Outgoing, shard: Shard) -> Outgoing:
-        """A contribution with this shard's part of the optimizer state."""
-        assert outgoing.optimizer is not None
-        found = {
-            f"{key}/{part.name}": (part.of(value) if value.dim() else value).contiguous()
-            for part in self._shares[shard.number].parts
-            for key, value in outgoing.optimizer.get(part.spec.name, {}).items()
-        }
-        return outgoing._replace(optimizer=found)
 
     # ---- residuals of the contributions: of each shard's part, or of the gradients between peers ---
 
@@ -216,8 +199,8 @@ class ShardSet:
 
     def pull_averaged(self, model: ModelTensors) -> None:
         """Write the Polyak average into another instance of the model."""
-        for shard, share in zip(self.all, self._shares, strict=True):
-            pull_part(shard.channel, part_of(model, share), averaged=True)
+        for shard in self.all:
+            pull_part(shard.channel, part_of(model, shard.share), averaged=True)
 
     def pull_exact(self, model: ModelTensors) -> int:
         """Write the newest version into the model, without a codec. Returns the version."""
@@ -226,7 +209,8 @@ class ShardSet:
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
         """Fetch the state of the server's optimizer, by parameter and key (exp_avg, step). Raises UnreachableError."""
         found: dict[str, dict[str, list[torch.Tensor]]] = {}
-        for shard, share in zip(self.all, self._shares, strict=True):
+        for shard in self.all:
+            share = shard.share
             try:
                 state = load(shard.channel.pull_optimizer(_MAX_KEYS * share.layout.parameter_bytes + _MORE_BYTES))
             except Lost as lost:

@@ -58,9 +58,8 @@ class Shadow(ModelTensors):
         sent = layout.views(self._stream.new_payload(layout.exchange_bytes))
         self._sent = [view for _, view in islice(sent, self.num_exchanged)]
         self.tensors = [view for _, view in layout.views(self._stream.new_payload(layout.total_bytes))]
-        with torch.no_grad():
-            for view, tensor in zip(self.tensors, model.tensors, strict=True):
-                view.copy_(tensor)
+        self._stream.copy(self.tensors, model.tensors)
+        self.settle()
 
     def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
         """The snapshot, whatever its kind."""
@@ -70,19 +69,12 @@ class Shadow(ModelTensors):
 
     def snapshot(self, kind: ContributionKind) -> None:
         """Copy the next contribution. The model may change as soon as this returns."""
-        with torch.no_grad(), self._stream.copies():
-            for view, tensor in zip(self._sent, self._model.sources(kind), strict=True):
-                if tensor is None:
-                    view.zero_()
-                else:
-                    view.copy_(tensor, non_blocking=True)
+        self._stream.copy(self._sent, self._model.sources(kind))
         self._stream.precede()
 
     def take(self, start: int = 0, end: int | None = None) -> None:
         """Write the received tensors from `start` to `end` (None: all, also frozen ones) into the model."""
-        with torch.no_grad(), self._stream.copies():
-            for tensor, view in islice(zip(self._model.tensors, self.tensors, strict=True), start, end):
-                tensor.copy_(view, non_blocking=True)
+        self._stream.copy(self._model.tensors[start:end], self.tensors[start:end])
         self._stream.precede()
 
     def rebase(self) -> None:
