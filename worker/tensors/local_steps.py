@@ -65,10 +65,7 @@ class Overlap(Anchor):
 
     def __init__(self, model: ModelTensors, num_fragments: int) -> None:
         super().__init__(model)
-        entries = model.layout.entries[: model.num_trained]
-        self._fragments = fragments_of(entries, num_fragments)
-        positions = {spec.name: position for position, spec in enumerate(model.layout.specs)}
-        self._positions = [positions[entry.spec.name] for entry in entries]
+        self._fragments = fragments_of(model.layout.entries[: model.num_trained], num_fragments)
         self._aside: list[torch.Tensor] = []  # the model's own tensors while the model shows the server's weights
 
     def choose(self, fragment: int | None) -> tuple[int, ...]:
@@ -77,7 +74,7 @@ class Overlap(Anchor):
         Returns the positions of the other parameters in the layout's specs.
         """
         self._chosen = [fragment is None or other == fragment for other in self._fragments]
-        return tuple(compress(self._positions, [not is_chosen for is_chosen in self._chosen]))
+        return tuple(compress(self._model.positions, [not is_chosen for is_chosen in self._chosen]))
 
     def measure(self) -> None:
         super().measure()

@@ -144,10 +144,10 @@ class ModelTensors:
         return sum(entry.spec.kind is not Kind.FROZEN for entry in self.layout.entries)
 
     @cached_property
-    def _trained(self) -> list[tuple[int, int]]:
-        """The position of each parameter in the layout's specs, and its index in `tensors`."""
+    def positions(self) -> list[int]:
+        """The position of each parameter in the layout's specs, by its index."""
         places = {spec.name: position for position, spec in enumerate(self.layout.specs)}
-        return [(places[item.spec.name], index) for index, item in enumerate(self.layout.entries[: self.num_trained])]
+        return [places[entry.spec.name] for entry in self.layout.entries[: self.num_trained]]
 
     def names_at(self, positions: Iterable[int]) -> frozenset[str]:
         """Names of this model's tensors at these positions in the specs of the whole model."""
@@ -166,7 +166,7 @@ class ModelTensors:
 
     def without_gradient(self) -> tuple[int, ...]:
         """Positions in the layout's specs of parameters without a gradient. torch's optimizers skip these."""
-        return tuple(position for position, index in self._trained if self.gradient(index) is None)
+        return tuple(position for index, position in enumerate(self.positions) if self.gradient(index) is None)
 
     @cached_property
     def _offsets(self) -> list[int]:
