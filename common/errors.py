@@ -130,6 +130,11 @@ def refusal(reason: Reason, message: str, *, fix: str = "") -> ParamServerError:
     return reason.error(message, fix=fix, reason=reason)
 
 
+def bad_request(message: str, *, fix: str = "") -> ParamServerError:
+    """Returns the refusal of a message that this version of the program does not send."""
+    return refusal(Reason.BAD_REQUEST, message, fix=fix)
+
+
 def shown(text: str, most: int = 80) -> str:
     """Returns text from another process without control characters, cut to `most` characters."""
     return plain(text if len(text) <= most else f"{text[:most]}...")

@@ -111,7 +111,7 @@ class Link:
         # The region itself trains on during an exchange.
         self.strategy.settings = replace(self.settings, delayed_update=False)
         self.readings = Readings()  # of the region; the server above shows them
-        self._exchange.measures(self.readings.taken)
+        self._exchange.heartbeat.measure = self.readings.taken
         self.thread = Helper("upstream")
         self.has_model = False
 

@@ -68,7 +68,9 @@ class RelayServer(Server):
         finally:
             if not self.goes_back:
                 if self.engine.error is None and self._run.is_done:
-                    leave = partial(self._link.strategy.leave, Goodbye(self._run.final), is_interrupted=False)
+                    leave = partial(
+                        self._link.strategy.leave, Goodbye(final_metrics=self._run.final), is_interrupted=False
+                    )
                     await asyncio.wait([asyncio.wrap_future(self._link.thread.submit(leave))])
                 self._link.close()
 

@@ -87,8 +87,11 @@ def _served(resolved: Resolved, run: str | None, file: Path | None) -> Served:
     elif run is not None:
         name, args, source = _recorded(resolved, run)
     else:
+        from ..worker.conversation.messages import read_settings
+
         source, standing = wait_for_run(resolved.config)
-        name, args = standing.settings.task, standing.settings.task_args or {}
+        settings = read_settings(standing.settings)
+        name, args = settings.task, settings.task_args or {}
     spec = _task(resolved, name, args)
     return Served(model_name(name or spec.name), spec.load(), source, spec)
 

@@ -21,7 +21,7 @@ from ..common.reporting.log import get_logger, setup_logging
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..worker.conversation.reader import Standing
+    from ..worker.conversation.messages import StatusReply
     from .source import LiveRun, Source
     from .task import TaskSpec
 
@@ -117,7 +117,7 @@ class _Models(dict[int, Any]):
         return found
 
 
-def wait_for_run(config: Config) -> tuple[LiveRun, Standing]:
+def wait_for_run(config: Config) -> tuple[LiveRun, StatusReply]:
     """Return the run at worker.server and where it stands, once its server replies."""
     from ..worker.conversation.reader import Reader
     from .source import LiveRun

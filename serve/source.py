@@ -15,7 +15,8 @@ from ..common.config.conditions import Every
 from ..common.errors import ParamServerError, UsageError
 from ..common.reporting.log import get_logger
 from ..worker.conversation.channel import Lost
-from ..worker.conversation.reader import Reader, Standing
+from ..worker.conversation.messages import StatusReply
+from ..worker.conversation.reader import Reader
 from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.tasks.init import check_file, load_weights
 from .engine import Engine
@@ -135,14 +136,14 @@ class LiveRun:
         self._reader = reader
         self._run = ""  # the first one at the address
         self._reached_at = time.monotonic()
-        self._standing: Standing | None = None
+        self._standing: StatusReply | None = None
         self._refusal = ""  # logged last: of a fetch, or another run
 
     @property
     def is_stale(self) -> bool:
         return time.monotonic() - self._reached_at > _STALE_S
 
-    def look(self) -> Standing | None:
+    def look(self) -> StatusReply | None:
         """Return where the run stands; None while its server does not reply, or another run is at its address."""
         try:
             standing = self._reader.standing()
@@ -159,7 +160,7 @@ class LiveRun:
 
     def newest(self) -> Version | None:
         standing = self.look()
-        return standing and Version(standing.run, standing.incarnation, standing.version)
+        return None if standing is None else Version(standing.run, standing.incarnation, standing.version)
 
     def load(self, model: nn.Module) -> Version | None:
         standing = self._standing

@@ -66,10 +66,9 @@ WIRE_USERS = {
     "ps/wire/partial_transfers.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/stream.py",
     "ps/wire/listening.py", "ps/health.py", "ps/wire/security.py", "ps/shards/attend.py",
     "ps/shards/link.py", "ps/shards/gather.py", "worker/conversation/channel.py", "worker/conversation/heartbeat.py",
-    "worker/conversation/membership.py", "worker/conversation/rpc_client.py", "worker/conversation/shard.py",
-    "worker/conversation/stream_client.py", "worker/conversation/messages.py", "worker/transports/transport.py",
-    "worker/transports/up.py", "common/wire/checks.py", "common/wire/frames.py", "common/wire/messages.py",
-    "common/wire/protocol.py", "common/wire/segments.py", "common/wire/structs.py",
+    "worker/conversation/shard.py", "worker/conversation/stream_client.py", "worker/conversation/messages.py",
+    "worker/transports/transport.py", "worker/transports/up.py", "common/wire/checks.py", "common/wire/frames.py",
+    "common/wire/messages.py", "common/wire/protocol.py", "common/wire/segments.py", "common/wire/structs.py",
 }  # fmt: skip
 
 

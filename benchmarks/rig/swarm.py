@@ -8,7 +8,6 @@ once, replies are read for what the next contribution needs, weights are left wh
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -140,7 +139,7 @@ class Player:
 
     async def join(self) -> None:
         """Join, and wait for the first weights."""
-        await self._send(messages.message(join=messages.join_message(self._progress, "swarm", os.getpid(), "cpu")))
+        await self._send(messages.message(join=messages.join_message(self._progress, "cpu", None)))
         welcome = (await self._receive("welcome")).of(messages.Welcome)
         self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
         model = messages.model_message(self._payloads.layout, self._payloads.spec, "raw", "raw")
@@ -150,7 +149,8 @@ class Player:
         self._call = direct or self._call
         received = await self._receive("reply", "send_weights")
         if received.kind == "send_weights":
-            await self._send(messages.initial_weights_frames(self._payloads.weights, self._payloads.layout.total_bytes))
+            header = messages.pb.InitialWeights(payload_bytes=self._payloads.layout.total_bytes)
+            await self._send(message_frames(messages.pb.WorkerMessage(initial_weights=header), self._payloads.weights))
             received = await self._receive("reply")
         await self._take(received)
 

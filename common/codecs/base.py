@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import torch
 
-from ..errors import Reason, refusal
+from ..errors import bad_request
 from ..tensors.layout import Layout, new_payload
 
 
@@ -124,6 +124,5 @@ def decode_payload(codec: Codec, layout: Layout, encoded: torch.Tensor, payload:
     try:
         codec.decode(layout, encoded[:encoded_bytes], payload)
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {cause}") from error
+        raise bad_request(f"codec '{codec.name}' cannot decode: {type(error).__name__}: {error}") from error
     payload[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[encoded_bytes:])

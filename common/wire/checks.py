@@ -12,18 +12,19 @@ An address must be HOST:PORT. Other targets that gRPC accepts, such as a unix so
 
 from __future__ import annotations
 
+import functools
 import math
-import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from ...proto import parameter_server_pb2 as pb
 from ..config.addresses import split_address
-from ..errors import Reason, UsageError, refusal, shown
+from ..errors import Reason, UsageError, bad_request, refusal, shown
 from .records import MAX_WORK
 
 MAX_NAME = 1_000  # characters
@@ -46,22 +47,9 @@ _TICKET_BYTES = 32
 def check_text(label: str, text: str) -> None:
     """Refuse a name that is too long or has control characters, since names appear in logs and on the dashboard."""
     if len(text) > MAX_NAME or not text.isprintable():
-        raise refusal(
-            Reason.BAD_REQUEST,
-            f"{label} of {len(text)} characters, {text[:40]!a}: at most {MAX_NAME}, all of them printable",
+        raise bad_request(
+            f"{label} of {len(text)} characters, {text[:40]!a}: at most {MAX_NAME}, all of them printable"
         )
-
-
-def _range(least: float, most: float) -> Callable[[str, float], None]:
-    def check(label: str, value: float) -> None:
-        if not least <= value <= most:  # also refuses NaN
-            raise refusal(Reason.BAD_REQUEST, f"{label} is {value}; the range is {least:g} to {most:g}")
-
-    return check
-
-
-_seconds, _count = _range(0, _MAX_SECONDS), _range(0, MAX_COUNT)
-_norm = _range(0, _MAX_NORM)
 
 
 def check_address(label: str, text: str) -> None:
@@ -71,41 +59,39 @@ def check_address(label: str, text: str) -> None:
     except UsageError:
         is_reached = False
     if not is_reached:
-        raise refusal(Reason.BAD_REQUEST, f"{label} is '{shown(text)}', which is not HOST:PORT")
+        raise bad_request(f"{label} is '{shown(text)}', which is not HOST:PORT")
 
 
 def _addresses(label: str, texts: Iterable[str]) -> None:
     found = list(texts)
-    _range(0, _MAX_SHARDS)(f"number of {label}", len(found))
+    if len(found) > _MAX_SHARDS:
+        raise bad_request(f"number of {label} is {len(found)}; the range is 0 to {_MAX_SHARDS}")
     for text in found:
         check_address(label, text)
 
 
 def _check_secret(label: str, value: bytes) -> None:
     if len(value) != _SECRET_BYTES:
-        raise refusal(Reason.BAD_REQUEST, f"{label} has {len(value)} bytes; {_SECRET_BYTES} are right")
+        raise bad_request(f"{label} has {len(value)} bytes; {_SECRET_BYTES} are right")
 
 
 def _rates(label: str, rates: Sequence[float]) -> None:
     """Check learning rates, one for each group of an optimizer."""
     if len(rates) > _MAX_GROUPS or not all(map(math.isfinite, rates)):
         message = f"{label} are {len(rates)} learning rates, or one that is not finite"
-        raise refusal(Reason.BAD_REQUEST, f"{message}; at most {_MAX_GROUPS} are possible")
+        raise bad_request(f"{message}; at most {_MAX_GROUPS} are possible")
 
 
 def _check_work(label: str, work: str) -> None:
     if len(work) > MAX_WORK:
-        raise refusal(Reason.BAD_REQUEST, f"{label} has {len(work)} characters; at most {MAX_WORK}")
+        raise bad_request(f"{label} has {len(work)} characters; at most {MAX_WORK}")
 
 
-def _closed(known: Iterable[int]) -> Callable[[str, int], None]:
-    values = frozenset(known)
-
-    def check(label: str, value: int) -> None:
-        if value not in values:
-            raise refusal(Reason.BAD_REQUEST, f"{label} is {value}, which this program does not know")
-
-    return check
+def _check_metrics(label: str, metrics: Mapping[str, float]) -> None:
+    if len(metrics) > _MAX_METRICS:
+        raise bad_request(f"{len(metrics)} metrics; at most {_MAX_METRICS} are possible")
+    for name in metrics:
+        check_text("a metric's name", name)
 
 
 # ---- messages of several fields that belong together --------------------------------------------------
@@ -116,225 +102,136 @@ def _check_join(join: pb.Join) -> None:
         raise refusal(Reason.RANK_OUT_OF_RANGE, f"no rank {join.rank}: -1 to {MAX_RANK - 1} are possible")
 
 
-def _check_names(label: str, names: Iterable[str]) -> None:
-    found = list(names)
-    if len(found) > _MAX_METRICS:
-        raise refusal(Reason.BAD_REQUEST, f"{len(found)} metrics; at most {_MAX_METRICS} are possible")
-    for name in found:
-        check_text(label, name)
-
-
 def _check_welcome(welcome: pb.Welcome) -> None:
     direct = welcome.direct
     if welcome.HasField("direct") and not (0 < direct.port < 65536 and len(direct.ticket) == _TICKET_BYTES):
         fields = f"Welcome.direct has port {direct.port} and a ticket of {len(direct.ticket)} bytes"
-        raise refusal(Reason.BAD_REQUEST, f"{fields}; a port is 1 to 65535, a ticket has {_TICKET_BYTES}")
+        raise bad_request(f"{fields}; a port is 1 to 65535, a ticket has {_TICKET_BYTES}")
     if welcome.shards and (len(welcome.shards) < 2 or welcome.shards[0] or not all(welcome.shards[1:])):
         message = f"Welcome.shards are {len(welcome.shards)} addresses"
-        raise refusal(Reason.BAD_REQUEST, f"{message}; of two or more only the coordinator's, the first, is empty")
+        raise bad_request(f"{message}; of two or more only the coordinator's, the first, is empty")
 
 
 def _check_partial_transfer(message: pb.PartialTransfer) -> None:
     ranges = message.ranges
     if len(ranges) % 2 or any(first >= second for first, second in pairwise(ranges)):
-        problem = f"PartialTransfer.ranges are {len(ranges)} borders that do not ascend in pairs"
-        raise refusal(Reason.BAD_REQUEST, problem)
-
-
-def _check_reply(reply: pb.Reply) -> None:
-    """Refuse a reply without a result or next work, since the worker cannot continue without them."""
-    for topic in ("result", "next_work"):
-        if not reply.HasField(topic):
-            raise refusal(Reason.BAD_REQUEST, f"a Reply without {topic}")
+        raise bad_request(f"PartialTransfer.ranges are {len(ranges)} borders that do not ascend in pairs")
 
 
 def _check_next_work(work: pb.NextWork) -> None:
     if work.worker_index >= max(1, work.num_workers):
-        message = f"NextWork.worker_index is {work.worker_index} of {work.num_workers} workers"
-        raise refusal(Reason.BAD_REQUEST, message)
+        raise bad_request(f"NextWork.worker_index is {work.worker_index} of {work.num_workers} workers")
 
 
 def _check_group(group: pb.GroupInfo) -> None:
     members = group.members
     if any(first >= second for first, second in pairwise(members)) or (members and members[-1] >= MAX_RANK):
-        message = f"GroupInfo.members are {len(members)} ranks that do not ascend to {MAX_RANK}"
-        raise refusal(Reason.BAD_REQUEST, message)
+        raise bad_request(f"GroupInfo.members are {len(members)} ranks that do not ascend to {MAX_RANK}")
 
 
 def _check_state(state: pb.State) -> None:
     if state.offset + len(state.piece) > state.num_bytes:
         piece = f"a piece of a State of {len(state.piece)} bytes at {state.offset}"
-        raise refusal(Reason.BAD_REQUEST, f"{piece}; all of it are {state.num_bytes}")
+        raise bad_request(f"{piece}; all of it are {state.num_bytes}")
 
 
 # ---- all of them ------------------------------------------------------------------------------------
 
 Check = Callable[[str, Any], None]
+Range = tuple[float, float]  # the least and the most
+_FEW = 0, MAX_RANK  # workers, and other numbers that are no larger
 
-
-def _counts(*names: str) -> dict[str, Check]:
-    """Return the check of whole numbers from 0 to MAX_COUNT, such as steps, versions and bytes."""
-    return dict.fromkeys(names, _count)
-
-
-# Checks of single fields, by message.
-FIELDS: dict[type[Message], dict[str, Check]] = {
-    pb.Join: {
-        **dict.fromkeys(("run", "host", "device", "program_version", "process", "region"), check_text),
-        "num_workers": _range(0, MAX_RANK),
-    },
-    pb.Model: {
-        "reply_codec": check_text,
-        "rendezvous": check_address,
-    },  # `codecs` are looked up where they are agreed on
-    pb.Begin: {"codec": check_text, **_counts("continues")},
-    pb.Counts: {
-        **dict.fromkeys(("num_samples", "num_batches"), _range(0, _MAX_SAMPLES)),
-        "num_workers": _range(0, MAX_RANK),
-    },
-    pb.Timing: {"compute_s": _seconds, "transfer_s": _seconds},
-    pb.PayloadInfo: {"codec": check_text},
-    pb.TrainingInfo: {"clip_norm": _norm, **_counts("iteration")},
-    pb.Finish: {"transfer_s": _seconds},
-    pb.Stop: {"reason": check_text},
-    pb.EvaluationMetrics: {"failure": check_text, **_counts("version", "step")},
-    pb.Leave: {"failure": check_text},
-    pb.HeartbeatRequest: {"run": check_text, "process": check_text},
-    pb.Welcome: {
-        **_counts("seq"),
-        "run": check_text,
-        "rank": _range(0, MAX_RANK - 1),
-        "lease_s": _range(*_LEASE_S),
-        "shards": _addresses,
-    },
-    pb.PartialTransfer: {"codec": check_text, **_counts("seq", "payload_bytes")},
-    pb.PullRequest: {"reader": check_text},
-    pb.Result: {
-        "outcome": _closed(value for value in pb.Reply.Outcome.values() if value),
-        "gate_wait_s": _seconds,
-        **_counts("seq", "version"),
-    },
-    pb.NextWork: {
-        "num_workers": _range(0, MAX_RANK),
-        "same_batches_as": _range(0, MAX_RANK - 1),
-        **_counts("training_steps", "run_steps"),
-    },
-    pb.WeightsInfo: {"codec": check_text, **_counts("num_bytes")},
-    pb.GroupInfo: {"rendezvous": check_address, "secret": _check_secret, **_counts("generation")},
-    pb.FirstInfo: {"rates": _rates, "work": _check_work, **_counts("num_samples", "run_steps")},
-    pb.Rates: {"first": _rates, "last": _rates, **_counts("num_changes")},
-    pb.State: {"num_bytes": _range(0, _MAX_STATE_BYTES)},
-    pb.Snapshot: {"run": check_text, **_counts("version", "payload_bytes")},
-    pb.RowsReply: {"shards": _addresses},
-    pb.StatusReply: {"run": check_text, **_counts("version", "step", "incarnation")},
-    pb.RunSettings: {
-        **_counts("steps"),
-        "mode": check_text,
-        "num_workers": _range(0, MAX_RANK),
-        "batch_size": _range(1, 2**31),
-        "seed": _range(0, 2**31 - 1),
-        "task": check_text,
-        "polyak": _range(0, 1),
-        "eval_every": check_text,
-        "fragments": _range(0, MAX_RANK),
-        "outstanding": _range(0, MAX_RANK),
-    },
-    pb.Contribution: _counts("seq"),
-    pb.Base: _counts("version"),
-    pb.CompletionInfo: _counts("generation", "peer_bytes"),
-    pb.Position: _counts("step", "batches", "epoch", "epoch_batches"),
-    pb.AskAgain: _counts("seq"),
-    pb.ReferenceInfo: _counts("number"),
-    pb.StartInfo: _counts("num_batches"),
-    pb.Final: _counts("version"),
+# Rules for fields, in all messages or in one of them: a range, a closed set of values, or a check. Without a rule here,
+# `check_text` checks text, and whole numbers of 64 bits are at most MAX_COUNT. None: another module checks the field,
+# or shows it to people. An absent field reads as 0, so a rule that excludes 0 makes the field required.
+RULES: dict[str, Range | frozenset[int] | Check | None] = {
+    "num_workers": _FEW,
+    "fragments": _FEW,
+    "outstanding": _FEW,
+    "same_batches_as": (0, MAX_RANK - 1),
+    "Welcome.rank": (0, MAX_RANK - 1),
+    "Counts.num_samples": (0, _MAX_SAMPLES),
+    "Counts.num_batches": (0, _MAX_SAMPLES),
+    "State.num_bytes": (0, _MAX_STATE_BYTES),
+    "batch_size": (1, 2**31),
+    "seed": (0, 2**31 - 1),
+    "polyak": (0, 1),
+    "clip_norm": (0, _MAX_NORM),
+    **dict.fromkeys(("compute_s", "transfer_s", "gate_wait_s"), (0, _MAX_SECONDS)),
+    "Welcome.lease_s": _LEASE_S,
+    "outcome": frozenset(value for value in pb.Reply.Outcome.values() if value),
+    **dict.fromkeys(("FirstInfo.rates", "Rates.first", "Rates.last"), _rates),
+    **dict.fromkeys(("EvaluationMetrics.metrics", "final_metrics"), _check_metrics),
+    "work": _check_work,
+    "secret": _check_secret,
+    "rendezvous": check_address,
+    "shards": _addresses,
+    **dict.fromkeys(("reason", "transport_reason", "status", "reference", "Optimizer.name"), None),
+    "Stop.reason": check_text,
+}
+_REQUIRED = {"Reply.result", "Reply.next_work"}  # the worker cannot continue without them
+_OF_TYPE: dict[int, Range | Check] = {
+    FieldDescriptor.TYPE_STRING: check_text,
+    FieldDescriptor.TYPE_UINT64: (0, MAX_COUNT),
 }
 _WHOLE: dict[type[Message], Callable[[Any], None]] = {
     pb.Join: _check_join,
-    pb.EvaluationMetrics: lambda metrics: _check_names("a metric's name", metrics.metrics),
-    pb.Leave: lambda leave: _check_names("a metric's name", leave.final_metrics),
     pb.Welcome: _check_welcome,
     pb.PartialTransfer: _check_partial_transfer,
-    pb.Reply: _check_reply,
     pb.NextWork: _check_next_work,
     pb.GroupInfo: _check_group,
     pb.State: _check_state,
 }
-# Submessages that `check_header` checks together with their message.
-_PARTS: dict[type[Message], tuple[str, ...]] = {
-    pb.Contribution: ("counts", "base", "timing", "payload", "training", "completion", "first", "position"),
-    pb.Welcome: ("partial_transfer",),
-    pb.Reply: ("result", "next_work", "weights", "group", "start"),
-    pb.WeightsInfo: ("reference",),
-    pb.StartInfo: ("rates", "position"),
-    pb.Final: ("weights",),
-    pb.HeartbeatRequest: ("metrics",),
-}
-_NEEDED = {"outcome", "lease_s", "batch_size"}  # required fields: an absent field reads as 0, which is out of range
 
 
-# Every exchange checks a contribution and a reply. Reading all fields at once takes half the time of the tables, and
-# accepts nearly all messages. The tables check the messages that this fast path does not accept.
-_OF_RESULT = operator.attrgetter("outcome", "gate_wait_s", "seq", "version")
-_OF_NEXT_WORK = operator.attrgetter("num_workers", "worker_index", "same_batches_as", "training_steps", "run_steps")
+class _Plan(NamedTuple):
+    """The fields of a message by the way in which they are checked."""
 
-_START, _REJECTED = int(pb.Reply.START), int(pb.Reply.REJECTED)  # the lookup costs as much as the rest of the check
-
-
-def _is_sound_contribution(contribution: pb.Contribution) -> bool:
-    has = contribution.HasField
-    if has("completion") or has("position") or has("first"):
-        return False
-    timing, counts, codec = contribution.timing, contribution.counts, contribution.payload.codec
-    return (
-        0 <= timing.compute_s <= _MAX_SECONDS
-        and 0 <= timing.transfer_s <= _MAX_SECONDS
-        and 0 <= contribution.training.clip_norm <= _MAX_NORM
-        and counts.num_samples <= _MAX_SAMPLES
-        and counts.num_batches <= _MAX_SAMPLES
-        and contribution.training.iteration <= MAX_COUNT
-        and counts.num_workers <= MAX_RANK
-        and contribution.seq <= MAX_COUNT
-        and contribution.base.version <= MAX_COUNT
-        and len(codec) <= MAX_NAME
-        and codec.isprintable()
-    )
+    ranges: list[tuple[str, float, float]]
+    choices: list[tuple[str, frozenset[int]]]
+    checks: list[tuple[str, Check]]  # of fields that are not empty
+    parts: list[tuple[str, bool]]  # messages, and whether they are required
 
 
-def _is_sound_reply(reply: pb.Reply) -> bool:
-    has = reply.HasField
-    if has("group") or has("start"):
-        return False
-    outcome, gate_wait_s, seq, version = _OF_RESULT(reply.result)
-    num_workers, worker_index, other, training_steps, run_steps = _OF_NEXT_WORK(reply.next_work)
-    if has("weights"):
-        weights = reply.weights
-        if weights.codec or weights.num_bytes > MAX_COUNT or weights.HasField("reference"):
-            return False
-    return (
-        _START < outcome <= _REJECTED
-        and 0 <= gate_wait_s <= _MAX_SECONDS
-        and worker_index < num_workers <= MAX_RANK
-        and other < MAX_RANK
-        and max(seq, version, training_steps, run_steps) <= MAX_COUNT
-    )
-
-
-_IS_SOUND: dict[type[Message], Callable[[Any], bool]] = {
-    pb.Contribution: _is_sound_contribution,
-    pb.Reply: _is_sound_reply,
-}
+@functools.cache
+def _plan_of(message: Any) -> _Plan:
+    """Return the plan of the message with this descriptor."""
+    plan = _Plan([], [], [], [])
+    for field in message.fields:
+        by_name = RULES.get(field.name, None if field.is_repeated else _OF_TYPE.get(field.type))
+        full_name = f"{message.name}.{field.name}"
+        rule = RULES.get(full_name, by_name)
+        if isinstance(rule, tuple):
+            plan.ranges.append((field.name, *rule))
+        elif isinstance(rule, frozenset):
+            plan.choices.append((field.name, rule))
+        elif rule is not None:
+            plan.checks.append((field.name, rule))
+        elif field.message_type is not None and not field.is_repeated:
+            plan.parts.append((field.name, full_name in _REQUIRED))
+    return plan
 
 
 def check_header(header: Message) -> None:
     """Check every field of a received message, and of its submessages. Raises a BAD_REQUEST refusal."""
-    kind = type(header)
-    if (is_sound := _IS_SOUND.get(kind)) is not None and is_sound(header):
-        return
-    for field, check in FIELDS.get(kind, {}).items():
-        if (value := getattr(header, field)) or field in _NEEDED:
-            check(f"{kind.DESCRIPTOR.name}.{field}", value)
-    if (whole := _WHOLE.get(kind)) is not None:
-        whole(header)
-    for part in _PARTS.get(kind, ()):
-        if header.HasField(part):
-            check_header(getattr(header, part))
+    pending: list[Any] = [header]
+    while pending:
+        message = pending.pop()
+        kind = message.DESCRIPTOR
+        ranges, choices, checks, parts = _plan_of(kind)
+        for name, least, most in ranges:
+            if not least <= (value := getattr(message, name)) <= most:  # also refuses NaN
+                raise bad_request(f"{kind.name}.{name} is {value}; the range is {least:g} to {most:g}")
+        for name, known in choices:
+            if (value := getattr(message, name)) not in known:
+                raise bad_request(f"{kind.name}.{name} is {value}, which this program does not know")
+        for name, check in checks:
+            if value := getattr(message, name):
+                check(f"{kind.name}.{name}", value)
+        if (whole := _WHOLE.get(type(message))) is not None:
+            whole(message)
+        for name, is_required in parts:
+            if message.HasField(name):
+                pending.append(getattr(message, name))
+            elif is_required:
+                raise bad_request(f"a {kind.name} without {name}")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from ...proto import parameter_server_pb2 as pb
-from ..errors import Reason, refusal
+from ..errors import bad_request
 from .bounds import UNCOUNTED_BYTES, check_items, read_varint
 
 # Chosen by measurement (docs/log.md): 512 KiB is as fast; 4 MiB, and 256 KiB or less, are slower.
@@ -144,9 +144,15 @@ def without_zeros(pieces: Iterable[memoryview], offset: int = 0) -> Iterator[tup
             yield at, [], min(MAX_DATA_BYTES, end - at)
 
 
-def message_frames(header: Message, pieces: list[memoryview]) -> Iterator[bytes]:
-    """Yield `header` and the payload that it announces. A small payload is in the same message."""
-    if sum(len(piece) for piece in pieces) <= INLINE_BYTES:
+def message_frames(header: Message, pieces: Iterable[memoryview], num_bytes: int | None = None) -> Iterator[bytes]:
+    """Yield `header` and the payload that it announces. A small payload is in the same message.
+
+    `num_bytes`: size of the payload; None: it is counted, so the pieces must all stay valid.
+    """
+    if num_bytes is None:
+        pieces = list(pieces)
+        num_bytes = sum(map(len, pieces))
+    if num_bytes <= INLINE_BYTES:
         yield frame(header, 0, pieces)
     else:
         yield frame(header)
@@ -183,7 +189,7 @@ def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
             check_items(header, message.DESCRIPTOR)
         message.ParseFromString(header)
     except (ValueError, IndexError, DecodeError):
-        raise refusal(Reason.BAD_REQUEST, f"a message of {len(raw)} bytes is not valid protobuf") from None
+        raise bad_request(f"a message of {len(raw)} bytes is not valid protobuf") from None
     kind = message.WhichOneof("kind")
     topic = getattr(message, kind) if kind else None
     data = memoryview(message.data) if data is None else data
@@ -243,20 +249,20 @@ class PayloadReader:
         num_bytes = max(sizes)
         if num_bytes == 0:
             if piece.kind is None and self.num_bytes:
-                raise refusal(Reason.BAD_REQUEST, "an empty piece of a payload")
+                raise bad_request("an empty piece of a payload")
             return
         is_written = not piece.out_of_band and (self._leave is None or not piece.left_out)
         if sum(sizes) > num_bytes:
             message = "a message with two pieces of a payload: only one of data, out_of_band and left_out is possible"
-            raise refusal(Reason.BAD_REQUEST, message)
+            raise bad_request(message)
         if is_written and num_bytes > MAX_DATA_BYTES:
             message = f"a piece of {num_bytes:,} bytes: data and left_out of a message have at most {MAX_DATA_BYTES:,}"
-            raise refusal(Reason.BAD_REQUEST, message)
+            raise bad_request(message)
         if piece.out_of_band and self._receive_out_of_band is None:
-            raise refusal(Reason.BAD_REQUEST, "an out-of-band piece, for a payload that travels in messages")
+            raise bad_request("an out-of-band piece, for a payload that travels in messages")
         self._pieces_left -= 1
         if self._pieces_left < 0:
-            raise refusal(Reason.BAD_REQUEST, f"a payload of {self.num_bytes} bytes has too many pieces")
+            raise bad_request(f"a payload of {self.num_bytes} bytes has too many pieces")
         self._cover(piece.offset, piece.offset + num_bytes)
         self.received += num_bytes
         if is_written:
@@ -272,10 +278,9 @@ class PayloadReader:
         at = bisect.bisect_right(starts, start)
         is_free = (at == 0 or ends[at - 1] <= start) and (at == len(starts) or end <= starts[at])
         if end > self.num_bytes or not is_free or len(starts) >= _MAX_RANGES:
-            raise refusal(
-                Reason.BAD_REQUEST,
+            raise bad_request(
                 f"a piece at {start}..{end} of a payload of {self.num_bytes} bytes: it goes past the end, repeats "
-                f"bytes, or follows {_MAX_RANGES} separate ranges",
+                f"bytes, or follows {_MAX_RANGES} separate ranges"
             )
         starts.insert(at, start)
         ends.insert(at, end)
@@ -286,4 +291,4 @@ class PayloadReader:
 
 
 def _refuse_piece(offset: int, data: memoryview) -> None:
-    raise refusal(Reason.BAD_REQUEST, "a piece after the end of its payload")
+    raise bad_request("a piece after the end of its payload")

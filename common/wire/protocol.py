@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from ...proto import parameter_server_pb2 as pb
-from ..errors import ParamServerError, Reason, UnreachableError, refusal, shown
+from ..errors import ParamServerError, Reason, UnreachableError, bad_request, refusal, shown
 from ..tensors.layout import Kind, Layout, TensorSpec
 from ..tensors.optimizers import GroupSpec, OptimizerSpec, Reduction, TableSpec
 from ..version import PROGRAM_VERSION, PROTOCOL_VERSION
@@ -46,11 +46,10 @@ def other_protocol(method: str) -> str | None:
 
 def layout_to_proto(layout: Layout) -> list[pb.TensorSpec]:
     """Return the tensors of a layout as messages."""
-    kinds = {kind: pb.TensorSpec.Kind.Name(kind.value) for kind in Kind}
     return [
         pb.TensorSpec(
             name=spec.name,
-            kind=kinds[spec.kind],
+            kind=pb.TensorSpec.Kind.Name(spec.kind.value),
             dtype=spec.dtype,
             shape=spec.shape,
             aliases=spec.aliases,
@@ -66,21 +65,21 @@ def layout_from_proto(tensors: Any) -> Layout:
     Raises a BAD_REQUEST refusal for an unknown kind, a count above its limit, or specs that Layout refuses.
     """
     if not 0 < len(tensors) <= _MAX_TENSORS:
-        raise refusal(Reason.BAD_REQUEST, f"a model of {len(tensors)} tensors; 1 to {_MAX_TENSORS} are possible")
+        raise bad_request(f"a model of {len(tensors)} tensors; 1 to {_MAX_TENSORS} are possible")
     specs, num_names = [], 0
     for tensor in tensors:
         check_text("a tensor's name", tensor.name)
         if tensor.kind not in Kind._value2member_map_:
-            raise refusal(Reason.BAD_REQUEST, f"tensor '{tensor.name}' has no kind")
+            raise bad_request(f"tensor '{tensor.name}' has no kind")
         check_text("a dtype", tensor.dtype)
         if len(tensor.shape) > _MAX_DIMENSIONS:
             message = (
                 f"tensor '{tensor.name}' has {len(tensor.shape)} dimensions; at most {_MAX_DIMENSIONS} are possible"
             )
-            raise refusal(Reason.BAD_REQUEST, message)
+            raise bad_request(message)
         num_names += 1 + len(tensor.aliases)
         if num_names > _MAX_NAMES:
-            raise refusal(Reason.BAD_REQUEST, f"more than {_MAX_NAMES} names of tensors")
+            raise bad_request(f"more than {_MAX_NAMES} names of tensors")
         for alias in tensor.aliases:
             check_text("a tensor's name", alias)
         kind = Kind(tensor.kind)
@@ -115,7 +114,7 @@ def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) ->
     check_text("an optimizer's name", message.name)
     num_groups = len(message.groups)
     if num_groups > _MAX_NAMES or num_groups + sum(len(group.tensors) for group in message.groups) > _MAX_NAMES:
-        raise refusal(Reason.BAD_REQUEST, f"an optimizer of more than {_MAX_NAMES} groups and tensors")
+        raise bad_request(f"an optimizer of more than {_MAX_NAMES} groups and tensors")
     hyperparameters = hyperparameters_from_proto([group.hyperparameters for group in message.groups])
     groups = tuple(
         GroupSpec(tuple(group.tensors), values) for group, values in zip(message.groups, hyperparameters, strict=True)
@@ -124,14 +123,12 @@ def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) ->
         trained = {spec.name for spec in layout.specs if spec.kind is Kind.PARAMETER}
         for name in (name for group in groups for name in group.tensors):
             if name not in trained:
-                raise refusal(
-                    Reason.BAD_REQUEST,
-                    f"the optimizer's tensor '{name}' is not a parameter of the model, or is in two groups",
+                raise bad_request(
+                    f"the optimizer's tensor '{name}' is not a parameter of the model, or is in two groups"
                 )
             trained.remove(name)
         if not any(group.tensors for group in groups):
-            raise refusal(
-                Reason.BAD_REQUEST,
+            raise bad_request(
                 f"there is nothing to train: the optimizer holds none of the model's {len(trained)} parameters",
                 fix="give it at least one parameter that requires a gradient, not only buffers and frozen tensors",
             )
@@ -141,9 +138,7 @@ def optimizer_from_proto(message: pb.Optimizer, layout: Layout | None = None) ->
 
 def _tables_from_proto(tables: Any) -> tuple[TableSpec, ...]:
     if len(tables) > _MAX_TABLES or len({table.name for table in tables}) < len(tables):
-        raise refusal(
-            Reason.BAD_REQUEST, f"{len(tables)} tables of rows; at most {_MAX_TABLES}, each with its own name"
-        )
+        raise bad_request(f"{len(tables)} tables of rows; at most {_MAX_TABLES}, each with its own name")
     for table in tables:
         for text in (table.name, table.dtype, table.optimizer):
             check_text("a table's name, dtype or optimizer", text)

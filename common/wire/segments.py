@@ -10,6 +10,7 @@ other process is on another host or in another container. The tensors then trave
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import mmap
 import os
@@ -54,8 +55,6 @@ def new_segment(num_bytes: int) -> Segment:
     """Return zeroed memory that other processes of this user on this host can open. Raises SegmentError."""
     label = secrets.token_hex(16)
     try:
-        import fcntl
-
         descriptor = os.memfd_create(_PREFIX + label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, num_bytes)
@@ -64,7 +63,7 @@ def new_segment(num_bytes: int) -> Segment:
         except BaseException:
             os.close(descriptor)
             raise
-    except (OSError, ValueError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise SegmentError(f"no shared memory of {num_bytes} bytes: {error}") from None
     address = pb.Segment(host=this_host(), pid=os.getpid(), descriptor=descriptor, label=label, num_bytes=num_bytes)
     return Segment(payload, address, descriptor)
@@ -90,7 +89,12 @@ def open_segment(address: pb.Segment) -> Segment:
     except OSError as error:
         raise SegmentError(f"process {address.pid} does not share its memory: {error.strerror}") from None
     try:
-        _check(descriptor, expected, address.num_bytes)
+        if os.readlink(f"/proc/self/fd/{descriptor}") != expected:
+            raise SegmentError("the descriptor is not the segment's")
+        if os.fstat(descriptor).st_size != address.num_bytes:
+            raise SegmentError(f"the segment has {os.fstat(descriptor).st_size} bytes, not {address.num_bytes}")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
+            raise SegmentError("the segment could be cut short by its owner")
         return Segment(_map(descriptor, address.num_bytes), address)
     except (OSError, ValueError) as error:
         raise SegmentError(f"cannot map {address.num_bytes} bytes: {error}") from None
@@ -98,20 +102,7 @@ def open_segment(address: pb.Segment) -> Segment:
         os.close(descriptor)
 
 
-def _check(descriptor: int, expected: str, num_bytes: int) -> None:
-    import fcntl
-
-    if os.readlink(f"/proc/self/fd/{descriptor}") != expected:
-        raise SegmentError("the descriptor is not the segment's")
-    if os.fstat(descriptor).st_size != num_bytes:
-        raise SegmentError(f"the segment has {os.fstat(descriptor).st_size} bytes, not {num_bytes}")
-    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
-        raise SegmentError("the segment could be cut short by its owner")
-
-
 def _seals() -> int:
-    import fcntl
-
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

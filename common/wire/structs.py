@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
 
-from ..errors import Reason, refusal
+from ..errors import bad_request
 from .checks import check_text
 
 _MAX_HYPERPARAMETERS = 200_000  # in all groups; groups and items of lists count too
@@ -48,11 +48,11 @@ def hyperparameters_from_proto(groups: Any) -> list[dict[str, Any]]:
         check_text("a hyperparameter's name", key)
         kind = value.WhichOneof("kind")
         if kind == "number_value" and not math.isfinite(value.number_value):
-            raise refusal(Reason.BAD_REQUEST, f"hyperparameter {key} is not finite")
+            raise bad_request(f"hyperparameter {key} is not finite")
         if kind == "string_value":
             check_text(f"hyperparameter {key}", value.string_value)
     if num_left < 0:
-        raise refusal(Reason.BAD_REQUEST, f"more than {_MAX_HYPERPARAMETERS} hyperparameters")
+        raise bad_request(f"more than {_MAX_HYPERPARAMETERS} hyperparameters")
     return [from_struct(group) for group in groups]
 
 

@@ -80,13 +80,9 @@ class Traces:
         """Record the span of a whole exchange, and return the context for its child spans."""
         self._ids.fixed = ids
         try:
-            span = self._tracer.start_span(
-                "exchange", Context(), trace.SpanKind.CLIENT, attributes=attributes, start_time=begun
-            )
+            return self.below(Context(), "exchange", begun, ended, attributes, kind="CLIENT")
         finally:
             self._ids.fixed = None
-        span.end(ended)
-        return trace.set_span_in_context(span, Context())
 
     def of_others(self, ids: tuple[int, int]) -> Context:
         """Return the context of an exchange whose span another process records."""
@@ -103,11 +99,13 @@ class Traces:
         ended: int,
         attributes: dict[str, Any] | None = None,
         *,
-        serves: bool = False,
+        kind: str = "INTERNAL",
     ) -> Context:
-        """Record a child span of the context `above`, and return the context for its own children."""
-        kind = trace.SpanKind.SERVER if serves else trace.SpanKind.INTERNAL
-        span = self._tracer.start_span(name, above, kind, attributes=attributes, start_time=begun)
+        """Record a child span of the context `above`, and return the context for its own children.
+
+        `kind`: the name of one of OpenTelemetry's kinds of spans.
+        """
+        span = self._tracer.start_span(name, above, trace.SpanKind[kind], attributes=attributes, start_time=begun)
         span.end(max(begun, ended))
         return trace.set_span_in_context(span, above)
 

@@ -66,7 +66,7 @@ class Turns:
     def __init__(self, session: Any, optimizer: Any, seconds: float) -> None:
         self.session, self._optimizer, self._seconds = session, optimizer, seconds
         self.exchange = session._exchange
-        self._status = self.exchange.shards.first.rpc.status
+        self._status = self.exchange.shards.first.channel.status
         self.phase = 0  # the current phase
 
     def wait(self, in_turn: bool) -> None:

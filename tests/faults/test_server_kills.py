@@ -14,9 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.channel import Channel
-from paramserver.worker.conversation.rpc_client import RpcClient
 
 PADDING = 1_000_000  # floats: a snapshot of 4 MB, which takes longer to write than a step to make
 STEPS = 100
@@ -145,7 +143,7 @@ def test_the_weights_after_a_restart_are_those_of_the_snapshot(job):
         assert offset <= len(pulled)
         pulled[offset : offset + len(data)] = data
 
-    assert RpcClient(channel).pull(pb.PullRequest(), write) == start["version"]
+    assert channel.pull(lambda _: write).version == start["version"]
     channel.close()
     saved = load_file(job.folder / start["source"] / "weights.safetensors")
     payload = b"".join(saved[name].numpy().tobytes() for name in ("seen", "padding"))

@@ -16,7 +16,7 @@ from paramserver.common.security import PLAINTEXT
 from paramserver.common.tensors.optimizers import check_arguments
 from paramserver.common.wire.structs import struct
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.heartbeat import Heartbeat
+from paramserver.worker.conversation.heartbeat import MemberHeartbeat
 from paramserver.worker.conversation.messages import read_settings
 from paramserver.worker.training.tasks.loading import check_named_by_server, load_named_by_server
 
@@ -140,8 +140,8 @@ def test_more_pulses_than_heartbeats_end_no_heartbeat():
     """They end the call, which is made again."""
     memberships: queue.SimpleQueue[int] = queue.SimpleQueue()
     with lying_server(welcoming(welcome()), heartbeat_replies=3) as address:
-        heartbeat = Heartbeat(lambda: address, PLAINTEXT, lambda membership, _: memberships.put(membership))
-        heartbeat.start(b"", 40.0)
+        heartbeat = MemberHeartbeat(lambda: address, PLAINTEXT, lambda membership, _: memberships.put(membership))
+        heartbeat.join(40.0)
         try:
             assert [memberships.get(timeout=60) for _ in range(3)] == [1, 1, 1]
         finally:

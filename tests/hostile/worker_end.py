@@ -16,7 +16,7 @@ from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, Tabl
 from paramserver.common.wire.frames import message_frames
 from paramserver.common.wire.protocol import layout_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation import channel, membership
+from paramserver.worker.conversation import channel, heartbeat, reader
 from paramserver.worker.conversation.channel import Lost
 from paramserver.worker.conversation.exchange import Exchange
 from paramserver.worker.conversation.messages import Outgoing, read_settings
@@ -93,7 +93,7 @@ class WorkerEnd:
         self._patches = [
             mock.patch.object(channel, "open_channel", self._channel),
             mock.patch.object(channel, "wait_until_ready", return_value=True),
-            mock.patch.object(membership.Heartbeat, "start"),
+            mock.patch.object(heartbeat.Heartbeat, "start"),
         ]
 
     def _channel(self, *_: object) -> Channel:
@@ -225,12 +225,7 @@ class WorkerEnd:
             if hostile.random.random() < 0.5:
                 found.shards.pull_averaged(self._model)
             else:
-                target = bytearray(num_bytes)
-
-                def write(offset: int, data: memoryview) -> None:
-                    target[offset : offset + len(data)] = data
-
-                found.shards.first.rpc.pull_version(None, num_bytes, write, "")
+                reader.pull_newest([found.shards.first.channel], self._model)
         finally:
             found.drop()
 
@@ -253,7 +248,7 @@ class WorkerEnd:
         try:
             shard.pull_rows(0, torch.tensor([3, 5]))()
             self._script.append(reply.SerializeToString())
-            shard.rpc.shard_addresses("run")
+            shard.channel.shard_addresses("run")
         finally:
             found.drop()
 
@@ -263,7 +258,7 @@ class WorkerEnd:
         hostile.spoil(reply)
         self._script.append(reply.SerializeToString())
         try:
-            read_settings(found.shards.first.rpc.status().settings)
+            read_settings(found.shards.first.channel.status().settings)
         finally:
             found.drop()
 

@@ -21,7 +21,7 @@ from paramserver.ps.engine.modes import make_policy, policy_of
 from paramserver.ps.policies.base import Commit, Fold, Policy
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
-from paramserver.worker.strategies.shadow import Shadow
+from paramserver.worker.strategies.delayed_update import Shadow
 from paramserver.worker.tensors.local_steps import Anchor, Overlap, fragments_of
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 

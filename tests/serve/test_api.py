@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from paramserver.serve.source import LiveRun
 from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.serve.conftest import randomize
-from paramserver.worker.conversation.reader import Standing
+from paramserver.worker.conversation.messages import StatusReply
 from paramserver.worker.tasks.digits import Digits
 from paramserver.worker.tasks.gpt import Gpt
 
@@ -254,7 +254,7 @@ def test_another_run_at_the_address_is_not_taken_for_the_first() -> None:
 
         def standing(self) -> Any:
             run, version = next(standings)
-            return Standing(run, 1, 0, version, None)  # type: ignore[arg-type]
+            return StatusReply(run=run, incarnation=1, version=version)
 
     source = LiveRun(Server())  # type: ignore[arg-type]
     found = [source.newest() for _ in range(4)]

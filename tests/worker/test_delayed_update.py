@@ -25,7 +25,6 @@ from paramserver.worker.conversation.threads import Helper, Stopped
 from paramserver.worker.session import Progress
 from paramserver.worker.strategies import delayed_update as pipeline
 from paramserver.worker.strategies.choice import make_server_strategy
-from paramserver.worker.strategies.shadow import Shadow
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
@@ -436,7 +435,7 @@ def test_a_shadow_is_a_model_to_a_transfer() -> None:
     for parameter in net.parameters():
         parameter.grad = torch.randn_like(parameter)
     model = ModelTensors(net)
-    shadow = Shadow(model)
+    shadow = pipeline.Shadow(model)
     for kind in (ContributionKind.GRADIENT, ContributionKind.WEIGHTS):
         shadow.snapshot(kind)
         gathered = b"".join(make_transfer(model).gather(kind)[0].pieces)

@@ -169,7 +169,7 @@ def test_what_arrives_is_what_step_was_called_with(
             f"step {step}"
         )
     assert receiver.num_begun > 0, "nothing left early: this test shows nothing"
-    assert bool(sender.gradients._hooks) == (loop.__name__ in STAYS_ON)
+    assert bool(sender._hooks) == (loop.__name__ in STAYS_ON)
 
 
 @pytest.mark.parametrize("codec", CODECS.names())
@@ -190,7 +190,7 @@ def test_what_is_encoded_as_it_comes_is_what_is_encoded_whole(
         ahead.up.replied(outcome)
         whole.up.replied(outcome)
     assert ahead.num_begun > 0, "nothing left early: this test shows nothing"
-    assert bool(sender.gradients._hooks) == (loop.__name__ in STAYS_ON)
+    assert bool(sender._hooks) == (loop.__name__ in STAYS_ON)
 
 
 def test_the_last_layer_leaves_first_and_before_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:

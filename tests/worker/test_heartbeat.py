@@ -12,8 +12,7 @@ import pytest
 from paramserver.common.security import PLAINTEXT
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.heartbeat import Heartbeat
-from paramserver.worker.conversation.membership import GroupView
+from paramserver.worker.conversation.heartbeat import GroupView, MemberHeartbeat
 
 INCARNATION = 7
 
@@ -58,14 +57,14 @@ class Member:
         self.received: queue.SimpleQueue[pb.HeartbeatReply] = queue.SimpleQueue()
         self.view = GroupView()
         self.view.server_incarnation = INCARNATION
-        self.heartbeat = Heartbeat(lambda: server.address, PLAINTEXT, self._take)
+        self.heartbeat = MemberHeartbeat(lambda: server.address, PLAINTEXT, self._take)
 
     def _take(self, membership: int, reply: pb.HeartbeatReply) -> None:
         self.view.heartbeat_replied(membership, reply)
         self.received.put(reply)
 
     def join(self) -> None:
-        self.view.membership = self.heartbeat.start(b"", 0.04)
+        self.view.membership = self.heartbeat.join(0.04)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from paramserver.common.wire.frames import message_frames
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.shards import gather
-from paramserver.worker.conversation import rpc_client
+from paramserver.worker.conversation import channel
 from paramserver.worker.conversation.channel import Channel, Lost
-from paramserver.worker.conversation.rpc_client import RpcClient
 
 BETWEEN_S, LIMIT_S, NUM_PIECES, PIECE = 0.25, 1.0, 6, 1 << 20
 LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (NUM_PIECES * PIECE // 4,))])
@@ -55,18 +54,18 @@ def served() -> Iterator[Callable[[int], str]]:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull takes longer than the limit; no two pieces are as far apart."""
     assert NUM_PIECES * BETWEEN_S > LIMIT_S
-    for module, name in ((rpc_client, "_PULL_S"), (rpc_client, "_PULL_PROGRESS_S"), (gather, "_FIRST_S"),
+    for module, name in ((channel, "_PULL_S"), (channel, "_PULL_PROGRESS_S"), (gather, "_FIRST_S"),
                          (gather, "_PROGRESS_S"), (gather, "_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, LIMIT_S, raising=False)
 
 
 def test_a_worker_waits_for_weights_that_keep_coming(served: Callable[[int], str]) -> None:
-    assert RpcClient(Channel(served(99))).pull(pb.PullRequest(), lambda offset, data: None) == 3
+    assert Channel(served(99)).pull(lambda _: lambda offset, data: None).version == 3
 
 
 def test_a_worker_leaves_a_server_that_has_stopped_sending(served: Callable[[int], str]) -> None:
     with pytest.raises(Lost, match="no more of the weights came for 1 s"):
-        RpcClient(Channel(served(2))).pull(pb.PullRequest(), lambda offset, data: None)
+        Channel(served(2)).pull(lambda _: lambda offset, data: None)
 
 
 def test_a_coordinator_waits_for_a_shards_part_that_keeps_coming(served: Callable[[int], str]) -> None:

@@ -383,6 +383,7 @@ def test_copies_of_gradients_that_have_changed_are_not_sent(monkeypatch: pytest.
 
     class Stream:
         device = "cuda:0"
+        copy = staged.SideStream.copy
 
         def __init__(self, _tensors: object) -> None: ...
         def copies(self) -> AbstractContextManager[None]:

@@ -5,17 +5,21 @@ A failed connection raises `Lost`. A refusal by the server raises the error for 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import methodcaller
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
-from ...common.errors import ParamServerError, Reason, UnreachableError, refusal, shown
+from ...common.errors import ParamServerError, Reason, UnreachableError, bad_request, shown
 from ...common.proxies import proxy_hint, proxy_options
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tls_probe import diagnose
+from ...common.wire.checks import check_header
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, PayloadReader, parse
 from ...common.wire.protocol import OTHER_PROTOCOL, SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
@@ -44,6 +48,15 @@ OPTIONS = (*HEARTBEAT_OPTIONS, ("grpc.keepalive_time_ms", 2000), ("grpc.http2.ma
 _LEAST_PING_MS, _MOST_PING_MS = 2000, 16_000
 _UNANSWERED = ("ping timeout", "timed out")  # by gRPC, and by the kernel, for which gRPC sets the same limit
 
+# Pulls have no total limit, because 1 GB at 25 Mbit/s takes 320 s. This one is for the first message, which waits for
+# the pulls of other workers.
+_PULL_S = 300.0
+_PULL_PROGRESS_S = 60.0  # between two messages of 1 MiB, which is 140 kbit/s
+_STATUS_S = 2.0
+
+Write = Callable[[int, memoryview], None]
+Received = TypeVar("Received", bound=Message)
+
 _HEALTH = "/grpc.health.v1.Health/Check"
 
 # After these refusals the same process may join again.
@@ -66,6 +79,7 @@ class Channel:
     """A gRPC channel that is opened again for renewed certificates, a longer ping time, or another server address.
 
     `addresses`: HOST:PORT[,HOST:PORT], where the server may be. They are tried in turn. `address` is the current one.
+    Calls raise Lost, or the refusal of the server.
     """
 
     def __init__(self, addresses: str, credentials: Credentials = PLAINTEXT, limit: Limit = NO_LIMIT) -> None:
@@ -73,7 +87,6 @@ class Channel:
         self.address, self.credentials, self.limit = self._addresses[0], credentials, limit
         self._ping_ms = _LEAST_PING_MS
         self._channel = self._open()
-        self._cause = ""  # why the last attempt to connect failed
         # If a channel is open when the interpreter exits, gRPC waits for a thread that no longer exists.
         at_exit(self.close)
 
@@ -91,36 +104,33 @@ class Channel:
         Wrong TLS settings on either side raise AuthError at once. Another service at the address raises
         UnreachableError.
         """
-        self._cause = "no reply"
-        if not wait_until_ready(self._channel, timeout_s, self._explain):
-            cause = self._cause + proxy_hint(self.address)
+        cause = "no reply"
+
+        def explain() -> None:
+            """Called after a failed connection: use renewed certificates, or raise the error for a wrong setting."""
+            nonlocal cause
+            renewed = self.credentials.renewed()
+            if renewed != self.credentials:
+                self.credentials = renewed
+                self._open_again()
+                raise Lost("the certificates were renewed")
+            try:
+                mistake = diagnose(self.address, renewed)
+            except OSError as error:
+                cause = (error.strerror or str(error) or "no reply").lower()
+                return
+            if mistake is not None:
+                raise mistake
+
+        if not wait_until_ready(self._channel, timeout_s, explain):
+            cause += proxy_hint(self.address)
             self.turn()
             raise Lost(cause)
-
-    def _explain(self) -> None:
-        """Called after a failed connection: use renewed certificates, or raise the error for a wrong setting."""
-        renewed = self.credentials.renewed()
-        if renewed != self.credentials:
-            self.credentials = renewed
-            self._open_again()
-            raise Lost("the certificates were renewed")
-        try:
-            mistake = diagnose(self.address, renewed)
-        except OSError as error:
-            self._cause = (error.strerror or str(error) or "no reply").lower()
-            return
-        if mistake is not None:
-            raise mistake
 
     def method(self, kind: str, name: str, **serializers: Any) -> Callable[..., Any]:
         """A function that calls a method of the service; `kind` is gRPC's, such as unary_unary."""
         call = getattr(self._channel, kind)(f"/{SERVICE}/{name}", **serializers)
         return lambda request, **options: call(request, metadata=self.credentials.metadata, **options)
-
-    def future(self, name: str, requests: Sequence[Any], timeout_s: float, **serializers: Any) -> list[Any]:
-        """Start a call for each of these requests. The calls run in parallel."""
-        call = self._channel.unary_unary(f"/{SERVICE}/{name}", **serializers)
-        return [call.future(item, timeout=timeout_s, metadata=self.credentials.metadata) for item in requests]
 
     def wait_longer(self, lost: Lost) -> None:
         """After a stream without a ping reply, give the next connection a longer ping time."""
@@ -142,6 +152,94 @@ class Channel:
     def close(self) -> None:
         not_at_exit(self.close)
         self._channel.close()
+
+    # ---- single calls, beside the stream --------------------------------------------------------
+
+    def status(self) -> pb.StatusReply:
+        """The run's status."""
+        (reply,) = self.ask("Status", [pb.StatusRequest()], pb.StatusReply, _STATUS_S)()
+        return reply
+
+    def pull(self, begin: Callable[[pb.Snapshot], Write], **which: Any) -> pb.Snapshot:
+        """Fetch what the fields of PullRequest name, piece by piece.
+
+        `begin` gets the announcement. It refuses the payload, or returns the function that writes a piece.
+        """
+        serializer = pb.PullRequest.SerializeToString
+        call = self.method("unary_stream", "Pull", request_serializer=serializer)(pb.PullRequest(**which))
+        until, is_over = time.monotonic() + _PULL_S, threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(max(0.0, until - time.monotonic())):
+                if time.monotonic() >= until:
+                    call.cancel()
+                    return
+
+        def receive() -> Frame:
+            nonlocal until
+            try:
+                received = next_frame(call, self.limit)
+            except Lost:
+                if time.monotonic() >= until:
+                    raise Lost(f"no more of the weights came for {_PULL_PROGRESS_S:g} s") from None
+                raise
+            until = time.monotonic() + _PULL_PROGRESS_S
+            return received
+
+        threading.Thread(target=watch, name="pull", daemon=True).start()
+        try:
+            first = receive()
+            if first.kind != "snapshot":
+                got = first.kind or "a piece of a payload"
+                raise bad_request(f"the server sent {got}, expected snapshot")
+            snapshot = first.of(pb.Snapshot)
+            check_header(snapshot)
+            collect(PayloadReader(snapshot.payload_bytes, begin(snapshot)), first, receive)
+        finally:
+            is_over.set()
+        return snapshot
+
+    def pull_optimizer(self, most_bytes: int) -> bytes:
+        """Fetch the state of the server's optimizer, as a safetensors file of at most `most_bytes`."""
+        payload = bytearray()
+
+        def begin(snapshot: pb.Snapshot) -> Write:
+            if (num_bytes := snapshot.payload_bytes) > most_bytes:
+                description = f"{num_bytes} bytes of an optimizer's state; of this model it has at most {most_bytes}"
+                raise bad_request(f"the server sends {description}")
+            payload.extend(bytes(num_bytes))
+            return lambda offset, data: payload.__setitem__(slice(offset, offset + len(data)), data)
+
+        self.pull(begin, optimizer=True)
+        return bytes(payload)
+
+    def shard_addresses(self, run: str) -> list[str]:
+        """The addresses of a coordinator's shards, as in its Welcome."""
+        (reply,) = self.ask("PullRows", [pb.RowsRequest(run=run)], pb.RowsReply)()
+        return list(reply.shards)
+
+    def ask(
+        self, name: str, requests: Sequence[Message], reply: type[Received], timeout_s: float = _PULL_S
+    ) -> Callable[[], list[Received]]:
+        """Start a call of this method for each of these requests. The returned function waits for their replies."""
+        call = self._channel.unary_unary(
+            f"/{SERVICE}/{name}",
+            request_serializer=methodcaller("SerializeToString"), response_deserializer=reply.FromString,
+        )  # fmt: skip
+        calls = [call.future(item, timeout=timeout_s, metadata=self.credentials.metadata) for item in requests]
+
+        def wait() -> list[Received]:
+            try:
+                replies = [call.result() for call in calls]
+            except grpc.RpcError as error:
+                raise translated(error) from None
+            except grpc.FutureCancelledError:
+                raise Lost("the connection was closed") from None
+            for item in replies:
+                check_header(item)
+            return replies
+
+        return wait
 
 
 def open_channel(address: str, credentials: Credentials, options: Sequence[tuple[str, int]]) -> grpc.Channel:
@@ -197,7 +295,7 @@ def collect(reader: PayloadReader, first: Frame, receive: Callable[[], Frame]) -
     while not reader.is_complete:
         piece = receive()
         if piece.kind is not None:
-            raise refusal(Reason.BAD_REQUEST, f"the server sent {piece.kind} in the middle of a payload")
+            raise bad_request(f"the server sent {piece.kind} in the middle of a payload")
         reader.feed(piece)
 
 

@@ -233,30 +233,25 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
     """
     _, proxy = proxy_of(host)
     target = (proxy.hostname or "", proxy.port or 80) if proxy is not None else (host, port)
-    addresses = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)
-    while True:
-        family, kind, protocol, _, address = addresses.pop(0)
-        connection = socket.socket(family, kind, protocol)
-        try:
-            connection.settimeout(left_s(deadline) / (len(addresses) + 1))
-            connection.connect(address)
-            connection.settimeout(left_s(deadline))
-            if proxy is not None:
-                wanted = join_address(host, port)
-                connection.sendall(f"CONNECT {wanted} HTTP/1.1\r\nHost: {wanted}\r\n\r\n".encode())
-                reply = b""
-                while not reply.endswith(b"\r\n\r\n"):
-                    piece = connection.recv(1)  # byte by byte, because later bytes are the server's
-                    if not piece or len(reply) > 4096:
-                        raise OSError(0, "the proxy does not connect")
-                    reply += piece
-                if reply.split(b" ", 2)[1:2] != [b"200"]:
-                    raise OSError(0, f"the proxy says {reply.splitlines()[0][:80].decode('latin-1')}")
-            return connection
-        except OSError:
-            connection.close()
-            if not addresses:
-                raise
+    num_addresses = len(socket.getaddrinfo(*target, type=socket.SOCK_STREAM))
+    connection = socket.create_connection(target, left_s(deadline) / num_addresses)
+    try:
+        connection.settimeout(left_s(deadline))
+        if proxy is not None:
+            wanted = join_address(host, port)
+            connection.sendall(f"CONNECT {wanted} HTTP/1.1\r\nHost: {wanted}\r\n\r\n".encode())
+            reply = b""
+            while not reply.endswith(b"\r\n\r\n"):
+                piece = connection.recv(1)  # byte by byte, because later bytes are the server's
+                if not piece or len(reply) > 4096:
+                    raise OSError(0, "the proxy does not connect")
+                reply += piece
+            if reply.split(b" ", 2)[1:2] != [b"200"]:
+                raise OSError(0, f"the proxy says {reply.splitlines()[0][:80].decode('latin-1')}")
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def left_s(deadline: float) -> float:

@@ -1,32 +1,34 @@
-"""The worker's side of the conversation: offer the model, contribute, finish; reconnect after a lost connection.
+"""The worker's side of the conversation: join, offer the model, contribute, finish; rejoin after a lost connection.
 
-`Membership` joins and rejoins, `ShardSet` sends each request to all shards, and `GroupView` has the server's facts
-about all-reduce peers. If the connection to any shard is lost, all connections are closed and made again.
+`ShardSet` sends each request to all shards, and `GroupView` has the server's facts about all-reduce peers. If the
+connection to any shard is lost, all connections are closed and made again.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ...common.config.schema import WorkerConfig
-from ...common.errors import same_batches, shown
+from ...common.errors import bad_request, same_batches, shown
 from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import NO_RESIDUAL, ContributionId, GroupInfo, Outcome, Reply, Timing, changed
-from ..session import Retry
+from ..session import Progress, Retry
 from ..tensors.transfer import ModelTensors
 from ..transports.transport import Transports
-from .channel import Lost
-from .membership import GroupView, Membership
-from .messages import Begun, Final, Goodbye, Outgoing, Settings, loses_replies, read_settings
+from .channel import Lost, wait_for_server
+from .heartbeat import GroupView, MemberHeartbeat
+from .messages import Begun, Final, Goodbye, Outgoing, Welcome, join_message, loses_replies, read_settings
 from .shard import Shard
+from .shard_set import ShardSet
 from .threads import sleep
 
 if TYPE_CHECKING:
@@ -37,10 +39,13 @@ log = get_logger()
 Pulled = TypeVar("Pulled")
 
 _NO_GROUP = GroupInfo()
+_ATTEMPT_S = 2.0  # for one attempt to connect
 
 
 class Exchange:
     """One worker's conversation with the server (an `Exchanger`). Blocks. Raises the errors of `common/errors.py`."""
+
+    welcome: Welcome  # the newest
 
     def __init__(
         self,
@@ -51,27 +56,23 @@ class Exchange:
         region: tuple[str, int] | None = None,
     ) -> None:
         """`region`: its name and number of workers, if this process is its relay."""
-        self.config, self.credentials = config, credentials
+        self.config, self.credentials, self._region = config, credentials, region
         self._traces: ExchangeTraces | None = None
         self._history = History(history) if history is not None else None
         self._last_transfer_s = 0.0
         self.measured: list[dict[str, Any]] = []
         self.stop_reason = ""
         self.group_view = GroupView()
-        self._membership = Membership(config, rank, credentials, self.group_view)
-        self._membership.region = region
-        self.progress, self.shards = self._membership.progress, self._membership.shards
-        self.retry = self._membership.retry  # while the server is lost
-        self._membership.join()
-        self.settings: Settings = read_settings(self._membership.welcome.settings)
-        kind = self.settings.kind
-        self._has_residual = config.codec != "raw" or kind.holds_differences
-        self.shards.codec = "raw" if kind.has_peers else config.codec  # peers encode among themselves
-        self.shards.has_fragments = self.settings.fragments > 1
-
-    def measures(self, measure: Callable[[], Mapping[str, float]]) -> None:
-        """Send what it returns with each heartbeat."""
-        self._membership.heartbeat.measure = measure
+        self.retry = Retry(config.server, config.give_up_s, rank)  # while the server is lost
+        self.progress = Progress(rank=rank, process=secrets.token_hex(8))
+        self.shards = ShardSet(config, credentials, self.progress, self.retry)
+        self.heartbeat = MemberHeartbeat(
+            lambda: self.shards.first.channel.address, credentials, self.group_view.heartbeat_replied
+        )
+        self._join()
+        self.settings = self.shards.settings = read_settings(self.welcome.settings)
+        self.replies_lose = loses_replies(config, self.settings)
+        self._has_residual = config.codec != "raw" or self.settings.kind.holds_differences
 
     def trace(self, url: str | None) -> None:
         """Send a span of every exchange to `url` from now on. Raises UsageError without the extra package."""
@@ -85,18 +86,74 @@ class Exchange:
         return self.shards.first.channel.address
 
     @property
-    def settings_bytes(self) -> bytes:
-        """The run's settings, in the server's encoding."""
-        return self._membership.welcome.settings.SerializeToString()
-
-    @property
-    def lease_s(self) -> float:
-        """The server releases a worker after this many seconds without a heartbeat."""
-        return self._membership.welcome.lease_s
+    def _ids(self) -> dict[str, int | None]:
+        """Rank and incarnation, for logs and the history."""
+        return {"rank": self.progress.rank, "incarnation": self.progress.incarnation}
 
     @property
     def begun(self) -> Begun | None:
         return self.shards.first.begun
+
+    # ---- joining ------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Connect until the server welcomes this worker. Raises UnreachableError after the give-up time."""
+        progress = self.progress
+        while True:
+            try:
+                welcome = self.shards.first.join(join_message(progress, self.config.device, self._region), _ATTEMPT_S)
+                break
+            except Lost as lost:
+                wait_for_server(self.retry, lost)
+        if progress.rank not in (None, welcome.rank):
+            message = f"the server made rank {progress.rank} rank {welcome.rank}"
+            raise bad_request(message, fix="install the same version of paramserver on both")
+        self.welcome = welcome
+        progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
+        progress.total_steps = welcome.settings.steps or progress.total_steps
+        progress.pull_every = max(1, welcome.settings.pull_every)
+        self.retry.rank = welcome.rank
+        self.group_view.server_incarnation = welcome.server_incarnation
+        self.group_view.membership = self.heartbeat.join(
+            welcome.lease_s, run=progress.run, rank=welcome.rank, process=progress.process
+        )
+        self.shards.connect(list(welcome.shards))
+
+    def _offer(self) -> None:
+        """Offer the model to all shards, and negotiate the transports. Raises Lost."""
+        kind, shards = self.welcome.settings.contribution, self.shards
+        for shard in shards.all:
+            if shard.number:
+                seated = join_message(self.progress, self.config.device, self._region, self.welcome)
+                try:
+                    shard.join(seated, _ATTEMPT_S)
+                except Lost as lost:
+                    raise shards.lost(shard, lost) from None
+            shard.offer(kind, self.group_view.rendezvous)
+        log.routine("tensors", transport=shards.transport, reason=shards.first.transports.reason)
+
+    def _rejoin(self, lost: Lost) -> Reply | None:
+        """Rejoin after a lost connection. Returns the reply that says where to start; None: still a member.
+
+        As a member the worker has nothing to start: the Welcome counts as many contributions as `progress`, or one
+        more.
+        """
+        for shard in self.shards.all:
+            shard.transfer.leave_segment()
+        while True:
+            for shard in self.shards.all:
+                shard.stream.close_stream()
+            log.warning("connection_lost", reason=str(lost), seq=self.progress.row.seq)
+            sleep(self.retry.failed(time.monotonic(), str(lost)))
+            self._join()
+            try:
+                self._offer()
+                reply = None if self.welcome.resumed else self._begin()
+            except Lost as again:
+                lost = again
+                continue
+            log.info("resumed" if reply is None else "rejoined", **self._ids, seq=self.welcome.seq)
+            return reply
 
     # ---- the beginning ------------------------------------------------------------------------
 
@@ -109,24 +166,18 @@ class Exchange:
             meaning = "these encode contributions and weights on the wire; the server's own state stays exact"
             log.info("codecs", up=up, down=down, meaning=meaning)
         try:
-            self._membership.offer()
+            self._offer()
             self._begin()
         except Lost as lost:
-            self._membership.rejoin(lost, self._begin)
+            self._rejoin(lost)
 
     def _begin(self) -> Reply:
         reply = self._replied(self.shards.each(Shard.begin))
         progress = self.progress
         progress.started(reply)
         if self._history is not None:
-            self._history.write(
-                "start",
-                run=progress.run,
-                **self._membership.ids,
-                server_incarnation=self._membership.welcome.server_incarnation,
-                seq=progress.row.seq,
-                version=progress.version,
-            )
+            fields = {"server_incarnation": self.welcome.server_incarnation, "seq": progress.row.seq}
+            self._history.write("start", run=progress.run, **self._ids, **fields, version=progress.version)
         return reply
 
     def use_transports(self, names: tuple[str, ...]) -> None:
@@ -134,18 +185,27 @@ class Exchange:
         config = self.config.model_copy(update={"transports": names})
         for shard in self.shards.all:
             shard.transports = Transports(config)
-        self._membership.rejoin(Lost(f"changing transports to {', '.join(names)}"), self._begin)
+        self._rejoin(Lost(f"changing transports to {', '.join(names)}"))
 
     # ---- exchanging ---------------------------------------------------------------------------
 
     def contribute(self, outgoing: Outgoing) -> Reply:
-        """Send a contribution to all shards. Returns the reply when the model has its weights (see `Exchanger`)."""
+        """Send a contribution to all shards. Returns the reply when the model has its weights (see `Exchanger`).
+
+        After a lost connection it sends the same contribution again, or, if that has counted, requests its reply.
+        """
         started, progress = time.perf_counter(), self.progress
         name = progress.run, progress.rank or 0, progress.incarnation or 0, progress.row.seq + 1
-        try:
-            reply = self._exchange(outgoing)
-        except Lost as lost:
-            reply = self._contribute_again(lost, outgoing)
+        reply, is_counted = None, False
+        while reply is None:
+            try:
+                if is_counted:
+                    reply = self._replied(self.shards.each(Shard.ask_again, self.welcome.seq))
+                else:
+                    reply = self._exchange(outgoing)
+            except Lost as lost:
+                reply = self._rejoin(lost)
+                is_counted = self.welcome.seq > progress.row.seq
         if self._traces is not None:
             self._traces.end(*name, reply.result.gate_wait_s, reply.result.outcome.name)
         self._last_transfer_s = max(0.0, time.perf_counter() - started - reply.result.gate_wait_s)
@@ -162,23 +222,22 @@ class Exchange:
         )
         if contribution.completion.generation or not (progress.wants_weights or contribution.training.evaluates):
             outgoing = outgoing.changed(training=changed(contribution.training, wants_weights=False))
-        if self._membership.region is not None:
-            name, _ = self._membership.region
-            self._membership.region = name, contribution.counts.num_workers  # for the next join
+        if self._region is not None:
+            self._region = self._region[0], contribution.counts.num_workers  # for the next join
         if self._traces is not None:
             self._traces.begin()
         self._send_pending()
         if self._history is not None:
             counts = contribution.counts
             self._history.write(
-                "send", **self._membership.ids, seq=seq, base_version=progress.version, samples=counts.new_samples,
+                "send", **self._ids, seq=seq, base_version=progress.version, samples=counts.new_samples,
                 num_steps=counts.num_steps, num_batches=counts.num_batches,
                 **({"part": counts.part} if counts.part else {}),
             )  # fmt: skip
         return self._replied(self.shards.each(self._exchange_with, outgoing))
 
     def _exchange_with(self, shard: Shard, outgoing: Outgoing) -> Reply:
-        shard.contribute(outgoing if outgoing.optimizer is None else self.shards.part_of(outgoing, shard))
+        shard.contribute(outgoing)
         if self._traces is not None:
             self._traces.sent()
         received = shard.expect("reply")
@@ -186,32 +245,18 @@ class Exchange:
             self._traces.came()
         return shard.take(received)
 
-    def _contribute_again(self, lost: Lost, outgoing: Outgoing) -> Reply:
-        """Send the same contribution on new connections, until it gets a reply or the worker has to start again."""
-        while True:
-            reply = self._membership.rejoin(lost, self._begin)
-            if reply is not None:
-                return reply
-            seq = self._membership.welcome.seq
-            try:
-                if seq <= self.progress.row.seq:
-                    return self._exchange(outgoing)
-                return self._replied(self.shards.each(Shard.ask_again, seq))
-            except Lost as again:
-                lost = again
-
     def _replied(self, replies: list[Reply]) -> Reply:
         """Note a reply of all shards, of which the model has all weights. Returns the coordinator's."""
         progress, reply, result = self.progress, replies[0], replies[0].result
         if self._has_residual:
             self.shards.count_lost()
-        progress.server_incarnation = self._membership.welcome.server_incarnation
+        progress.server_incarnation = self.welcome.server_incarnation
         progress.replied(reply)
         self.group_view.info = reply.group or _NO_GROUP
         self.measured.clear()
         if self._history is not None and result.outcome is not Outcome.START:  # `_begin` records a START
             fields = {"seq": result.seq, "version": result.version, "outcome": result.outcome.name}
-            self._history.write("replied", **self._membership.ids, **fields)
+            self._history.write("replied", **self._ids, **fields)
         if (other := reply.next_work.same_batches_as) is not None:
             log.warning("same_batches", **same_batches(other, progress.rank or 0))
         if result.outcome is Outcome.REJECTED:
@@ -224,10 +269,6 @@ class Exchange:
         Waits for a lost server up to the give-up time. If the server went back, it discards the next contribution.
         """
         return self._until_reached(lambda: self.shards.pull_rows(table, ids))
-
-    @property
-    def replies_lose(self) -> bool:
-        return loses_replies(self.config, self.settings)
 
     def pull_exact(self, model: ModelTensors) -> int:
         return self._until_reached(lambda: self.shards.pull_exact(model))
@@ -257,10 +298,9 @@ class Exchange:
         while True:
             try:
                 self._send_pending()
-                residual = self.shards.residual() if self._has_residual else NO_RESIDUAL
-                finals = self.shards.each(Shard.finish, self._last_transfer_s, can_evaluate, residual)
+                finals = self.shards.each(Shard.finish, self._last_transfer_s, can_evaluate, self.shards.residual())
             except Lost as lost:
-                has_started = self._membership.rejoin(lost, self._begin) is not None
+                has_started = self._rejoin(lost) is not None
                 if has_started and not progress.is_done and (not is_early or progress.row.steps < num_steps):
                     return None
                 continue
@@ -277,15 +317,16 @@ class Exchange:
             self.shards.first.stream.say(stop={"reason": self.stop_reason})
 
     def leave(self, goodbye: Goodbye) -> None:
-        metrics = {name: value for name, value in goodbye.metrics.items() if not math.isnan(value)}
+        for name in [name for name, value in goodbye.final_metrics.items() if math.isnan(value)]:
+            del goodbye.final_metrics[name]
         if goodbye.finished:
             self._send_pending()
         for shard in self.shards.all:
-            shard.leave(goodbye._replace(metrics=metrics))
+            shard.leave(goodbye)
         self.drop()
 
     def drop(self) -> None:
-        self._membership.heartbeat.stop()
+        self.heartbeat.stop()
         self.shards.close()
         if self._traces is not None:
             self._traces.close()

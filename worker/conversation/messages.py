@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,23 +13,27 @@ from pydantic import ValidationError
 
 from ...common.config.conditions import every
 from ...common.config.schema import TrainConfig, WorkerConfig
-from ...common.errors import Reason, UsageError, refusal, shown
+from ...common.errors import UsageError, bad_request, shown
 from ...common.kinds import ContributionKind
 from ...common.tensors.layout import Layout, as_bytes
 from ...common.tensors.optimizers import OptimizerSpec, TableSpec
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_header
-from ...common.wire.frames import CHUNK_BYTES, INLINE_BYTES, frame, payload_frames
+from ...common.wire.frames import CHUNK_BYTES, frame
 from ...common.wire.protocol import layout_to_proto, optimizer_from_proto, optimizer_to_proto
 from ...common.wire.records import Contribution, Position, changed
 from ...common.wire.structs import from_struct
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
 
-# Names for messages of the server.
+# Names for messages of which other modules know the fields.
 Welcome = pb.Welcome
 Final = pb.Final
+Goodbye = pb.Leave
+HeartbeatReply = pb.HeartbeatReply
 ReplyMessage = pb.Reply
+Snapshot = pb.Snapshot
+StatusReply = pb.StatusReply
 KindOfRun = pb.RunSettings.ContributionKind
 
 
@@ -80,21 +85,11 @@ class Outgoing(NamedTuple):
     contribution: Contribution
     state: bytes | None = None  # of the script at the beginning of the contribution
     rows: tuple[RowGradients, ...] = ()
-    # optimizer state by parameter and key; for one shard, its part by `<key>/<parameter>`
-    optimizer: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]] | None = None  # its state, by parameter and key
 
     def changed(self, **topics: Any) -> Outgoing:
         """A copy with other topics of the contribution."""
         return self._replace(contribution=changed(self.contribution, **topics))
-
-
-class Goodbye(NamedTuple):
-    """A worker's last message (Leave in the proto)."""
-
-    metrics: dict[str, float]  # from the final evaluation
-    finished: bool = False
-    failure: str = ""
-    exit_code: int = 0
 
 
 def message(**kind: Any) -> list[bytes]:
@@ -102,30 +97,31 @@ def message(**kind: Any) -> list[bytes]:
     return [frame(pb.WorkerMessage(**kind))]
 
 
-def join_message(progress: Progress, host: str, pid: int, device: str, seated: Welcome | None = None) -> pb.Join:
+def join_message(
+    progress: Progress, device: str, region: tuple[str, int] | None, seated: Welcome | None = None
+) -> pb.Join:
     """A Join. `seated`: the coordinator's welcome, in a Join for another shard."""
-    join = pb.Join(
+    region_name, num_workers = region or ("", 0)
+    return pb.Join(
         run=progress.run,
         rank=-1 if progress.rank is None else progress.rank,
         incarnation=progress.incarnation,
-        host=host,
-        pid=pid,
+        host=socket.gethostname(),
+        pid=os.getpid(),
         device=device,
         program_version=PROGRAM_VERSION,
-        server_incarnation=progress.server_incarnation,
+        server_incarnation=(seated or progress).server_incarnation,
         process=progress.process,
+        seated=seated is not None,
+        resumed=seated is not None and seated.resumed,
+        region=region_name,
+        num_workers=num_workers,
     )
-    if seated is not None:
-        join.seated, join.resumed, join.server_incarnation = True, seated.resumed, seated.server_incarnation
-    return join
 
 
 def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
     """The heartbeat of an evaluator; `metrics` are the fields of EvaluationMetrics."""
-    heartbeat = pb.HeartbeatRequest(process=process, evaluates=True)
-    if metrics is not None:
-        heartbeat.metrics.MergeFrom(pb.EvaluationMetrics(**metrics))
-    return heartbeat.SerializeToString()
+    return pb.HeartbeatRequest(process=process, evaluates=True, metrics=metrics).SerializeToString()
 
 
 def model_message(layout: Layout, optimizer: OptimizerSpec, codec: str, reply_codec: str) -> pb.Model:
@@ -137,13 +133,6 @@ def model_message(layout: Layout, optimizer: OptimizerSpec, codec: str, reply_co
         codecs=[] if codec == "raw" else [codec],
         reply_codec="" if reply_codec == "raw" else reply_codec,
     )
-
-
-def initial_weights_frames(pieces: Iterable[memoryview], num_bytes: int) -> Iterator[bytes]:
-    header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=num_bytes))
-    if num_bytes <= INLINE_BYTES:
-        return iter([frame(header, 0, pieces)])
-    return chain([frame(header)], payload_frames(pieces))
 
 
 def state_frames(payload: bytes, kind: Literal["state", "optimizer"] = "state") -> Iterator[bytes]:
@@ -175,10 +164,6 @@ def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(end, start + step))
 
 
-_SAME = (
-    "mode", "num_workers", "batch_size", "seed", "task", "polyak", "delayed_update", "outstanding", "union_batch",
-    "in_region", "ends_by_metrics", "overlap_steps",
-)  # fmt: skip
 _KINDS = {
     pb.RunSettings.GRADIENT: ContributionKind.GRADIENT,
     pb.RunSettings.WEIGHTS: ContributionKind.WEIGHTS,
@@ -190,7 +175,7 @@ _KINDS = {
 
 
 def settings_from(payload: bytes) -> Settings:
-    """Read the settings of `Exchange.settings_bytes` in another process of the replica group."""
+    """Read the settings of a Welcome in another process of the replica group."""
     return read_settings(pb.RunSettings.FromString(payload))
 
 
@@ -214,7 +199,7 @@ def read_settings(message: pb.RunSettings) -> Settings:
         try:
             every(message.eval_every)
         except ValueError as error:
-            raise refusal(Reason.BAD_REQUEST, f"RunSettings.eval_every: {error}") from None
+            raise bad_request(f"RunSettings.eval_every: {error}") from None
     try:
         train = TrainConfig.model_validate(_whole_numbers(from_struct(message.train)))
     except ValidationError as error:
@@ -227,17 +212,12 @@ def read_settings(message: pb.RunSettings) -> Settings:
         ) from None
     optimizer = optimizer_from_proto(message.optimizer)
     arguments = optimizer.groups[0].hyperparameters if optimizer.groups else {}
-    values: dict[str, Any] = {name: getattr(message, name) for name in _SAME}
-    values |= {name: getattr(message, name) or None for name in ("steps", "epochs", "eval_every")}
-    return Settings(
-        **values,
-        kind=_KINDS[message.contribution],
-        task_args=_whole_numbers(from_struct(message.task_args)),
-        optimizer=optimizer.name,
-        optimizer_args=arguments,
-        fragments=max(1, message.fragments),
-        train=train,
-    )
+    names = [item.name for item in fields(Settings) if item.name in message.DESCRIPTOR.fields_by_name]
+    values = {name: getattr(message, name) for name in names}
+    values |= {name: values[name] or None for name in ("steps", "epochs", "eval_every")}
+    values |= {"kind": _KINDS[message.contribution], "fragments": max(1, message.fragments), "train": train}
+    values |= {"optimizer": optimizer.name, "optimizer_args": arguments}
+    return Settings(**values | {"task_args": _whole_numbers(from_struct(message.task_args))})
 
 
 def _whole_numbers(value: Any) -> Any:

@@ -7,37 +7,26 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...common.config.schema import Config
-from ...common.errors import UsageError
+from ...common.errors import UsageError, bad_request
 from ...common.tensors.sharding import divide
+from ...common.wire.protocol import layout_from_proto
 from ..session import Retry
 from ..tensors.staged import make_transfer
 from ..tensors.transfer import ModelTensors, part_of
 from ..transports.limit import Limit
-from .channel import Channel, Lost, wait_for_server
-from .messages import Settings, evaluator_heartbeat, read_settings
-from .rpc_client import RpcClient
+from .channel import Channel, Lost, Write, wait_for_server
+from .heartbeat import Heartbeat
+from .messages import HeartbeatReply, Settings, Snapshot, StatusReply, evaluator_heartbeat, read_settings
 from .security import worker_credentials
 
 _CONNECT_S = 1.0
 _HEARTBEAT_S = 0.25
 _REPLY_S = 10.0  # time in which the server accepts a failure
-
-
-class Standing(NamedTuple):
-    """The state of a run. `step`: training steps of its slowest worker."""
-
-    run: str
-    incarnation: int  # of the server
-    step: int
-    version: int
-    settings: Settings
 
 
 class Reader:
@@ -50,69 +39,88 @@ class Reader:
         self.address = config.worker.server
         self._name = name
         self._credentials, self._limit = worker_credentials(config), Limit(config.worker.max_mbit)
-        self._channels: dict[str, Channel] = {}  # of the shards, by address
-        self.client = self._client_of("", self.address)
+        self._coordinator = Channel(self.address, self._credentials, self._limit)
+        self._channels = {"": self._coordinator}  # of the shards, by address; the coordinator's is empty
         self._run = ""
 
-    def _client_of(self, name: str, address: str) -> RpcClient:
-        """Returns a client of this shard. The coordinator's name is empty."""
-        if name not in self._channels:
-            self._channels[name] = Channel(address, self._credentials, self._limit)
-        return RpcClient(self._channels[name])
-
-    def standing(self) -> Standing:
+    def standing(self) -> StatusReply:
         """Request the run's state from the server. Raises Lost, or the error with which the server refuses."""
         try:
-            status = self.client.status()
+            status = self._coordinator.status()
         except Lost:
-            self._channels[""].turn()
+            self._coordinator.turn()
             raise
         self._run = status.run
-        return Standing(status.run, status.incarnation, status.step, status.version, read_settings(status.settings))
+        return status
 
     def check_connection(self) -> None:
         """Wait for the server. Raises AuthError for wrong TLS settings, UnreachableError for another service."""
         with suppress(Lost):
-            self._channels[""].connect(_CONNECT_S)
+            self._coordinator.connect(_CONNECT_S)
 
     def pull(self, model: ModelTensors) -> int | None:
         """Write the newest weights into the model.
 
         Returns their version, or None if the server is unreachable or has none. Raises UsageError for another model.
         """
-        version: int | None = None
         try:
-            addresses = self.client.shard_addresses(self._run) or [""]
-            for share, address in zip(divide(model.layout, len(addresses)), addresses, strict=True):
-                part = part_of(model, share)
-                transfer, num_bytes = make_transfer(part), part.layout.total_bytes
-                client = self._client_of(address, address)
-                version, layout = client.pull_version(version, num_bytes, transfer.write, self._name)
-                if differences := layout.differences(part.layout):
-                    message = f"the run trains a different model than this process has: {differences[0]}"
-                    raise UsageError(message, fix="give it the workers' script, or --task and task.args")
-                transfer.finish_write(num_bytes)
+            addresses = self._coordinator.shard_addresses(self._run) or [""]
+            for address in addresses:
+                if address not in self._channels:
+                    self._channels[address] = Channel(address, self._credentials, self._limit)
+            return pull_newest([self._channels[address] for address in addresses], model, self._name)
         except Lost:
             return None
-        return version
 
     def close(self) -> None:
         for channel in self._channels.values():
             channel.close()
 
 
-class _Result(NamedTuple):
-    """Fields of EvaluationMetrics. `is_received` is set once the server has replied to their heartbeat."""
+def pull_newest(channels: Sequence[Channel], model: ModelTensors, reader: str = "") -> int:
+    """Write the newest weights of these shards into the model, without a codec. Returns their version.
 
-    metrics: dict[str, Any]
-    is_received: threading.Event
+    Raises Lost, and UsageError for another model than the run's.
+    """
+    version: int | None = None
+    for channel, share in zip(channels, divide(model.layout, len(channels)), strict=True):
+        which = {"keep": not reader and version is None, "reader": reader, "version": version}
+        version = pull_part(channel, part_of(model, share), **which)
+    assert version is not None
+    return version
+
+
+def pull_part(channel: Channel, part: ModelTensors, **which: Any) -> int:
+    """Write one shard's weights, which the fields of PullRequest name, into its part of a model.
+
+    Returns their version.
+    """
+    transfer, num_bytes = make_transfer(part), part.layout.total_bytes
+
+    def begin(announced: Snapshot) -> Write:
+        # An average may be written into a model that takes no part in the run.
+        found = part.layout if which.get("averaged") else layout_from_proto(announced.tensors)
+        if differences := found.differences(part.layout):
+            message = f"the run trains a different model than this process has: {differences[0]}"
+            raise UsageError(message, fix="give it the workers' script, or --task and task.args")
+        if announced.payload_bytes != num_bytes:
+            raise bad_request(
+                f"the server sends {announced.payload_bytes} bytes of weights, this model has {num_bytes}"
+            )
+        return transfer.write
+
+    version = channel.pull(begin, **which).version
+    transfer.finish_write(num_bytes)
+    return version
 
 
 class Evaluator(Reader):
-    """An evaluator's connection to its server. Raises UnreachableError.
+    """An evaluator's connection to its server; `settings` are the run's. Raises UnreachableError.
 
     An evaluator is not a member of the run. While its heartbeats arrive, the workers need not evaluate.
     """
+
+    settings: Settings
 
     def __init__(self, config: Config) -> None:
         worker = config.worker
@@ -122,17 +130,21 @@ class Evaluator(Reader):
         super().__init__(config)
         self._retry = Retry(worker.server, worker.give_up_s)
         self._process = secrets.token_hex(8)
-        # By number, until the server has them: a heartbeat may be lost with its connection.
-        self._results: dict[int, _Result] = {}
+        # Fields of EvaluationMetrics by number, until the server has replied to their heartbeat, which may be lost with
+        # its connection. The event is set then.
+        self._results: dict[int, tuple[dict[str, Any], threading.Event]] = {}
         self._num_reported = 0
         self._reported = threading.Condition()
         self._was_there = False
         self.is_over = False
-        self.settings: Settings = self.look()[0]
-        threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
+        self.look()
+        self._heartbeat = Heartbeat(
+            lambda: self._coordinator.address, self._credentials, self._heartbeats, self._replied
+        )
+        self._heartbeat.start()
 
-    def look(self) -> tuple[Settings, int, int]:
-        """Return the run's settings, the training steps of its slowest worker, and the version.
+    def look(self) -> tuple[int, int]:
+        """Return the training steps of the run's slowest worker, and the version.
 
         Sets `is_over` if the server was reached before and is gone.
         """
@@ -142,55 +154,48 @@ class Evaluator(Reader):
             except Lost as lost:
                 if self._was_there and (self.is_over or self._retry.num_failures > 4):
                     self.is_over = True
-                    return self.settings, 0, 0
+                    return 0, 0
                 wait_for_server(self._retry, lost)
                 continue
             self._retry.reached()
-            self._was_there = True
-            return standing.settings, standing.step, standing.version
+            self._was_there, self.settings = True, read_settings(standing.settings)
+            return standing.step, standing.version
 
     def report(self, version: int, step: int, **result: Any) -> None:
         """Send the metrics of a version, or a failure. A failure has reached the server on return."""
-        found = _Result({"version": version, "step": step, **result}, threading.Event())
+        is_received = threading.Event()
         with self._reported:
-            self._results[self._num_reported] = found
+            self._results[self._num_reported] = {"version": version, "step": step, **result}, is_received
             self._num_reported += 1
             self._reported.notify_all()
         if result.get("failure"):
-            found.is_received.wait(_REPLY_S)
+            is_received.wait(_REPLY_S)
 
-    def _heartbeat(self) -> None:
-        while not self.is_over:
-            sent: deque[int | None] = deque()  # numbers of the results in heartbeats without a reply
-            try:
-                for reply in self.client.heartbeat(self._heartbeats(sent)):
-                    self.is_over |= reply.is_gone
-                    if not sent:  # more replies than heartbeats: not a ps-server
-                        break
-                    if (number := sent.popleft()) is not None:
-                        with self._reported:
-                            self._results.pop(number).is_received.set()
-            except Lost:
-                time.sleep(_HEARTBEAT_S)
+    def _replied(self, number: int | None, reply: HeartbeatReply) -> None:
+        if reply.is_gone:
+            self.is_over = True
+            self._heartbeat.stop()
+        if number is not None:
+            with self._reported:
+                self._results.pop(number)[1].set()
 
-    def _heartbeats(self, sent: deque[int | None]) -> Iterator[bytes]:
-        """Yield the heartbeats of one call. Results that an earlier call sent without a reply are sent again."""
-        sent.append(None)  # the server takes results only after a first heartbeat
-        yield evaluator_heartbeat(self._process, None)
+    def _heartbeats(self) -> Iterator[tuple[int | None, bytes]]:
+        """The heartbeats of one call, with the number of their result.
+
+        Results that an earlier call sent without a reply are sent again.
+        """
+        yield None, evaluator_heartbeat(self._process, None)  # the server takes results only after a first heartbeat
         begin = 0  # results before it are in this call
         while not self.is_over:
-            number, metrics = self._next_result(begin)
+            with self._reported:
+                if self._num_reported <= begin:
+                    self._reported.wait(_HEARTBEAT_S)
+                number = next((number for number in self._results if number >= begin), None)
+                metrics = None if number is None else self._results[number][0]
             begin = begin if number is None else number + 1
-            sent.append(number)
-            yield evaluator_heartbeat(self._process, metrics)
-
-    def _next_result(self, begin: int) -> tuple[int | None, dict[str, Any] | None]:
-        """Wait for a heartbeat's interval at most for a result from number `begin` on that the server lacks."""
-        with self._reported:
-            self._reported.wait_for(lambda: self._num_reported > begin, _HEARTBEAT_S)
-            number = next((number for number in self._results if number >= begin), None)
-            return number, None if number is None else self._results[number].metrics
+            yield number, evaluator_heartbeat(self._process, metrics)
 
     def close(self) -> None:
         self.is_over = True
+        self._heartbeat.stop()
         super().close()

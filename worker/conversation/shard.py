@@ -13,29 +13,28 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ...common.config.addresses import is_loopback, split_address
 from ...common.config.schema import WorkerConfig
-from ...common.errors import Reason, refusal, shown
+from ...common.errors import bad_request, shown
 from ...common.registry import CODECS
 from ...common.reporting.log import get_logger
-from ...common.tensors.layout import DTYPES, Layout
+from ...common.tensors.layout import DTYPES, as_bytes
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
+from ...common.tensors.sharding import Share
 from ...common.wire.checks import check_header
-from ...common.wire.frames import Frame
+from ...common.wire.frames import Frame, PayloadReader, message_frames
 from ...common.wire.messages import read_reply, read_weights
 from ...common.wire.records import COUNTED, Outcome, Reply, ResidualInfo, WeightsInfo, changed
-from ...common.wire.segments import SegmentError, this_host
+from ...common.wire.segments import SegmentError
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress, Retry
 from ..tensors.staged import make_transfer
-from ..tensors.transfer import DirectTransfer, ModelTensors
+from ..tensors.transfer import DirectTransfer, ModelTensors, part_of
 from ..transports.down import Down, Write
 from ..transports.transport import Transports
 from ..transports.up import Up
 from . import messages
-from .channel import Channel, Lost
-from .messages import Begun, Final, Goodbye, Outgoing, Welcome
-from .rpc_client import RpcClient
+from .channel import Channel, Lost, collect
+from .messages import Begun, Final, Goodbye, Outgoing, Settings, Welcome
 from .stream_client import StreamClient
 
 log = get_logger()
@@ -48,6 +47,7 @@ _MOST_SHOWN = 2_000  # longest sentence of a server that is logged, in character
 class Shard:
     """A worker's connection to one shard. Used by one thread at a time. Each message of the server resets `retry`."""
 
+    share: Share
     model: ModelTensors  # this shard's part
     tables: tuple[TableSpec, ...]
     transfer: DirectTransfer
@@ -56,16 +56,13 @@ class Shard:
 
     def __init__(self, number: int, channel: Channel, config: WorkerConfig, progress: Progress, retry: Retry) -> None:
         self.number, self.channel = number, channel
-        self.stream, self.rpc = StreamClient(channel), RpcClient(channel)
+        self.stream = StreamClient(channel)
         self.transports = Transports(config)
         self._config, self._progress, self._retry = config, progress, retry
-        self._has_model = False
         self._welcome: Welcome | None = None  # of the current stream
         self._sent_hyperparameters: tuple[Hyperparameters, ...] | None = None
         self._sent_state: bytes | None = None  # sent with the newest contribution, while the server keeps it
         self.begun: Begun | None = None  # from the newest START
-        self.has_fragments = False  # payloads have one fragment of the parameters
-        self.is_here = False  # the server is at a loopback address of this host
 
     # ---- joining ------------------------------------------------------------------------------
 
@@ -77,32 +74,33 @@ class Shard:
         why_not = self.stream.go_direct(welcome) if self.transports.wants_direct else "not wanted"
         self.transports.joined(welcome, why_not)
         self._welcome = welcome
-        self.is_here = welcome.probe.host == this_host() and is_loopback(split_address(self.channel.address)[0])
         self._sent_hyperparameters = self._sent_state = None
         return welcome
 
-    def set_model(self, model: ModelTensors, tables: tuple[TableSpec, ...], codec: str) -> None:
-        """Set this shard's part of the model, its rows of the tables, and the codec of contributions."""
-        self.model, self.tables, self._has_model = model, tables, True
-        self.transfer = make_transfer(model)
-        self.up = Up(CODECS.load(codec)(), model, self.transfer, self.stream.send)
-        self.down = Down(CODECS.load(self._config.reply_codec)(), model, self.transfer)
+    def set_model(self, whole: ModelTensors, share: Share, optimizer: OptimizerSpec, settings: Settings) -> None:
+        """Set this shard's part of the model, its rows of the tables, and the codecs."""
+        codec = "raw" if settings.kind.has_peers else self._config.codec  # peers encode among themselves
+        self._has_fragments = settings.fragments > 1  # payloads have one fragment of the parameters
+        self.share, self.model = share, part_of(whole, share)
+        self.tables = share.optimizer(optimizer).tables
+        self.transfer = make_transfer(self.model)
+        self.up = Up(CODECS.load(codec)(), self.model, self.transfer, self.stream.send)
+        self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
+        self.down = Down(CODECS.load(self._config.reply_codec)(), self.model, self.transfer)
+        self._offered = messages.model_message(whole.layout, optimizer, codec, self._config.reply_codec)
 
-    def moved(self, model: ModelTensors) -> None:
-        """This part of the model has moved in memory. Gradients in shared memory stay there: it is used no more."""
+    def moved(self, whole: ModelTensors) -> None:
+        """The model has moved in memory. Gradients in shared memory stay there: it is used no more."""
         if self.transfer.has_lent:
             self.stream.hang_up()
         self.transfer.leave_segment()
-        self.model, self.transfer = model, make_transfer(model)
-        self.up.transfer = self.down.transfer = self.transfer
+        self.model = part_of(whole, self.share)
+        self.transfer = self.up.transfer = self.down.transfer = make_transfer(self.model)
 
-    def offer(
-        self, whole: Layout, optimizer: OptimizerSpec, kind: messages.KindOfRun, codec: str, rendezvous: str
-    ) -> None:
+    def offer(self, kind: messages.KindOfRun, rendezvous: str) -> None:
         """Offer the model and negotiate the transport. `kind` is that of contributions, as in RunSettings."""
-        model = messages.model_message(whole, optimizer, codec, self._config.reply_codec)
-        model.contribution, model.rendezvous = kind, rendezvous
-        self.up.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
+        model = pb.Model(contribution=kind, rendezvous=rendezvous)
+        model.MergeFrom(self._offered)
         offered = self.transports.offer(model, self.model.layout.exchange_bytes)
         model.transport_reason = self.transports.reason
         self.stream.offer(model)
@@ -121,7 +119,7 @@ class Shard:
             piece = received.of(pb.State)
             if piece.offset != len(state):
                 description = f"a piece of a State at {piece.offset} that does not follow {len(state)}"
-                raise refusal(Reason.BAD_REQUEST, f"the server sent {description}")
+                raise bad_request(f"the server sent {description}")
             state += piece.piece
         reply = self.take(received)
         position = reply.start.position if reply.start is not None else None
@@ -130,8 +128,9 @@ class Shard:
 
     def _upload(self) -> None:
         """Send the model's weights, as the server has asked for them."""
-        pieces, num_bytes = self.transfer.gather_all(), self.model.layout.total_bytes
-        self.stream.send(messages.initial_weights_frames(pieces, num_bytes))
+        num_bytes = self.model.layout.total_bytes
+        header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=num_bytes))
+        self.stream.send(message_frames(header, self.transfer.gather_all(), num_bytes))
 
     # ---- exchanging ---------------------------------------------------------------------------
 
@@ -143,7 +142,7 @@ class Shard:
         if not encoding.is_raw or contribution.kind.holds_differences:
             hyperparameters = encoding.prepared(hyperparameters)
             without = self.model.names_at(contribution.payload.without_gradient)
-            encoding.choose(without) if self.has_fragments else encoding.rest(without)
+            encoding.choose(without) if self._has_fragments else encoding.rest(without)
         if hyperparameters is self._sent_hyperparameters:
             hyperparameters = ()
         else:
@@ -156,7 +155,12 @@ class Shard:
             self._sent_state = outgoing.state
             self.stream.send(messages.state_frames(outgoing.state))
         if outgoing.optimizer is not None:
-            self.stream.send(messages.state_frames(save(dict(outgoing.optimizer)), "optimizer"))
+            found = {
+                f"{key}/{part.name}": (part.of(value) if value.dim() else value).contiguous()
+                for part in self.share.parts
+                for key, value in outgoing.optimizer.get(part.spec.name, {}).items()
+            }
+            self.stream.send(messages.state_frames(save(found), "optimizer"))
         if outgoing.rows:
             self.stream.send(messages.rows_frames(self.tables, outgoing.rows))
         if self.down.reference:
@@ -206,10 +210,9 @@ class Shard:
             except SegmentError as error:
                 raise Lost(f"the server's memory cannot be shared: {error}") from None
         if memory is not None and len(memory) < num_bytes:
-            description = f"{num_bytes} bytes of weights, in shared memory of {len(memory)}"
-            raise refusal(Reason.BAD_REQUEST, f"the server sends {description}")
+            raise bad_request(f"the server sends {num_bytes} bytes of weights, in shared memory of {len(memory)}")
         is_in_place = memory is None and weights.codec in ("", "raw") and weights.reference is None
-        targets = self.transfer.targets if is_in_place else None
+        is_out_of_band = memory is not None or (is_in_place and self.stream.is_direct)
         kept: list[tuple[int, int]] = []  # bytes [start, end) that are not sent, because the model has them
 
         def leave(offset: int, num_bytes: int) -> None:
@@ -217,7 +220,14 @@ class Shard:
             kept.append((start, offset + num_bytes))
 
         def receive(write: Write) -> None:
-            self.stream.receive_payload(received, num_bytes, write, memory, targets, leave)
+            def receive_out_of_band(offset: int, num_bytes: int) -> None:
+                if memory is not None:
+                    write(offset, memory[offset : offset + num_bytes])
+                else:
+                    self.stream.receive_into(self.transfer.targets(offset, num_bytes))
+
+            reader = PayloadReader(num_bytes, write, receive_out_of_band if is_out_of_band else None, leave)
+            collect(reader, received, self.stream.receive)
 
         down.take(weights, receive, kept)
         if memory is not None:
@@ -238,7 +248,7 @@ class Shard:
             if received.kind in kinds:
                 return received
             if received.kind != "waiting":
-                raise refusal(Reason.BAD_REQUEST, f"the server sent {received.kind}, expected {' or '.join(kinds)}")
+                raise bad_request(f"the server sent {received.kind}, expected {' or '.join(kinds)}")
             reason = received.of(pb.Waiting).reason
             if self.number == 0 and time.monotonic() >= log_at and reason:
                 log.info("waiting", rank=self._progress.rank, reason=shown(reason, _MOST_SHOWN))
@@ -246,16 +256,17 @@ class Shard:
 
     def pull_rows(self, table: int, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Request this shard's rows among the distinct and ascending ids. The returned function waits for them."""
-        spec, progress = self.tables[table], self._progress
+        spec, run, rank = self.tables[table], self._progress.run, self._progress.rank or 0
         first, end = torch.searchsorted(ids, torch.tensor([spec.first, spec.end], device="cpu")).tolist()
-        wait = self.rpc.pull_rows(progress.run, progress.rank or 0, spec, table, ids[first:end])
+        parts = [bytes(as_bytes(ids[here])) for here in messages.chunks(first, end, spec.row_bytes)]
+        requests = [pb.RowsRequest(run=run, rank=rank, table=table, ids=part) for part in parts]
+        wait = self.channel.ask("PullRows", requests, pb.RowsReply)
         dtype, num_rows = DTYPES[spec.dtype], int(end - first)
 
         def rows() -> torch.Tensor:
             received = bytearray(b"".join(reply.rows for reply in wait()))
             if len(received) != num_rows * spec.row_bytes:
-                description = f"{len(received)} bytes for {num_rows} rows of table '{spec.name}'"
-                raise refusal(Reason.BAD_REQUEST, f"the server sends {description}")
+                raise bad_request(f"the server sends {len(received)} bytes for {num_rows} rows of table '{spec.name}'")
             flat = torch.frombuffer(received, dtype=dtype) if received else torch.empty(0, dtype=dtype, device="cpu")
             return flat.view(-1, spec.dim)
 
@@ -273,18 +284,7 @@ class Shard:
         self._receive_weights(received, changed(read_weights(final.weights), codec=""))
         return final
 
-    def pull(self, model: ModelTensors, **which: Any) -> int:
-        """Write this part of weights, which the fields of PullRequest name, into a part of a model, without a codec.
-
-        Returns their version.
-        """
-        transfer, num_bytes = make_transfer(model), model.layout.total_bytes
-        version = self.rpc.pull(pb.PullRequest(**which), transfer.write, num_bytes)
-        transfer.finish_write(num_bytes)
-        return version
-
     def leave(self, goodbye: Goodbye) -> None:
         """Leave the run with a goodbye message."""
-        fields = goodbye._asdict()
-        self.stream.say(leave={"final_metrics": fields.pop("metrics"), **fields})
+        self.stream.say(leave=goodbye)
         self.stream.end_stream(_GOODBYE_S)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
@@ -17,19 +17,19 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from ...common.config.schema import WorkerConfig
-from ...common.errors import ParamServerError, Reason, UnreachableError, refusal, shown
+from ...common.errors import UnreachableError, bad_request, shown
 from ...common.reporting.log import get_logger
 from ...common.security import Credentials
-from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.tensors.sharding import Share, divide
+from ...common.tensors.sharding import divide
 from ...common.wire.records import ResidualInfo
 from ..session import Progress, Retry
 from ..tensors.transfer import ModelTensors, part_of
 from ..transports.encoding import Encoding
 from ..transports.limit import Limit
 from .channel import Channel, Lost
-from .messages import Outgoing
+from .messages import Settings
+from .reader import pull_newest, pull_part
 from .shard import Shard
 from .threads import END_S, Helper, wait_for
 
@@ -44,8 +44,8 @@ _MAX_KEYS, _MORE_BYTES = 8, 1 << 20  # limits of an optimizer's state: multiples
 class ShardSet:
     """The shards; `all` has one per server process."""
 
+    settings: Settings  # of the run
     optimizer: OptimizerSpec
-    layout: Layout  # of the whole model
 
     def __init__(self, config: WorkerConfig, credentials: Credentials, progress: Progress, retry: Retry) -> None:
         """Each message of a shard resets `retry`."""
@@ -53,12 +53,9 @@ class ShardSet:
         self._limit = Limit(config.max_mbit)
         self.first = self._make(0, config.server)
         self.all = [self.first]
-        self.has_fragments = False
-        self.codec = ""  # of contributions
         self._addresses: list[str] = []
         self._helpers: list[Helper] = []  # threads for the shards after the first
         self._model: ModelTensors | None = None
-        self._shares: list[Share] = []
         self.peers_encoding: Encoding | None = None  # of gradients between peers
         self._num_lost, self._norm_lost = 0, 0.0  # lost residuals, and the sum of their norms
 
@@ -91,18 +88,15 @@ class ShardSet:
 
     def divide(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         """Give each shard its part of the model."""
-        self._shares = divide(model.layout, len(self.all))
-        for shard, share in zip(self.all, self._shares, strict=True):
-            shard.set_model(part_of(model, share), share.optimizer(optimizer).tables, self.codec)
-            shard.has_fragments = self.has_fragments
-        # a model that cannot be divided is none of the shards'
-        self._model, self.layout, self.optimizer = model, model.layout, optimizer
+        for shard, share in zip(self.all, divide(model.layout, len(self.all)), strict=True):
+            shard.set_model(model, share, optimizer, self.settings)
+        self._model, self.optimizer = model, optimizer  # a model that cannot be divided is none of the shards'
 
     def moved(self) -> None:
         """The model has moved in memory."""
         assert self._model is not None
-        for shard, share in zip(self.all, self._shares, strict=True):
-            shard.moved(part_of(self._model, share))
+        for shard in self.all:
+            shard.moved(self._model)
 
     # ---- the same for each shard --------------------------------------------------------------
 
@@ -118,51 +112,35 @@ class ShardSet:
         if len(shards) == 1:
             return [work(shards[0], *given, **named)]
 
-        def guarded(shard: Shard) -> Result:
+        def guarded(shard: Shard) -> Result | Exception:
             try:
                 return work(shard, *given, **named)
             except Exception as error:
                 _hang_up(shards)
-                if isinstance(error, Lost):
-                    raise self.lost(shard, error) from None
-                raise
+                return self.lost(shard, error) if isinstance(error, Lost) else error
 
         while len(self._helpers) < len(shards) - 1:
             self._helpers.append(Helper(f"shard {len(self._helpers) + 1}"))
-        first: Future[Result] = Future()
         others = [
             helper.submit(partial(guarded, shard)) for helper, shard in zip(self._helpers, shards[1:], strict=False)
         ]
         try:
-            try:
-                first.set_result(guarded(shards[0]))
-            except (Lost, ParamServerError) as error:
-                first.set_exception(error)
+            first = guarded(shards[0])
             for future in others:
                 wait_for(future)
         except BaseException:  # interrupted: the worker will say goodbye to the first shard
             _hang_up(shards[1:])
             wait(others, END_S)
             raise
-        futures = [first, *others]
-        failures = [failure for future in futures if (failure := future.exception()) is not None]
+        results = [first, *(future.result() for future in others)]
+        failures = [result for result in results if isinstance(result, Exception)]
         if failures:
             raise next((error for error in failures if not isinstance(error, Lost)), failures[0])
-        return [future.result() for future in futures]
+        return [result for result in results if not isinstance(result, Exception)]
 
     @staticmethod
     def lost(shard: Shard, lost: Lost) -> Lost:
         return Lost(f"shard {shard.number} at {shard.channel.address}: {lost}")
-
-    def part_of(self, outgoing: Outgoing, shard: Shard) -> Outgoing:
-        """A contribution with this shard's part of the optimizer state."""
-        assert outgoing.optimizer is not None
-        found = {
-            f"{key}/{part.name}": (part.of(value) if value.dim() else value).contiguous()
-            for part in self._shares[shard.number].parts
-            for key, value in outgoing.optimizer.get(part.spec.name, {}).items()
-        }
-        return outgoing._replace(optimizer=found)
 
     # ---- residuals of the contributions: of each shard's part, or of the gradients between peers ---
 
@@ -215,41 +193,38 @@ class ShardSet:
         """Connect to shards that have moved, if the coordinator can be reached for their addresses."""
         if len(self.all) > 1:
             with suppress(Lost):
-                for shard, address in zip(self.all, self.first.rpc.shard_addresses(run), strict=False):
+                for shard, address in zip(self.all, self.first.channel.shard_addresses(run), strict=False):
                     if shard.number and address != shard.channel.address:
                         shard.channel.move(address)
 
     def pull_averaged(self, model: ModelTensors) -> None:
         """Write the Polyak average into another instance of the model."""
-        for shard, share in zip(self.all, self._shares, strict=True):
-            shard.pull(part_of(model, share), averaged=True)
+        for shard in self.all:
+            pull_part(shard.channel, part_of(model, shard.share), averaged=True)
 
     def pull_exact(self, model: ModelTensors) -> int:
         """Write the newest version into the model, without a codec. Returns the version."""
-        version: int | None = None
-        for shard, share in zip(self.all, self._shares, strict=True):
-            version = shard.pull(part_of(model, share), keep=version is None, version=version)
-        assert version is not None
-        return version
+        return pull_newest([shard.channel for shard in self.all], model)
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
         """Fetch the state of the server's optimizer, by parameter and key (exp_avg, step). Raises UnreachableError."""
         found: dict[str, dict[str, list[torch.Tensor]]] = {}
-        for shard, share in zip(self.all, self._shares, strict=True):
+        for shard in self.all:
+            share = shard.share
             try:
-                state = load(shard.rpc.pull_optimizer(_MAX_KEYS * share.layout.parameter_bytes + _MORE_BYTES))
+                state = load(shard.channel.pull_optimizer(_MAX_KEYS * share.layout.parameter_bytes + _MORE_BYTES))
             except Lost as lost:
                 message = f"the optimizer's state could not be fetched from {shard.channel.address}: {lost}"
                 raise UnreachableError(message, fix="try again when the server is back") from None
             except SafetensorError as error:
-                raise refusal(Reason.BAD_REQUEST, f"the server sends an invalid optimizer state: {error}") from None
+                raise bad_request(f"the server sends an invalid optimizer state: {error}") from None
             names = {part.name: part.spec.name for part in share.parts}
             shapes = {spec.name: spec.shape for spec in share.layout.specs}
             for full, tensor in state.items():
                 key, _, name = full.partition("/")
                 if name not in names or (tensor.dim() and tuple(tensor.shape) != shapes[name]):
                     description = f"an optimizer's state '{shown(full)}' {list(tensor.shape)}"
-                    raise refusal(Reason.BAD_REQUEST, f"the server sends {description}, which this model does not have")
+                    raise bad_request(f"the server sends {description}, which this model does not have")
                 found.setdefault(names[name], {}).setdefault(key, []).append(tensor)
         return {
             name: {key: torch.cat(parts) if parts[0].dim() else parts[0] for key, parts in state.items()}

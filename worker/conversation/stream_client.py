@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -12,11 +12,11 @@ import grpc
 
 from ...common.errors import ParamServerError
 from ...common.wire.direct import OutOfBand
-from ...common.wire.frames import Frame, PayloadReader, parse
+from ...common.wire.frames import Frame, parse
 from ...proto import parameter_server_pb2 as pb
 from ..ownership import at_exit, not_at_exit
 from ..transports.limit import Limit
-from .channel import Channel, Lost, collect, next_frame
+from .channel import Channel, Lost, next_frame
 from .direct import DirectConnection, DirectError
 from .messages import message
 from .threads import uninterrupted
@@ -112,38 +112,19 @@ class StreamClient:
             hang_up.cancel()
         return Lost(f"the direct connection was lost: {error or 'closed'}")
 
-    def receive_payload(
-        self,
-        first: Frame,
-        num_bytes: int,
-        write: Callable[[int, memoryview], None],
-        segment: memoryview | None = None,
-        targets: Callable[[int, int], Iterator[memoryview]] | None = None,
-        leave: Callable[[int, int], object] | None = None,
-    ) -> None:
-        """Receive the payload that `first` announces, piece by piece.
+    @property
+    def is_direct(self) -> bool:
+        """Whether messages use the direct connection."""
+        return self._direct is not None
 
-        Each piece goes to `write(offset, data)`. Its bytes come from the connection, or from `segment` (shared memory).
-        With `targets(offset, num_bytes)`, bytes are received directly into that memory. `leave(offset, num_bytes)` is
-        called for bytes that are not sent, because the worker has them.
-        """
-        receive_out_of_band = None
-        if targets is not None and self._direct is not None:
-            direct = self._direct
-
-            def receive_out_of_band(offset: int, num_bytes: int) -> None:
-                try:
-                    with uninterrupted:
-                        direct.receive_into(targets(offset, num_bytes))
-                except (OSError, EOFError, ValueError) as error:
-                    raise self._why_lost(error) from None
-
-        if segment is not None:
-
-            def receive_out_of_band(offset: int, num_bytes: int) -> None:
-                write(offset, segment[offset : offset + num_bytes])
-
-        collect(PayloadReader(num_bytes, write, receive_out_of_band, leave), first, self.receive)
+    def receive_into(self, targets: Iterator[memoryview]) -> None:
+        """Receive the bytes that follow a message on the direct connection. Raises as `receive`."""
+        assert self._direct is not None
+        try:
+            with uninterrupted:
+                self._direct.receive_into(targets)
+        except (OSError, EOFError, ValueError) as error:
+            raise self._why_lost(error) from None
 
     def end_stream(self, timeout_s: float) -> None:
         """Half-close after pending messages, and wait for the server to end the stream. Ignores a lost server."""
@@ -152,17 +133,14 @@ class StreamClient:
         self._outgoing.put(None)
         if self._direct is not None:
             self._direct.half_close()
-        if self._is_reading:  # interrupted in the middle of an operation: the call is unusable
-            self.close_stream()
-            return
-        hang_up = threading.Timer(timeout_s, self._call.cancel)
-        hang_up.start()
-        with suppress(grpc.RpcError):
-            for _ in self._call:
-                pass  # a Waiting message that was in flight
-        hang_up.cancel()
-        self._call = None
-        self._close_direct()
+        if not self._is_reading:  # else interrupted in the middle of an operation: the call is unusable
+            hang_up = threading.Timer(timeout_s, self._call.cancel)
+            hang_up.start()
+            with suppress(grpc.RpcError):
+                for _ in self._call:
+                    pass  # a Waiting message that was in flight
+            hang_up.cancel()
+        self.close_stream()
 
     def _close_direct(self) -> None:
         connected, self._connected, self._direct = self._connected, None, None

@@ -480,9 +480,9 @@ class LocalStage(Local):
 
     def note_gradients(self, group: Group) -> None:
         """Gather from all stages which parameters have no gradient. Call this before each contribution."""
-        mine = [float(self.gradient(index) is not None) for _, index in self._trained]
+        mine = [float(self.gradient(index) is not None) for index in range(self.num_trained)]
         found = [any(column) for column in zip(*group.gather(mine), strict=True)]
-        self.absent = tuple(position for (position, _), has in zip(self._trained, found, strict=True) if not has)
+        self.absent = tuple(position for position, has in zip(self.positions, found, strict=True) if not has)
 
     def without_gradient(self) -> tuple[int, ...]:
         return self.absent

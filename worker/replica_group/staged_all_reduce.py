@@ -22,7 +22,7 @@ from ...common.errors import UsageError
 from ...common.tensors.clipping import scale
 from ...common.wire.records import GroupInfo, Reply
 from ..conversation.exchange import Exchange
-from ..conversation.membership import GroupView
+from ..conversation.heartbeat import GroupView
 from ..conversation.messages import Outgoing, Settings, loses_replies
 from ..conversation.security import worker_credentials
 from ..strategies.all_reduce import AllReduceStrategy

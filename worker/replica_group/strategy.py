@@ -119,8 +119,8 @@ class Grouped(Strategy):
                 self._server, self._inner = open_exchange()
             self.settings, self.progress = self._inner.settings, self._inner.progress
             self._link = ProgressLink(self.progress)
-            group.watch.expect(self._server.lease_s)
-            settings_bytes = b64encode(self._server.settings_bytes).decode()
+            group.watch.expect(self._server.welcome.lease_s)
+            settings_bytes = b64encode(self._server.welcome.settings.SerializeToString()).decode()
             group.send_all(self._link.message(self._inner.begun, settings=settings_bytes))
         self.kind = self.settings.kind
 

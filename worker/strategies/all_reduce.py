@@ -29,6 +29,7 @@ from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye, Outgoing
 from ..tensors.transfer import ModelTensors
 from .base import Strategy, check_takes_dense
+from .buckets import is_finite
 from .collectives.backends import computed, without_watchdog
 from .collectives.rendezvous import Broken
 from .consistency import ConsistencyCheck
@@ -93,8 +94,7 @@ class AllReduceStrategy(Strategy):
             optimizer, f"workers of mode {self.settings.mode}", "or --mode localsgd, where each worker steps by itself"
         )
         self._make_parts(optimizer, step)
-        config = self._exchange.config
-        self._check = ConsistencyCheck(self._lifecycle, self._step, (config.zero, config.zero_copies), self._codec)
+        self._check = ConsistencyCheck(self._lifecycle, self._step, self._exchange.config)
         self._enter()
 
     def _make_parts(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
@@ -143,16 +143,14 @@ class AllReduceStrategy(Strategy):
         while True:
             reply = self._round(gradients, outgoing, is_right)
             outcome = reply.result.outcome
-            if self._encoded is not None and outcome in COUNTED:
-                self._encoded.encoding.commit()
-            elif self._encoded is not None and outcome is Outcome.START:
-                self._encoded.encoding.start()
-            if outcome in COUNTED and not self._confirmed.is_done:
-                self._form_group()  # if this fails, the next completion reports it
-            if outcome in COUNTED or outcome is Outcome.START:
-                return reply
             if outcome is Outcome.REJECTED:
                 raise self._diverged(None)
+            if (is_counted := outcome in COUNTED) or outcome is Outcome.START:
+                if self._encoded is not None:
+                    self._encoded.encoding.commit() if is_counted else self._encoded.encoding.start()
+                if is_counted and not self._confirmed.is_done:
+                    self._form_group()  # if this fails, the next completion reports it
+                return reply
 
     def _round(self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool) -> Reply:
         """Average the gradients, complete the round, and step if the reply says that all members have the mean."""
@@ -242,9 +240,7 @@ class AllReduceStrategy(Strategy):
     def _diverged(self, index: int | None) -> DivergedError:
         """The error for weights with NaN or Inf, or else for the gradient `index`, which is not finite."""
         tensors = zip(self._model.layout.entries, self._model.sources(ContributionKind.WEIGHTS), strict=False)
-        names = [
-            entry.spec.name for entry, item in tensors if item is not None and not bool(torch.isfinite(item).all())
-        ]
+        names = [entry.spec.name for entry, item in tensors if item is not None and not is_finite(item)]
         rank = self._confirmed.rank
         if names or index is None:
             where = f" in '{names[0]}'" if names else ""

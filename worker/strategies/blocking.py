@@ -21,15 +21,13 @@ class BlockingStrategy(Strategy):
     def __init__(self, exchange: Exchanger, early: Exchange | None = None) -> None:
         super().__init__(exchange)
         self._early_exchange = early if self.kind.holds_gradients else None
-        self._early: EarlySender | None = None
         self._anchor: Anchor | None = None  # set if deltas are exchanged
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         self._exchange.start(model, optimizer)
         may_send_early = not is_parted and model.layout.exchange_bytes >= MIN_MODEL_BYTES
         if self._early_exchange is not None and may_send_early:
-            self._early = EarlySender(self._early_exchange, model)
-            self._ready_gradients = self._early.gradients
+            self._ready_gradients = EarlySender(self._early_exchange, model)
         if self.kind.holds_differences:
             self._anchor = Anchor(model)
 
@@ -40,8 +38,8 @@ class BlockingStrategy(Strategy):
     def _contribute(self, outgoing: Outgoing) -> None:
         if self._anchor is not None:
             self._anchor.measure()
-        if self._early is not None:
-            self._early.settle()
+        if self._ready_gradients is not None:
+            self._ready_gradients.settle()
         if not self.kind.worker_steps:
             payload = PayloadInfo(without_gradient=self._model.without_gradient())
             outgoing = outgoing.changed(payload=payload, base=Base(has_all=outgoing.contribution.counts.part > 0))

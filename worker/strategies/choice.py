@@ -11,8 +11,7 @@ from .delayed_update import DelayedUpdate, Overlapped
 def make_strategy(exchange: Exchange, may_send_early: bool) -> Strategy:
     """Return the strategy. `may_send_early`: gradients may be sent during backward."""
     settings, zero = exchange.settings, exchange.config.zero
-    has_peers = settings.kind.has_peers
-    if not has_peers:
+    if not settings.kind.has_peers:
         return make_server_strategy(exchange, exchange if may_send_early else None)
     # These load torch.distributed.
     if settings.outstanding:

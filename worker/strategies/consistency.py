@@ -9,6 +9,7 @@ from zlib import crc32
 
 import torch
 
+from ...common.config.schema import WorkerConfig
 from ...common.errors import UsageError
 from ..conversation.messages import Outgoing
 from ..tensors.watch import Sample
@@ -22,10 +23,10 @@ _MAY_DIFFER = 1e-3  # allowed relative difference between members' weights
 
 
 class ConsistencyCheck:
-    """The checks of one peer. `zero` is (worker.zero, worker.zero_copies), `codec` is worker.codec."""
+    """The checks of one peer."""
 
-    def __init__(self, lifecycle: GroupLifecycle, step: UndoableStep, zero: tuple[int, int], codec: str) -> None:
-        self._lifecycle, self._step, self._zero, self._codec = lifecycle, step, zero, codec
+    def __init__(self, lifecycle: GroupLifecycle, step: UndoableStep, config: WorkerConfig) -> None:
+        self._lifecycle, self._step, self._config = lifecycle, step, config
         self.weights = Sample(step.model)
 
     def check_setup(self, group: Group, initial_state: Any) -> None:
@@ -34,14 +35,14 @@ class ConsistencyCheck:
         Raises UsageError if worker.codec or worker.zero differ from the lowest member's, or the state from most
         members'. Raises Broken.
         """
-        stage, copies = self._zero
+        stage, copies, codec = self._config.zero, self._config.zero_copies, self._config.codec
         rank, ranks = group.generation.members[group.index], group.generation.members
-        settings = 10 * stage + copies + (crc32(self._codec.encode()) << _ZERO_BITS)
+        settings = 10 * stage + copies + (crc32(codec.encode()) << _ZERO_BITS)
         found = self._lifecycle.run(lambda: group.gather_numbers(settings))
         codecs, divisions = [item >> _ZERO_BITS for item in found], [item % (1 << _ZERO_BITS) for item in found]
         if codecs[group.index] != codecs[0]:
             raise UsageError(
-                f"worker.codec is {self._codec} for rank {rank}, but rank {ranks[0]}, which averages with it, has "
+                f"worker.codec is {codec} for rank {rank}, but rank {ranks[0]}, which averages with it, has "
                 "another codec",
                 fix="start all workers with the same worker.codec",
             )
@@ -67,8 +68,8 @@ class ConsistencyCheck:
         `change`: whether the script has changed them since the last step: 1; 2: there was none.
         """
         training = outgoing.contribution.training
-        numbers = (training.hyperparameters, training.clip_norm)
-        return crc32(repr(numbers).encode()), crc32(self.weights.bytes()), version, change
+        numbers = repr((training.hyperparameters, training.clip_norm))
+        return crc32(numbers.encode()), crc32(self.weights.bytes()), version, change
 
     def check(self, group: Group, outgoing: Outgoing, norm: float) -> None:
         """Compare the group's metadata. Raises UsageError in members that differ from most, and Broken."""

@@ -23,6 +23,9 @@ from __future__ import annotations
 
 import copy
 from concurrent.futures import Future, wait
+from itertools import islice
+
+import torch
 
 from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
@@ -31,13 +34,63 @@ from ..conversation.messages import Final, Goodbye, Outgoing
 from ..conversation.threads import Helper, wait_for
 from ..session import Progress
 from ..tensors.local_steps import Overlap
+from ..tensors.staged import SideStream
 from ..tensors.transfer import ModelTensors
 from .base import Exchanger, Strategy
-from .shadow import Shadow
 
 # Time for an interrupted worker's flight to reach a safe place. A waiting flight receives a message from the server
 # every second.
 _STOP_S = 5.0
+
+
+class Shadow(ModelTensors):
+    """A second copy of a model in host memory, which an exchange uses while the model computes.
+
+    Its `tensors` are the newest received weights, and its `sources()` are the newest snapshot. The exchange treats it
+    like any model. Each contribution costs two copies on the training thread, into memory that is reused.
+    """
+
+    def __init__(self, model: ModelTensors) -> None:
+        self._model = model
+        self.layout = layout = model.layout
+        self.names = model.names
+        self._stream = SideStream(model.tensors)
+        sent = layout.views(self._stream.new_payload(layout.exchange_bytes))
+        self._sent = [view for _, view in islice(sent, self.num_exchanged)]
+        self.tensors = [view for _, view in layout.views(self._stream.new_payload(layout.total_bytes))]
+        self._stream.copy(self.tensors, model.tensors)
+        self.settle()
+
+    def sources(self, kind: ContributionKind, indices: range | None = None) -> list[torch.Tensor | None]:
+        """The snapshot, whatever its kind."""
+        return list(self._sent if indices is None else self._sent[indices.start : indices.stop])
+
+    # ---- on the training thread ---------------------------------------------------------------
+
+    def snapshot(self, kind: ContributionKind) -> None:
+        """Copy the next contribution. The model may change as soon as this returns."""
+        self._stream.copy(self._sent, self._model.sources(kind))
+        self._stream.precede()
+
+    def take(self, start: int = 0, end: int | None = None) -> None:
+        """Write the received tensors from `start` to `end` (None: all, also frozen ones) into the model."""
+        self._stream.copy(self._model.tensors[start:end], self.tensors[start:end])
+        self._stream.precede()
+
+    def rebase(self) -> None:
+        """Set each parameter to the received one plus its own change since the snapshot."""
+        trained = zip(self._model.tensors, self._sent, self.tensors, strict=False)
+        with torch.no_grad(), self._stream.copies():
+            for tensor, sent, received in islice(trained, self.num_trained):
+                tensor.sub_(sent.to(tensor.device, non_blocking=True))
+                tensor.add_(received.to(tensor.device, non_blocking=True))
+        self._stream.precede()
+
+    # ---- on the helper thread -----------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for the copies. Then the snapshot is complete, and received weights may be overwritten."""
+        self._stream.synchronize()
 
 
 class DelayedUpdate(Strategy):
@@ -92,7 +145,7 @@ class DelayedUpdate(Strategy):
     def _begin(self) -> None:
         """Continue from the server's newest reply, without the steps taken meanwhile."""
         self.progress.become(self._exchange.progress)
-        self._shadow.take_all()
+        self._shadow.take()
         self._model_version = self._received_version
 
     def _turn(self, has_weights: bool) -> int:
@@ -101,7 +154,7 @@ class DelayedUpdate(Strategy):
             self._shadow.snapshot(ContributionKind.GRADIENT)
             base_version = self._model_version
             if has_weights:
-                self._shadow.take()
+                self._shadow.take(end=self._shadow.num_exchanged)
                 self._model_version = self._received_version
             return base_version
         if has_weights:  # adds the steps taken meanwhile to the average
@@ -185,7 +238,7 @@ class Overlapped(DelayedUpdate):
         if not self.settings.delayed_update and (landed := self._land()) is not None:
             if self._goes_on(landed):
                 self.progress.become(self._exchange.progress)
-                self._shadow.take_buffers()
+                self._shadow.take(self._shadow.num_trained, self._shadow.num_exchanged)
             else:
                 self._begin()
 

@@ -75,25 +75,22 @@ class ReadyGradients:
         return is_right
 
 
-class EarlySender:
+class EarlySender(ReadyGradients):
     """Collects finished gradients in buckets, and sends full ones through the exchange."""
 
     def __init__(self, exchange: Exchange, model: ModelTensors) -> None:
+        super().__init__(model, self._add)
         self._exchange = exchange
-        self._model = model
         self._bucket: list[int] = []
         self._bucket_bytes = 0
         self._full_bytes = max(_BUCKET_BYTES, model.layout.exchange_bytes // _MAX_BUCKETS)
         self._waiting: list[int] = []  # a bucket that is being copied off its device
-        self.gradients = ReadyGradients(model, self._add)
 
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         self._bucket.append(index)
         self._bucket_bytes += self._model.layout.entries[index].num_bytes
-        if self._bucket_bytes >= self._full_bytes:
-            self._send_bucket()
-
-    def _send_bucket(self) -> None:
+        if self._bucket_bytes < self._full_bytes:
+            return
         bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
         if self._exchange.shards.prepare(bucket):
             # This bucket's copy has begun, so send the previous bucket, whose copy has had time to finish.
@@ -101,10 +98,11 @@ class EarlySender:
         if bucket:
             self._exchange.shards.depart(bucket)
         for index in bucket:
-            self.gradients.note(index)
+            self.note(index)
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Called by `step()`: keep the gradients that were sent, or discard them so that all are sent again."""
-        if not self.gradients.settle():
+        if not (is_right := super().settle()):
             self._exchange.shards.recall()
         self._bucket, self._bucket_bytes, self._waiting = [], 0, []
+        return is_right

@@ -49,20 +49,16 @@ class EncodedMean:
             (stretch,) = self._transfer.gather(ContributionKind.GRADIENT)
             self.encoding.whole(stretch)
         assert self.encoding.payload is not None
-        announced = group.announce(gradients, num_samples, metadata)
+        announced, _ = group.announce(gradients, num_samples, metadata)
         payloads = group.gather_payloads(torch.frombuffer(self.encoding.payload, dtype=torch.uint8))
+        sums, decoded = self._model.views(self._sum), self._model.views(self._decoded)
         for member, payload in enumerate(payloads):
             decode_payload(self.encoding.codec, self._model.layout, payload, self._decoded)
-            self._add(member, announced.samples[member] / sum(announced.samples))
-        found = self._model.views(self._sum)
-        return [item if index in announced.present else None for index, item in enumerate(found)]
-
-    def _add(self, member: int, share: float) -> None:
-        """Add a member's decoded tensors to the mean. Buffers that are not averaged come from the lowest member."""
-        sums, decoded = self._model.views(self._sum), self._model.views(self._decoded)
-        for index, (entry, total, item) in enumerate(zip(self._model.layout.entries, sums, decoded, strict=False)):
-            factor = 1.0 if index in self._of_sum else share
-            if member == 0:
-                torch.mul(item, factor, out=total) if entry.spec.is_averaged else total.copy_(item)
-            elif entry.spec.is_averaged:
-                total.add_(item, alpha=factor)
+            share = announced.samples[member] / sum(announced.samples)
+            for index, (entry, total, item) in enumerate(zip(self._model.layout.entries, sums, decoded, strict=False)):
+                factor = 1.0 if index in self._of_sum else share
+                if member == 0:  # buffers that are not averaged come from the lowest member
+                    torch.mul(item, factor, out=total) if entry.spec.is_averaged else total.copy_(item)
+                elif entry.spec.is_averaged:
+                    total.add_(item, alpha=factor)
+        return [item if index in announced.present else None for index, item in enumerate(sums)]

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -139,11 +140,10 @@ class Group:
         is_right |= not self._num_left
         if guess is not None:
             self._leave_all(guess, by_index, is_right)
-        announced, all_are_right = self._announce(tensors, num_samples, metadata, is_right)
-        is_hit = guess is not None and all_are_right and announced == self._announced
-        if guess is not None and is_hit:
-            plan = guess
-        else:
+        announced, all_are_right = self.announce(tensors, num_samples, metadata, is_right)
+        plan = guess if all_are_right and announced == self._announced else None
+        is_hit = plan is not None
+        if plan is None:
             present, like = set(announced.present), dict[int, torch.Tensor]()
             for index in self.order or range(len(tensors)):
                 if index in present:
@@ -151,7 +151,6 @@ class Group:
                     like[index] = self.like[index] if tensor is None else tensor
             share = announced.samples[self.index] / sum(announced.samples)
             plan = Plan(like, share, self.index == 0, self._flat, self._device, self.of_lowest, self.of_sum)
-        if not is_hit:
             self._leave_all(plan, by_index)
             self._end_works()
         self._has_missed |= guess is not None and not is_hit
@@ -159,10 +158,6 @@ class Group:
         self._plan = plan if not self._has_missed or announced == self._announced else None
         self._announced = announced
         return [plan.places.get(index) for index in range(len(tensors))]
-
-    def announce(self, tensors: Sequence[torch.Tensor | None], num_samples: int, metadata: Sequence[int]) -> Announced:
-        """Exchange announcements for an average whose tensors go through `gather_payloads`. Raises Broken."""
-        return self._announce(tensors, num_samples, metadata, True)[0]
 
     def gather_payloads(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Gather the payload of each member, uint8 [n], by index; all have the same size. Raises Broken."""
@@ -194,22 +189,24 @@ class Group:
         if unsound is not None and is_right:
             raise Unsound(unsound)
 
-    def _announce(
-        self, tensors: Sequence[torch.Tensor | None], num_samples: int, metadata: Sequence[int], is_right: bool
+    def announce(
+        self, tensors: Sequence[torch.Tensor | None], num_samples: int, metadata: Sequence[int], is_right: bool = True
     ) -> tuple[Announced, bool]:
-        """Exchange announcements. Returns those of all members, and whether all members' early tensors are right."""
+        """Exchange announcements for an average. Raises Broken.
+
+        Returns those of all members, and whether all members' early tensors are right.
+        """
         size = len(self.generation.members)
         words = [word * (index == self.index) for word in (num_samples, *metadata) for index in range(size)]
-        sums = torch.tensor(
-            [not is_right, *(tensor is not None for tensor in tensors), *words], dtype=torch.int64, device="cpu"
-        )
+        present = [tensor is not None for tensor in tensors]
+        sums = torch.tensor([not is_right, *present, *words], dtype=torch.int64, device="cpu")
         self._begin(lambda: self._sum_of(sums, "_metadata"))
         self._end_works()
         num_wrong, *found = sums.tolist()
-        present = tuple(index for index, count in enumerate(found[: len(tensors)]) if count)
+        with_any = tuple(index for index, count in enumerate(found[: len(tensors)]) if count)
         found = found[len(tensors) :]
         samples, *self.metadata = (found[at : at + size] for at in range(0, len(found), size))
-        return Announced(tuple(samples), present), not num_wrong
+        return Announced(tuple(samples), with_any), not num_wrong
 
     # ---- broadcasts ---------------------------------------------------------------------------
 
@@ -233,7 +230,7 @@ class Group:
             text = torch.frombuffer(head, dtype=torch.uint8)
         else:
             text = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        self._wait(lambda: self._torch_group("_metadata").broadcast([text], backends.broadcast_from(source)).wait())
+        self._wait(lambda: self._broadcast(text, source).wait())
         if values is None:
             tree, forms = read_json(text.numpy().tobytes(), nan=True, big=True)
             tensors = {
@@ -253,13 +250,13 @@ class Group:
         for owner, tensors in enumerate(pieces):
             for flat, parts in packed(tensors, lambda tensor: tensor.device.type == "cpu", _HOST):
                 self.num_sent += flat.nbytes * (owner == self.index)
-                options = backends.broadcast_from(owner)
-                self._begin(
-                    lambda flat=flat, options=options: self._torch_group("_metadata").broadcast([flat], options)  # type: ignore[misc]
-                )
+                self._begin(partial(self._broadcast, flat, owner))
                 packs.append((flat, parts if owner != self.index else []))
         self._end_works()
         unpack(packs)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> Any:
+        return self._torch_group("_metadata").broadcast([tensor], backends.broadcast_from(source))
 
     # ---- torch's groups -----------------------------------------------------------------------
 

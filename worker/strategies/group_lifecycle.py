@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...common.config.addresses import join_address, split_address
-from ...common.errors import Reason, UnreachableError, refusal
+from ...common.errors import UnreachableError, bad_request
 from ...common.reporting.log import get_logger
 from ..conversation.exchange import Exchange
 from ..conversation.security import check_plaintext
@@ -53,8 +53,7 @@ class GroupLifecycle:
         self._generation: Generation | None = None  # of the group, or of the group that is forming
         self._failed_name = ""  # name of the generation whose group failed to form
         self._num_sent = 0.0  # bytes sent to peers in earlier groups
-        self._num_failed = 0  # in a row, with the same members
-        self._failed_members: tuple[int, ...] = ()
+        self._num_failed: dict[tuple[int, ...], int] = {}  # in a row, with the same members
         self._helper = Helper("group")
         self._forming: list[Helper] = []  # helpers of abandoned groups
         if exchange.credentials.ca is not None:
@@ -78,7 +77,7 @@ class GroupLifecycle:
         self.close_group()
         if self._rank not in info.members or not info.rendezvous:
             description = f"a group of {len(info.members)} members without it, or without GroupInfo.rendezvous"
-            raise refusal(Reason.BAD_REQUEST, f"the server sent rank {self._rank} {description}")
+            raise bad_request(f"the server sent rank {self._rank} {description}")
         address = split_address(info.rendezvous)
         generation = Generation(info.generation, info.members, address, name, info.secret, self._stage)
         self._generation = generation
@@ -91,7 +90,7 @@ class GroupLifecycle:
             self._failed_name = name
             self._count_failure(generation.members, broken)
             return False
-        self._num_failed = 0
+        self._num_failed.clear()
         if group.not_over_nccl:
             log.info("not_over_nccl", rank=self._rank, reason=group.not_over_nccl)
         size = len(generation.members)
@@ -106,9 +105,8 @@ class GroupLifecycle:
 
         A member that is gone is not in the server's next group, which restarts the count.
         """
-        self._num_failed = self._num_failed + 1 if members == self._failed_members else 1
-        self._failed_members = members
-        if self._num_failed < broken.attempts:
+        self._num_failed = {members: self._num_failed.get(members, 0) + 1}
+        if self._num_failed[members] < broken.attempts:
             return
         message = str(broken)
         if not isinstance(broken, OutOfReach):

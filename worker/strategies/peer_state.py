@@ -103,9 +103,7 @@ class UndoableStep:
 
 def has_memory(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer keeps state between steps."""
-    return not (
-        isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
-    )
+    return not isinstance(optimizer, torch.optim.SGD) or any(group["momentum"] for group in optimizer.param_groups)
 
 
 class StateTransfer:

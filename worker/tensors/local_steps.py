@@ -36,6 +36,7 @@ class Anchor:
         self._model = model
         self._anchors = [tensor.detach().clone() for tensor in model.tensors[: model.num_trained]]
         model.deltas = dict(enumerate(self._anchors))
+        self._chosen = [True] * len(self._anchors)  # whether each parameter is in the newest delta
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each anchor with its parameter, which may have moved to another device."""
@@ -47,7 +48,7 @@ class Anchor:
 
     def measure(self) -> None:
         """Turn the anchor into the delta of the local steps."""
-        for anchor, now in self._pairs():
+        for anchor, now in compress(self._pairs(), self._chosen):
             anchor.sub_(now)
 
     def note(self) -> None:
@@ -64,11 +65,7 @@ class Overlap(Anchor):
 
     def __init__(self, model: ModelTensors, num_fragments: int) -> None:
         super().__init__(model)
-        entries = model.layout.entries[: model.num_trained]
-        self._fragments = fragments_of(entries, num_fragments)
-        positions = {spec.name: position for position, spec in enumerate(model.layout.specs)}
-        self._positions = [positions[entry.spec.name] for entry in entries]
-        self._chosen = [True] * len(entries)  # whether each parameter is in the newest delta
+        self._fragments = fragments_of(model.layout.entries[: model.num_trained], num_fragments)
         self._aside: list[torch.Tensor] = []  # the model's own tensors while the model shows the server's weights
 
     def choose(self, fragment: int | None) -> tuple[int, ...]:
@@ -77,16 +74,15 @@ class Overlap(Anchor):
         Returns the positions of the other parameters in the layout's specs.
         """
         self._chosen = [fragment is None or other == fragment for other in self._fragments]
-        return tuple(compress(self._positions, [not is_chosen for is_chosen in self._chosen]))
+        return tuple(compress(self._model.positions, [not is_chosen for is_chosen in self._chosen]))
 
     def measure(self) -> None:
-        for anchor, now in compress(list(self._pairs()), self._chosen):
-            anchor.sub_(now)
+        super().measure()
         self._model.deltas = dict(compress(enumerate(self._anchors), self._chosen))
 
     def depart(self) -> None:
         """The deltas have been copied: overwrite them with the weights of that moment."""
-        for anchor, now in compress(list(self._pairs()), self._chosen):
+        for anchor, now in compress(self._pairs(), self._chosen):
             anchor.copy_(now)
 
     def merge(self, received: Sequence[torch.Tensor]) -> None:

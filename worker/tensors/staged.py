@@ -6,7 +6,7 @@ separate stream, so the training stream does not wait for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,15 @@ class SideStream:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self._stream)
+
+    def copy(self, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor | None]) -> None:
+        """Begin to copy each source to its target. A source that is None stands for zeros."""
+        with torch.no_grad(), self.copies():
+            for target, source in zip(targets, sources, strict=True):
+                if source is None:
+                    target.zero_()
+                else:
+                    target.copy_(source.detach(), non_blocking=True)
 
     def precede(self) -> None:
         """Make later work of the training stream wait for the copies; no thread blocks."""
@@ -151,13 +160,8 @@ class StagedTransfer(DirectTransfer):
         self._stream.synchronize()
 
     def _begin_copies(self, kind: ContributionKind, groups: list[range], views: list[torch.Tensor]) -> None:
-        with self._stream.copies():
-            for group in groups:
-                for index, tensor in zip(group, self._model.sources(kind, group), strict=True):
-                    if tensor is None:
-                        views[index].zero_()
-                    else:
-                        views[index].copy_(tensor.detach(), non_blocking=True)
+        for group in groups:
+            self._stream.copy(views[group.start : group.stop], self._model.sources(kind, group))
 
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         if self._is_copying:

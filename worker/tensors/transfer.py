@@ -103,9 +103,8 @@ class ModelTensors:
             tensors[name] = value
         if not any(tensor.requires_grad for tensor in tensors.values()):
             have = f"none of its {len(tensors)} tensors is a parameter with requires_grad" if tensors else "it has none"
-            raise UsageError(
-                f"the model has no parameters to train: {have}", fix="pass the module you train to session.optimizer()"
-            )
+            message = f"the model has no parameters to train: {have}"
+            raise UsageError(message, fix="pass the module you train to session.optimizer()")
         check_memory(tensors)
         self.module = model
         self.layout = Layout(found.values())
@@ -145,10 +144,10 @@ class ModelTensors:
         return sum(entry.spec.kind is not Kind.FROZEN for entry in self.layout.entries)
 
     @cached_property
-    def _trained(self) -> list[tuple[int, int]]:
-        """The position of each parameter in the layout's specs, and its index in `tensors`."""
+    def positions(self) -> list[int]:
+        """The position of each parameter in the layout's specs, by its index."""
         places = {spec.name: position for position, spec in enumerate(self.layout.specs)}
-        return [(places[item.spec.name], index) for index, item in enumerate(self.layout.entries[: self.num_trained])]
+        return [places[entry.spec.name] for entry in self.layout.entries[: self.num_trained]]
 
     def names_at(self, positions: Iterable[int]) -> frozenset[str]:
         """Names of this model's tensors at these positions in the specs of the whole model."""
@@ -167,7 +166,7 @@ class ModelTensors:
 
     def without_gradient(self) -> tuple[int, ...]:
         """Positions in the layout's specs of parameters without a gradient. torch's optimizers skip these."""
-        return tuple(position for position, index in self._trained if self.gradient(index) is None)
+        return tuple(position for index, position in enumerate(self.positions) if self.gradient(index) is None)
 
     @cached_property
     def _offsets(self) -> list[int]:
@@ -247,10 +246,8 @@ def check_still(spec: TensorSpec, tensor: torch.Tensor | None, old: torch.Tensor
     """Raises UsageError if a tensor no longer matches its spec. A buffer may be replaced by another tensor."""
     if tensor is None or (spec.kind is Kind.PARAMETER and tensor is not old):
         happened = "was removed from the model" if tensor is None else "was replaced by another parameter"
-        fix = "change the model's modules before session.optimizer()"
-        raise UsageError(
-            f"'{spec.name}' {happened} after session.optimizer(): the run cannot train it any more", fix=fix
-        )
+        message = f"'{spec.name}' {happened} after session.optimizer(): the run cannot train it any more"
+        raise UsageError(message, fix="change the model's modules before session.optimizer()")
     if tensor.dtype is not DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
         got = f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
         message = f"the model has changed after session.optimizer(): the run trains {spec}, and it is {got} now"

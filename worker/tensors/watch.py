@@ -27,9 +27,8 @@ class Watch:
         self._model = model
         self._names = [entry.spec.name for entry in model.layout.entries[: model.num_trained]]
         self._places: list[int] | None = None
-        self._small: list[int] = []  # indices of tensors that are compared as bytes
-        self._bytes: list[memoryview] = []  # these
-        self._rest: list[tuple[int, torch.Tensor]] = []  # the others
+        self._small: dict[int, memoryview] = {}  # tensors that are compared as bytes, by index
+        self._rest: dict[int, torch.Tensor] = {}  # the others
         self._before: dict[int, torch.Tensor] = {}  # remembered values of tensors that have moved since
         self.note()
 
@@ -37,15 +36,14 @@ class Watch:
         """Remember the weights as they are."""
         self._look_up()
         self._before = {}
-        self._noted, self._sums = list(map(bytes, self._bytes)), [_value(tensor) for _, tensor in self._rest]
+        self._noted, self._sums = list(map(bytes, self._small.values())), list(map(_value, self._rest.values()))
 
     def changed(self) -> list[int]:
         """Indices of the tensors that differ from the remembered weights."""
         self._look_up()
         if not self._before:
-            sums = [_value(tensor) for _, tensor in self._rest]
-            is_same = list(map(bytes, self._bytes)) == self._noted
-            if is_same and all(map(_has_same_bits, sums, self._sums)):
+            is_same = list(map(bytes, self._small.values())) == self._noted
+            if is_same and all(map(_has_same_bits, map(_value, self._rest.values()), self._sums)):
                 return []
         before = self._before or self._kept()
         tensors = self._model.tensors[: self._model.num_trained]
@@ -62,23 +60,20 @@ class Watch:
         if self._places is not None:
             self._before = self._before or self._kept()
         self._places = self._model.places
-        self._small, self._bytes, self._rest = [], [], []
+        self._small, self._rest = {}, {}
         for index, tensor in enumerate(self._model.tensors[: self._model.num_trained]):
             plain = tensor.detach()
             if plain.numel() <= _WHOLE and plain.device.type == "cpu" and plain.is_contiguous():
-                self._small.append(index)
-                self._bytes.append(as_bytes(plain))
+                self._small[index] = as_bytes(plain)
             else:
-                self._rest.append((index, plain))
+                self._rest[index] = plain
 
     def _kept(self) -> dict[int, torch.Tensor]:
         """The remembered values by index."""
-        found = {index: value for (index, _), value in zip(self._rest, self._sums, strict=True)}
+        found = dict(zip(self._rest, self._sums, strict=True))
         for index, noted in zip(self._small, self._noted, strict=True):
-            dtype = self._model.tensors[index].dtype
-            found[index] = (
-                torch.frombuffer(bytearray(noted), dtype=dtype) if noted else torch.empty(0, dtype=dtype, device="cpu")
-            )
+            saved = torch.tensor(list(noted), dtype=torch.uint8, device="cpu")
+            found[index] = saved.view(self._model.tensors[index].dtype)
         return found
 
 

@@ -179,7 +179,7 @@ class Alone:
         """There is no average: `settings.polyak` is 0."""
 
     def leave(self, goodbye: Goodbye) -> None:
-        self.metrics = goodbye.metrics
+        self.metrics = dict(goodbye.final_metrics)
 
     def drop(self) -> None: ...
 

@@ -102,7 +102,7 @@ class RunMember:
         self._exchange = exchange = Exchange(worker, worker.rank, config.output.history, worker_credentials(config))
         check(choices_of(config, exchange.settings))
         exchange.trace(config.output.traces)
-        exchange.measures(self.readings.taken)
+        exchange.heartbeat.measure = self.readings.taken
         return exchange, make_strategy(exchange, may_overlap)
 
     @property
@@ -164,7 +164,7 @@ class RunMember:
             _, failure, exit_code = ending_of(error)
             self._strategy.measured(version, {}, failure, exit_code)
             self._is_closed = True
-            self._strategy.leave(Goodbye(self.metrics, finished=True), is_interrupted=False)
+            self._strategy.leave(Goodbye(final_metrics=self.metrics, finished=True), is_interrupted=False)
             raise
 
     def averaged(self, *models: nn.Module) -> bool:
@@ -308,7 +308,10 @@ class RunMember:
         steps = None if is_through or ending.is_interrupted else self._steps
         if steps is not None:
             steps.finish()
-        goodbye = Goodbye(self.metrics, steps is not None, ending.failure, ending.exit_code)
+        has_finished = steps is not None
+        goodbye = Goodbye(
+            final_metrics=self.metrics, finished=has_finished, failure=ending.failure, exit_code=ending.exit_code
+        )
         self._strategy.leave(goodbye, ending.is_interrupted)
 
     def __enter__(self) -> Self:

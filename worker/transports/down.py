@@ -9,7 +9,7 @@ import torch
 from ...common.codecs.base import Codec, FreeBuffers, decode_payload, payload_bytes
 from ...common.codecs.shared.by_tensor import ByTensor, only_rest
 from ...common.codecs.shared.reference import check_sum, follow, moves_reference
-from ...common.errors import Reason, refusal
+from ...common.errors import bad_request
 from ...common.tensors.layout import Layout, as_bytes, new_payload
 from ...common.wire.records import ReferenceInfo, WeightsInfo
 from ..tensors.transfer import DirectTransfer, ModelTensors, copy_bytes
@@ -58,9 +58,9 @@ class Down:
         else:
             if self._reference is not None:
                 message = f"weights in codec '{codec}', which takes differences only, and no reference"
-                raise refusal(Reason.BAD_REQUEST, message, fix="install the same version of paramserver on both")
+                raise bad_request(message, fix="install the same version of paramserver on both")
             if codec != self.codec.name:
-                raise refusal(Reason.BAD_REQUEST, f"weights in codec '{codec}', asked for were '{self.codec.name}'")
+                raise bad_request(f"weights in codec '{codec}', asked for were '{self.codec.name}'")
             if num_bytes != (expected := payload_bytes(self.codec, self._layout)):
                 raise _other_bytes(num_bytes, expected)
             encoded, payload = self._encoded.lend(num_bytes), self._payloads.lend(self._layout.exchange_bytes)
@@ -100,8 +100,7 @@ class Reference:
             self._take_whole(num_bytes, self._payload, receive, write)
         else:
             if codec != self._codec.name:
-                message = f"differences in codec '{codec}', asked for were '{self._codec.name}'"
-                raise refusal(Reason.BAD_REQUEST, message)
+                raise bad_request(f"differences in codec '{codec}', asked for were '{self._codec.name}'")
             self._take_differences(num_bytes, info, self._payload, receive)
             write(0, as_bytes(self._payload))
         self.number = info.number
@@ -121,8 +120,7 @@ class Reference:
     def _take_differences(self, num_bytes: int, info: ReferenceInfo, payload: torch.Tensor, receive: Receive) -> None:
         first = self.number
         if not 0 < first <= info.number:
-            message = f"differences up to reference {info.number}; this worker has reference {first}"
-            raise refusal(Reason.BAD_REQUEST, message)
+            raise bad_request(f"differences up to reference {info.number}; this worker has reference {first}")
         codecs = self._codecs(info, info.number - first)
         sizes = [payload_bytes(codec, self._layout) for codec in codecs]
         if num_bytes != sum(sizes) or num_bytes > max(*sizes, 0, self._layout.exchange_bytes):
@@ -143,17 +141,15 @@ class Reference:
         if not info.left_out:
             return [self._codec] * count
         if len(info.left_out) != count:
-            message = f"{count} differences, but missing tensors are listed for {len(info.left_out)}"
-            raise refusal(Reason.BAD_REQUEST, message)
+            raise bad_request(f"{count} differences, but missing tensors are listed for {len(info.left_out)}")
         try:
             return [only_rest(self._codec, self._names_at(positions)) for positions in info.left_out]
         except IndexError:
-            raise refusal(Reason.BAD_REQUEST, "differences without tensors that the model does not have") from None
+            raise bad_request("differences without tensors that the model does not have") from None
 
     def _check(self, number: int, payload: torch.Tensor, crc: int) -> None:
         if (found := check_sum(self._layout, payload)) != crc:
-            raise refusal(
-                Reason.BAD_REQUEST,
+            raise bad_request(
                 f"this worker's weights of reference {number} are not the server's: their CRC-32 is {found:08x}, the "
                 f"server's {crc:08x}",
                 fix="start the worker again, which receives them whole; if it happens again, check its memory, or use "
@@ -169,4 +165,4 @@ def _writer(payload: torch.Tensor) -> Write:
 
 def _other_bytes(found: int, expected: int) -> Exception:
     message = f"the server sends {found} bytes of weights; this model, or these differences, have {expected}"
-    return refusal(Reason.BAD_REQUEST, message)
+    return bad_request(message)

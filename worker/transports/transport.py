@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from ...common.config.schema import WorkerConfig
-from ...common.errors import Reason, refusal
+from ...common.errors import bad_request
 from ...common.kinds import ContributionKind
 from ...common.wire.direct import OutOfBand, out_of_band_messages
 from ...common.wire.frames import INLINE_BYTES, left_out_frame, out_of_band_frame, payload_frames, without_zeros
@@ -86,7 +86,7 @@ class Transport:
 
     def memory(self, address: pb.Segment) -> memoryview:
         """The memory that has a reply's weights. Raises SegmentError."""
-        raise refusal(Reason.BAD_REQUEST, "the server sends weights in shared memory, which was not agreed on")
+        raise bad_request("the server sends weights in shared memory, which was not agreed on")
 
 
 class DirectTransport(Transport):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -179,25 +179,23 @@ def pieces_of(codec: ByTensor, layout: Layout) -> list[list[Piece]]:
         elif spec.kind is Kind.PARAMETER:
             if codec.aligns or spec.dtype != last:
                 at = aligned(at)
-            found.append(list(_cut(codec, spec, offset, end, at)))
-            at, last = found[-1][-1].end if found[-1] else at, spec.dtype
+            pieces: list[Piece] = []
+            dtype, is_encoded, rows = DTYPES[spec.dtype], codec.encodes(spec), spec.shape[0] if spec.shape else 1
+            stride = codec.piece * dtype.itemsize
+            for start in range(offset, end, stride):
+                stop = min(end, start + stride)
+                count = (stop - start) // dtype.itemsize
+                size = codec.size_of(count, rows) if is_encoded else count * codec.short(dtype).itemsize
+                pieces.append(Piece(dtype, start, stop, at, at + size, is_encoded, rows, spec.name))
+                at += size
+            found.append(pieces)
+            last = spec.dtype
     return found
 
 
 def aligned(at: int) -> int:
     """Return the next offset at which a tensor may begin."""
     return -(-at // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _cut(codec: ByTensor, spec: TensorSpec, offset: int, offset_end: int, at: int) -> Iterator[Piece]:
-    dtype, is_encoded, rows = DTYPES[spec.dtype], codec.encodes(spec), spec.shape[0] if spec.shape else 1
-    stride = codec.piece * dtype.itemsize
-    for start in range(offset, offset_end, stride):
-        end = min(offset_end, start + stride)
-        num_elements = (end - start) // dtype.itemsize
-        size = codec.size_of(num_elements, rows) if is_encoded else num_elements * codec.short(dtype).itemsize
-        yield Piece(dtype, start, end, at, at + size, is_encoded, rows, spec.name)
-        at += size
 
 
 class Room(threading.local):
@@ -209,17 +207,14 @@ class Room(threading.local):
 
     def of(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor with old contents. Calls with the same `name` return the same memory."""
-        found = self._views.get((name, shape, dtype))
-        return found if found is not None else self._make(name, shape, dtype)
-
-    def _make(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if name not in self._kept or len(self._kept[name]) < num_bytes:
-            self._kept[name] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-            self._views.clear()  # they keep the smaller memory
-        elif len(self._views) >= _MAX_VIEWS:
-            self._views.clear()
-        view = self._views[name, shape, dtype] = self._kept[name][:num_bytes].view(dtype).view(shape)
+        if (view := self._views.get((name, shape, dtype))) is None:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            if name not in self._kept or len(self._kept[name]) < num_bytes:
+                self._kept[name] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                self._views.clear()  # they keep the smaller memory
+            elif len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = self._views[name, shape, dtype] = self._kept[name][:num_bytes].view(dtype).view(shape)
         return view
 
 
@@ -229,10 +224,8 @@ ROOM = Room()
 def blocks_of(values: torch.Tensor, size: int) -> list[tuple[int, torch.Tensor]]:
     """Return [n] as whole blocks and a shorter last block: (index of the first block, [blocks, size]) of each."""
     full, rest = divmod(len(values), size)
-    if not rest:
-        return [(0, values.view(full, size))] if full else []
     found = [(0, values[: full * size].view(full, size))] if full else []
-    return [*found, (full, values[full * size :].view(1, -1))]
+    return [*found, (full, values[full * size :].view(1, -1))] if rest else found
 
 
 def sizes_of(blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...errors import Reason, refusal
+from ...errors import bad_request
 from ...tensors.layout import Kind, Layout, as_bytes
 from ..base import Codec
 from .by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
@@ -57,8 +57,7 @@ def follow(codec: ByTensor, layout: Layout, encoded: torch.Tensor, payload: torc
         for piece in _pieces(codec, layout):
             _move(codec, piece, encoded, piece.of_payload(payload))
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise refusal(Reason.BAD_REQUEST, f"codec '{codec.name}' cannot decode: {cause}") from error
+        raise bad_request(f"codec '{codec.name}' cannot decode: {type(error).__name__}: {error}") from error
     payload[layout.parameter_bytes : layout.exchange_bytes].copy_(encoded[codec.encoded_bytes(layout) :])
 
 

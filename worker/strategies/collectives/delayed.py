@@ -40,9 +40,9 @@ from ...conversation.threads import Helper, wait_for
 from ...session import Progress
 from ...tensors.transfer import ModelTensors
 from ..all_reduce import AllReduceStrategy
+from ..delayed_update import Shadow
 from ..group import Group
 from ..peer_state import Mean, StateTransfer, UndoableStep
-from ..shadow import Shadow
 from .backends import computed
 
 _LOOK_UP_S = 0.2
@@ -164,7 +164,7 @@ class Delayed(AllReduceStrategy):
     def _begin(self) -> None:
         """Continue from the server's newest reply."""
         self.progress.become(self._confirmed)
-        self._shadow.take_all()
+        self._shadow.take()
 
     def _enter(self) -> None:
         self._begin()

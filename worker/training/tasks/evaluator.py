@@ -70,7 +70,7 @@ def _watch(
     num_done = evaluated = count = 0
     began_at = time.monotonic()
     while True:
-        _, step, version = evaluator.look()
+        step, version = evaluator.look()
         if evaluator.is_over:
             break
         over = int((time.monotonic() - began_at if interval.unit == "seconds" else step) // each)
@@ -109,7 +109,7 @@ class EvaluatorSession(Session):
 
     @property
     def _position(self) -> int:
-        return self._evaluator.look()[1]
+        return self._evaluator.look()[0]
 
     @property
     def is_done(self) -> bool:
