@@ -52,11 +52,6 @@ class Flags:
         given = [name for name in names if getattr(self, name) != getattr(Flags, name)]
         return "--" + given[0].replace("_", "-") if given else ""
 
-    @property
-    def has_links(self) -> bool:
-        """Whether a flag of the network was given."""
-        return (self.bandwidth, self.latency, self.server_bandwidth) != ("none", "0ms", "none")
-
 
 def resolve(
     path: str | None,

@@ -23,20 +23,30 @@ from .run.simulation import Simulation
 from .traffic.sizes import payload_sizes
 
 Runs = list[tuple[Config, World]]
-Border = tuple[float, float, float]  # bytes a second down and up, seconds of a round trip
 
 
 def tiers(runs: Runs, flags: Flags) -> Runs:
     """Returns each run without regions, then with regions for each K of --upstream-every. Raises UsageError."""
     assert flags.regions is not None
     every = [int(number("--upstream-every", word, 0)) for word in flags.upstream_every.split(",")]
-    border = *bandwidth("--border-bandwidth", flags.border_bandwidth), seconds("--border-latency", flags.border_latency)
+    down, up = bandwidth("--border-bandwidth", flags.border_bandwidth)
+    trip_s, num = seconds("--border-latency", flags.border_latency), flags.regions
     found: Runs = []
     for config, world in runs:
-        _check(config, world, flags.regions, every)
-        found.append(_flat(config, world, flags.regions, border))
-        regions = [_region(config, world, rank, flags.regions) for rank in range(flags.regions)]
-        found += [_above(config, world, regions, num_steps, border, flags.megabytes) for num_steps in every]
+        _check(config, world, num, every)
+        flat = replace(
+            world,
+            down=min(world.down, down),
+            up=min(world.up, up),
+            server_down=min(world.server_down, down * num),
+            server_up=min(world.server_up, up * num),
+            latency_s=world.latency_s + trip_s,
+            label=f"{mode_label(config.run.mode)}, flat",
+        )
+        found.append((config, flat))
+        regions = [_region(config, world, rank, num) for rank in range(num)]
+        border = replace(world, down=down, up=up, latency_s=trip_s)
+        found += [_above(config, border, regions, num_steps, flags.megabytes) for num_steps in every]
     return found
 
 
@@ -52,19 +62,6 @@ def _check(config: Config, world: World, num: int, every: list[int]) -> None:
          f"{config.run.mode}: the run above takes the mean gradient of each round, and this mode has no rounds",
          "--upstream-every 8, or --mode sync"),
     )  # fmt: skip
-
-
-def _flat(config: Config, world: World, num: int, border: Border) -> tuple[Config, World]:
-    down, up, trip_s = border
-    return config, replace(
-        world,
-        down=min(world.down, down),
-        up=min(world.up, up),
-        server_down=min(world.server_down, down * num),
-        server_up=min(world.server_up, up * num),
-        latency_s=world.latency_s + trip_s,
-        label=f"{mode_label(config.run.mode)}, flat",
-    )
 
 
 def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tuple[int, float]], Simulation]:
@@ -90,9 +87,10 @@ def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tup
 
 def _above(
     config: Config, world: World, regions: list[tuple[list[tuple[int, float]], Simulation]], every: int,
-    border: Border, megabytes: float | None,
+    megabytes: float | None,
 ) -> tuple[Config, World]:  # fmt: skip
-    upstream, num, (down, up, trip_s) = config.upstream, len(regions), border
+    """Returns the run above, with the links of `world`, which are the borders."""
+    upstream, num = config.upstream, len(regions)
     each = world.num_workers // num
     mode = upstream.mode if every else config.run.mode
     options: dict[str, Any] = {"delayed_update": False, "min_workers": min(config.policy.min_workers, num)}
@@ -108,9 +106,6 @@ def _above(
     return above, replace(
         world,
         num_workers=num,
-        down=down,
-        up=up,
-        latency_s=trip_s,
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         start_bytes=start_bytes,

@@ -190,8 +190,7 @@ class Learner:
         rank = self._ranks[reply.rank]
         is_start = reply.is_start
         work, start = reply.reply.next_work, reply.reply.start
-        if is_start or rank.division != (work.num_workers, work.worker_index):
-            rank.division = work.num_workers, work.worker_index
+        rank.division = work.num_workers, work.worker_index
         if is_start:
             first = work.training_steps if start is None else start.num_batches
             rank.batches = sharded_batches(self._shares, lambda: rank.division, first)
@@ -246,7 +245,6 @@ class Learner:
     def metrics(self) -> dict[str, float]:
         """Returns the task's metrics of the newest weights."""
         machine = self._first
-        machine.holds = None
         machine.put(self.model.store.weights[: self.model.store.layout.exchange_bytes])
         machine.holds = None
         with user_code():

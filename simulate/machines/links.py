@@ -38,11 +38,6 @@ class Link(Generic[Key]):
         self._at = 0.0
         self._num_begun = self._num = 0  # ever, and now
 
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether transfers do not slow each other down."""
-        return math.isinf(self.capacity)
-
     def begin(self, now: float, key: Key, num_bytes: float, limit: float) -> None:
         """Begin a transfer of `num_bytes` > 0, at most as fast as `limit`."""
         self._advance(now)

@@ -22,7 +22,7 @@ from ...ps.core import effects
 from ...ps.observe.history import line_of
 from ..machines.world import World
 from ..run.simulation import Simulation
-from ..traffic.framing import NOTHING, Extra, Framing
+from ..traffic.framing import Framing
 
 _FEWEST = 4  # contributions of a rank in the first half
 _COUNTING = ("accepted", "skipped")
@@ -65,7 +65,7 @@ class Calibration:
     foreseen: Half
     world: World  # fitted
     exchange_s: float  # mean
-    extra: Extra = NOTHING  # bytes of an exchange that the framing does not count, in the first half
+    extra: tuple[float, float]  # bytes up and down of an exchange that the framing does not count, in the first half
 
     @property
     def rate_error(self) -> float:
@@ -122,36 +122,29 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     recorded = tuple(tuple(pairs[rank][-(-len(pairs[rank]) // 10) :]) for rank in ranks)
     world = World(num_workers=len(ranks), recorded=recorded, max_staged=1 << 20, framing=framing)
     again = _simulated(config, world)
-    extra = _extra(found[:middle], again) if framing is not None else NOTHING
-    again = [_with(extra, cycle) for cycle in again]
-    exchange_s = sum(exchange for cycle in recorded for _, exchange in cycle) / sum(map(len, recorded))
+    extra = _extra(found[:middle], again) if framing is not None else (0.0, 0.0)
+    foreseen, num = measured(again[middle:], again[middle - 1].at), sum(item.num_sent >= 0 for item in again[middle:])
+    sent, received = (round(num_bytes) * num for num_bytes in extra)
     return Calibration(
         len(ranks),
         measured(found[:middle], found[0].at),
         measured(found[middle:], found[middle - 1].at),
-        measured(again[middle:], again[middle - 1].at),
+        replace(foreseen, num_sent=foreseen.num_sent + sent, num_received=foreseen.num_received + received),
         world,
-        exchange_s,
+        sum(exchange_s for cycle in recorded for _, exchange_s in cycle) / sum(map(len, recorded)),
         extra,
     )
 
 
-def _extra(recorded: Sequence[Cycle], again: Sequence[Cycle]) -> Extra:
+def _extra(recorded: Sequence[Cycle], again: Sequence[Cycle]) -> tuple[float, float]:
     """Returns the median bytes of a contribution and of a reply that the framing does not count."""
     counted = {(cycle.rank, cycle.number): cycle for cycle in again}
     known = [cycle for cycle in recorded if cycle.num_sent >= 0 and (cycle.rank, cycle.number) in counted]
     pairs = [(cycle, counted[cycle.rank, cycle.number]) for cycle in known]
     if not pairs:
-        return NOTHING
+        return 0.0, 0.0
     up = median(item.num_sent - other.num_sent for item, other in pairs)
-    return Extra(up, median(item.num_received - other.num_received for item, other in pairs))
-
-
-def _with(extra: Extra, cycle: Cycle) -> Cycle:
-    if cycle.num_sent < 0:
-        return cycle
-    sent, received = cycle.num_sent + round(extra.up), cycle.num_received + round(extra.down)
-    return cycle._replace(num_sent=sent, num_received=received)
+    return up, median(item.num_received - other.num_received for item, other in pairs)
 
 
 def _simulated(config: Config, world: World) -> list[Cycle]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 from ...ps.core import effects
 from ...ps.policies.base import Policy
 from ..machines.links import Link
 from ..machines.world import World
 from ..traffic.framing import INLINE_BYTES
-from .agenda import Agenda, Handler, Transfers
-from .worker import Worker
+from .agenda import Agenda, Handler, Transfers, Worker
 
 
 class Server:
@@ -21,15 +21,15 @@ class Server:
         self._arrived, self._delivered = arrived, delivered
         self._up: Transfers = Link(world.server_up)
         self._down: Transfers = Link(world.server_down)
-        self.agenda = Agenda((self._up, self._down), world.latency_s / 2, bool(world.recorded))
+        self.agenda = Agenda((self._up, self._down), world.latency_s / 2)
         self._busy_until = 0.0  # with tensor work
         self._num_staged = self._num_folds = self._num_asked = 0
         self._waiting: list[tuple[int, int, Worker, int]] = []  # for staging memory
         self._has_order = type(policy).upload_position is not Policy.upload_position
         self._is_inline = world.up_bytes <= INLINE_BYTES  # smaller payloads are not staged
         self._own_up_s, self._trip_s = world.up_bytes / world.up, world.latency_s / 2
-        self._is_up_shared = bool(world.up_bytes) and not self._up.is_unlimited
-        self._is_down_shared = not self._down.is_unlimited
+        self._is_up_shared = bool(world.up_bytes) and not math.isinf(world.server_up)
+        self._is_down_shared = not math.isinf(world.server_down)
         self._trips, self._works = self.agenda.trips, self.agenda.works
 
     # ---- up ------------------------------------------------------------------------------------
@@ -42,28 +42,21 @@ class Server:
         self._num_asked += 1
         position = self._policy.upload_position(worker.rank) if self._has_order else 0
         heapq.heappush(self._waiting, (position + self._num_folds, self._num_asked, worker, worker.life))
-        if self._num_staged < self._world.max_staged:
-            self.begin_queued()
-
-    def moved_up(self) -> None:
-        """Begin queued uploads that folds have moved up, as `ps/tensors/staging.py` does."""
-        if self._waiting and self._has_order and self._num_staged < self._world.max_staged:
-            self.begin_queued()
+        self.begin_queued()
 
     def begin_queued(self) -> None:
-        """Begin queued uploads in fold order, without those folded much later."""
+        """Begin queued uploads in fold order, as `ps/tensors/staging.py` does, without those folded much later."""
         waiting, most = self._waiting, self._world.max_staged
         while waiting and self._num_staged < most:
             _, _, worker, life = waiting[0]
-            if worker.life == life:
-                if self._has_order and self._policy.upload_position(worker.rank) >= most:
-                    return
+            is_alive = worker.life == life
+            if is_alive and self._has_order and self._policy.upload_position(worker.rank) >= most:
+                return
+            heapq.heappop(waiting)
+            if is_alive:
                 self._num_staged += 1
                 worker.is_staged = True
-                heapq.heappop(waiting)
                 self._upload(worker)
-            else:
-                heapq.heappop(waiting)
 
     def release(self, worker: Worker, _: object = None) -> None:
         """Free the staging memory of the worker's contribution."""
@@ -78,16 +71,13 @@ class Server:
         if self._is_up_shared:
             self._up.begin(now, (worker, worker.life, self._here, None), world.up_bytes, world.up)
         else:
-            own_s = self._own_up_s + self._trip_s + worker.compute.exchange_s()
+            own_s = self._own_up_s + self._trip_s + worker.compute.exchange_s
             agenda.push_behind(self._trips, now + own_s, self._here, worker)
 
     def _here(self, worker: Worker, _: object) -> None:
         event, framing = worker.event, self._world.framing
         assert event is not None
-        if framing is None:
-            worker.num_sent += self._world.up_bytes
-        else:
-            worker.num_sent += framing.up(event.contribution)
+        worker.num_sent += self._world.up_bytes if framing is None else framing.up(event.contribution)
         self._arrived(worker, None)
 
     # ---- tensor work --------------------------------------------------------
