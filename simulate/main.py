@@ -151,7 +151,9 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
         print(f"calibration: none, {error.message}" + (f" ({error.fix})" if error.fix else ""))
         return runs
     was, is_ = found.recorded, found.foreseen
-    print(f"calibration: {found.num_workers} workers, {was.num:,} contributions of the second half by the first half")
+    print(
+        f"calibration: {found.world.num_workers} workers, {was.num:,} contributions of the second half by the first half"
+    )
     print(f"  a second: {was.rate:,.3g} recorded, {is_.rate:,.3g} predicted ({found.rate_error:+.1%})")
     print(f"  waiting: {share(was.wait_share)} recorded, {share(is_.wait_share)} predicted")
     if was.num_sent and was.num_received:
@@ -159,7 +161,7 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
             before, now = (getattr(summary, f"num_{name}") for summary in (was, is_))
             print(f"  bytes {name}: {before:,} recorded, {now:,} predicted ({now / before - 1:+.3%})")
     print(f"  staleness: distributions differ by at most {share(found.staleness_distance)}")
-    chosen, num = [], workers or found.num_workers
+    chosen, num = [], workers or num
     has_links = (flags.bandwidth, flags.latency, flags.server_bandwidth) != ("none", "0ms", "none")
     for config, world in runs:
         world = fitted(found, replace(world, num_workers=num), has_links)

@@ -152,13 +152,13 @@ class Backend(ABC):
 
         Only the leader gets the signal: a DataLoader whose processes die first fails instead of draining.
         """
-        self._end(child, Connection.end)
+        self._end(child, "end")
 
     def kill(self, child: Child) -> None:
         """Kill a process and everything it has started. Does nothing when it has ended."""
-        self._end(child, Connection.kill)
+        self._end(child, "kill")
 
-    def _end(self, child: Child, how: Callable[[Connection, int], None]) -> None:
+    def _end(self, child: Child, action: str) -> None:
         running = self._running.get(child)
         if running is None or running.is_unwanted:
             return
@@ -166,7 +166,7 @@ class Backend(ABC):
             running.is_unwanted = True
             asyncio.get_running_loop().call_soon(self._ended, running, -signal.SIGTERM, "")
         else:
-            how(running.connection, running.number)
+            running.connection.end(running.number, action)
 
     def _lines(self, running: Running, lines: Iterable[str]) -> None:
         if not self._is_closed:

@@ -59,7 +59,9 @@ class SlurmBackend(Backend):
             environ |= await self._allocate(specs)
         self._allocation = await asyncio.to_thread(_allocation, environ)
         self._places = place_on_nodes(specs, self._allocation)
-        self._addresses = await asyncio.to_thread(_node_addresses, self._allocation.nodes)
+        shown = ("scontrol", "show", "node", "--oneliner", ",".join(self._allocation.nodes))
+        text = await asyncio.to_thread(_client, *shown)
+        self._addresses = dict(re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", text, flags=re.MULTILINE))
 
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         assert self._allocation is not None
@@ -163,12 +165,6 @@ def _allocation(environ: dict[str, str]) -> Allocation:
     # A job that says how many tasks it has; otherwise it has as many as cores.
     tasks = parse_counts(environ["SLURM_TASKS_PER_NODE"]) if "SLURM_TASKS_PER_NODE" in environ else cores
     return Allocation(environ["SLURM_JOB_ID"], nodes, tasks, cores)
-
-
-def _node_addresses(nodes: Sequence[str]) -> dict[str, str]:
-    """Returns the address at which Slurm reaches each node."""
-    text = _client("scontrol", "show", "node", "--oneliner", ",".join(nodes))
-    return dict(re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", text, flags=re.MULTILINE))
 
 
 def _client(*argv: str) -> str:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ...common.config.schema import LaunchConfig
-from ...common.errors import ParamServerError, UsageError
+from ...common.errors import ParamServerError, UnreachableError, UsageError
 from ...common.version import PROGRAM_VERSION
 from ..hosts.agent import Guardian
 from ..hosts.connection import BOOTSTRAP, Connection, Unreachable
-from ..hosts.host_check import INSTALLED, check_installed, check_reaches, last_json, ssh_problem
+from ..hosts.host_check import INSTALLED, check_installed, last_json, ssh_problem
 from ..plan.hosts import THIS_MACHINE, Host
 from ..plan.process import Child, ProcessSpec
 from ..plan.settings import code_file
@@ -83,7 +83,13 @@ class SshBackend(Backend):
             with suppress(Unreachable):  # the host was lost, and its processes report it
                 connects = {"num": 1, "limit_s": _REACH_S}
                 pings = (connection.measure("ping", address=address, **connects) for address in addresses.values())
-                check_reaches(host, addresses, await asyncio.gather(*pings))
+                for (server, address), trip in zip(addresses.items(), await asyncio.gather(*pings), strict=True):
+                    if isinstance(trip, str):  # the reason
+                        raise UnreachableError(
+                            f"{host.host}: cannot reach the {server} at {address}: {trip}",
+                            fix="give the server's host an address: that others can reach, and let the port through "
+                            "its firewall (a fixed one with --port)",
+                        )
 
         await _all(check(self._hosts[name]) for name in dict.fromkeys(self._host(spec).host for spec in specs))
 

@@ -137,11 +137,20 @@ class Plan:
         """The process that reports status and summary of the run."""
         return SERVER if self.mode != SINGLE else Child("worker", 0)
 
-    def process(self, child: Child, address: str | None) -> ProcessSpec:
-        """Returns how to start a process. `address`: the coordinator's; None where there is no server."""
+    def process(self, child: Child, address: str | None, num_lost: int = 0) -> ProcessSpec:
+        """Returns how to start a process. `address`: the coordinator's; None where there is no server.
+
+        `num_lost`: processes of the worker that were lost, without which it may start (launch.group_min).
+        """
         if child == SERVE:
             return self.serve(address or "")
-        return self._server(child, address or "") if child.role == SERVER.role else self._worker(child, address)
+        if child.role == SERVER.role:
+            return self._server(child, address or "")
+        spec, least, at = self._worker(child, address), self.config.launch.group_min, 1 + len(PROGRAMS["group"])
+        if least is None or not num_lost:
+            return spec
+        group = str(max(least, self.config.launch.group - num_lost))  # after the interpreter
+        return dataclasses.replace(spec, argv=(*spec.argv[:at], group, *spec.argv[at + 1 :]))
 
     def processes(self, address: str = "") -> list[ProcessSpec]:
         """Returns how to start each process."""
@@ -186,16 +195,6 @@ class Plan:
         again |= {"checkpoint.resume": None} if has_snapshot else {}
         again |= {"server.web": dashboard} if dashboard else {}
         return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, again)))
-
-    def with_fewer(self, spec: ProcessSpec, num_lost: int) -> ProcessSpec:
-        """Returns a worker without the processes that were lost, where it may have fewer (launch.group_min)."""
-        group, least = self.config.launch.group, self.config.launch.group_min
-        if least is None or not num_lost:
-            return spec
-        at = 1 + len(PROGRAMS["group"])  # after the interpreter
-        return dataclasses.replace(
-            spec, argv=(*spec.argv[:at], str(max(least, group - num_lost)), *spec.argv[at + 1 :])
-        )
 
     def _server(self, child: Child, address: str) -> ProcessSpec:
         placement, identity = self.places.get(child), self.identities.get(child, {})

@@ -164,13 +164,9 @@ class Learner:
             machine.anchor.measure()
         (stretch,) = machine.transfer.gather(self.kind)
         item.payload = copy_of(*stretch.pieces) if item.up is None else item.up.sent(stretch, item.version)
-        if not bool(torch.isfinite(self._parameters(item.payload)).all()):
+        floats = [view for view in self._first.tensors.views(item.payload) if view.is_floating_point()]
+        if not all(torch.isfinite(view.float().sum()) for view in floats):
             raise DivergedError(f"rank {rank} computed NaN or Inf in training step {step + 1}", fix="lower --lr")
-
-    def _parameters(self, payload: torch.Tensor) -> torch.Tensor:
-        views = self._first.tensors.views(payload)
-        floats = [view.flatten().float() for view in views if view.is_floating_point()]
-        return torch.stack([view.sum() for view in floats])
 
     def send(self, rank: int) -> tuple[int, TrainingInfo]:
         """Send the result of `compute`, which arrives with its contribution. Returns its samples and facts."""

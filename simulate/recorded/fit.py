@@ -59,7 +59,6 @@ class Half:
 class Calibration:
     """The accuracy of the prediction of the second half."""
 
-    num_workers: int
     before: Half  # the first half, as recorded
     recorded: Half
     foreseen: Half
@@ -83,8 +82,8 @@ class Calibration:
     def outside(self, world: World) -> list[str]:
         """Returns the properties of a world that differ from the recording by more than ten times, as phrases."""
         found = []
-        if _is_far(world.num_workers, self.num_workers):
-            found.append(f"{world.num_workers:,} workers, {self.num_workers} recorded")
+        if _is_far(world.num_workers, self.world.num_workers):
+            found.append(f"{world.num_workers:,} workers, {self.world.num_workers} recorded")
         own_s = world.up_bytes / world.up + world.down_bytes / world.down + world.latency_s
         own_s += world.up_bytes / world.server_up + world.down_bytes / world.server_down
         if own_s and self.exchange_s and _is_far(own_s, self.exchange_s):
@@ -126,7 +125,6 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     foreseen, num = measured(again[middle:], again[middle - 1].at), sum(item.num_sent >= 0 for item in again[middle:])
     sent, received = (round(num_bytes) * num for num_bytes in extra)
     return Calibration(
-        len(ranks),
         measured(found[:middle], found[0].at),
         measured(found[middle:], found[middle - 1].at),
         replace(foreseen, num_sent=foreseen.num_sent + sent, num_received=foreseen.num_received + received),
