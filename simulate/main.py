@@ -150,10 +150,8 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
     except UsageError as error:
         print(f"calibration: none, {error.message}" + (f" ({error.fix})" if error.fix else ""))
         return runs
-    was, is_ = found.recorded, found.foreseen
-    print(
-        f"calibration: {found.world.num_workers} workers, {was.num:,} contributions of the second half by the first half"
-    )
+    was, is_, num = found.recorded, found.foreseen, found.world.num_workers
+    print(f"calibration: {num} workers, {was.num:,} contributions of the second half by the first half")
     print(f"  a second: {was.rate:,.3g} recorded, {is_.rate:,.3g} predicted ({found.rate_error:+.1%})")
     print(f"  waiting: {share(was.wait_share)} recorded, {share(is_.wait_share)} predicted")
     if was.num_sent and was.num_received:

@@ -87,6 +87,7 @@ class Backend(ABC):
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
         self._on_line, self._on_exit, self._site = on_line, on_exit, site
         self._running: dict[Child, Running] = {}
+        self._addresses: dict[Child, str] = {}  # of the hosts of processes, where there are several hosts
         self._connections: list[Connection] = []  # all that were ever made
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_closed = False
@@ -107,12 +108,7 @@ class Backend(ABC):
         host, _, port = address.rpartition(":")
         if host not in WILDCARDS:
             return address
-        there = self._host_of(child)
-        return join_address(there or WILDCARDS[host], int(port))
-
-    def _host_of(self, child: Child) -> str:
-        """Returns the address of the host of a process; "": all processes are on it."""
-        return ""
+        return join_address(self._addresses.get(child, WILDCARDS[host]), int(port))
 
     async def check_reach(  # noqa: B027
         self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]

@@ -48,7 +48,6 @@ class SlurmBackend(Backend):
         self._holder: Process | None = None
         self._allocation: Allocation | None = None
         self._places: dict[Child, Place] = {}
-        self._addresses: dict[str, str] = {}  # of the nodes
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
         absent = [program for program in ("srun", "salloc", "scontrol") if shutil.which(program) is None]
@@ -61,7 +60,8 @@ class SlurmBackend(Backend):
         self._places = place_on_nodes(specs, self._allocation)
         shown = ("scontrol", "show", "node", "--oneliner", ",".join(self._allocation.nodes))
         text = await asyncio.to_thread(_client, *shown)
-        self._addresses = dict(re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", text, flags=re.MULTILINE))
+        known = dict(re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", text, flags=re.MULTILINE))
+        self._addresses = {child: known.get(place.node, place.node) for child, place in self._places.items()}
 
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         assert self._allocation is not None
@@ -79,10 +79,6 @@ class SlurmBackend(Backend):
         if spec.child.role != "server":
             env["PS_WORKER__LOCAL_RANK"] = str(where.local_rank)
         return connection, {**env, **spec.env}, "."
-
-    def _host_of(self, child: Child) -> str:
-        node = self._places[child].node
-        return self._addresses.get(node, node)
 
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
         step, node = connection.hello.get("step"), self._places[running.spec.child].node

@@ -71,12 +71,6 @@ class SshBackend(Backend):
             raise UsageError(f"{host.host}: cannot check its installation: {last}", fix="try its interpreter")
         check_installed(host, found, PROGRAM_VERSION, folder)
 
-    def _host_of(self, child: Child) -> str:
-        if child not in self._running:
-            return ""
-        host = self._host(self._running[child].spec)
-        return host.address or host.host
-
     async def check_reach(self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]) -> None:
         async def check(host: Host) -> None:
             connection = await self._connected(host)
@@ -97,6 +91,7 @@ class SshBackend(Backend):
 
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         host = self._host(running.spec)
+        self._addresses[running.spec.child] = host.address or host.host
         env = {**handed_on(os.environ), **running.spec.env}
         return await self._connected(host), env, host.folder(self._site.folder)
 

@@ -25,7 +25,7 @@ from ...common.wire.json_text import read_json, to_json
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
 from .events import Event
-from .text import Series, child_line, sentence_of
+from .text import Series, child_line
 
 _MAX_LINES_HELD = 200
 _NUM_LAST_LINES = 20  # of each process
@@ -60,8 +60,9 @@ class Screen:
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         """Show a line of a child."""
-        if event is not None and (sentence := sentence_of(child, event)):
-            self.note(event.name, sentence)
+        if event is not None and event.name == "training_started" and child.role == "server":
+            num = event.get("workers")
+            self.note(event.name, "1 worker joined" if num == 1 else f"{num} workers joined")
             return
         text = child_line(child, line, event, self._hosts.get(child, ""))
         self._num_lines += 1

@@ -25,14 +25,6 @@ def child_line(child: Child, line: str, event: Event | None, host: str = "") -> 
     return Text.assemble(prefix, (event_text(event), _LEVEL_STYLES.get(event.level, "")))
 
 
-def sentence_of(child: Child, event: Event) -> str:
-    """Returns a sentence for some events of the server, empty for all others, which are shown unchanged."""
-    if child.role == "server" and event.name == "training_started":
-        num = event.get("workers")
-        return "1 worker joined" if num == 1 else f"{num} workers joined"
-    return ""
-
-
 def event_text(event: Event) -> str:
     """Returns `joined rank=0 reason='first of 4'`; an exception's traceback is on the lines below."""
     fields = {name: value for name, value in event.fields.items() if name != "exception"}
