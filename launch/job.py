@@ -26,7 +26,7 @@ from ..common.reporting.summary import Summary
 from ..common.security import WEB_TOKEN_VARIABLE
 from .backends.base import Backend, Site
 from .hosts.connection import watched
-from .plan.process import SERVE, SERVER, Child, ProcessSpec
+from .plan.process import SERVE, SERVER, Child
 from .plan.runs import Plan
 from .supervise.blame import Blame, Raised
 from .supervise.exits import describe_exit
@@ -278,7 +278,15 @@ class Job:
                     )  # fmt: skip
                 case Start(child):
                     self._blame.started(child)
-                    self._backend.start(self._spec(child))
+                    spec = self._plan.process(
+                        child,
+                        self._reached.get(self._plan.server_of(child)),
+                        num_lost=self._num_killed[child],
+                        listen=self._addresses.get(child, ""),
+                        has_snapshot=not self._has_snapshot.isdisjoint((SERVER, child)),
+                        dashboard=self.dashboard if child == SERVER else "",
+                    )
+                    self._backend.start(spec)
                 case Terminate(child):
                     self._backend.terminate(child)
                 case Kill(child):
@@ -288,14 +296,6 @@ class Job:
         deadline = self._supervisor.deadline
         if deadline is not None and deadline < self._now + _TICK_S:
             self._loop.call_at(deadline, self._decide)
-
-    def _spec(self, child: Child) -> ProcessSpec:
-        spec = self._plan.process(child, self._reached.get(self._plan.server_of(child)), self._num_killed[child])
-        if child.role == "worker":
-            return spec
-        has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
-        dashboard, address = self.dashboard if child == SERVER else "", self._addresses.get(child, "")
-        return self._plan.server_again(spec, address, has_snapshot=has_snapshot, dashboard=dashboard)
 
 
 async def run_all(

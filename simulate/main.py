@@ -140,7 +140,7 @@ def _decides_the_same(lines: list[Line], config: Config) -> bool:
 def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -> Runs:
     """Print how well the first half of a recorded run predicts its second; returns the runs with fitted worlds."""
     from ..common.reporting.report import share
-    from .plan import framing_of
+    from .plan import changed, framing_of
     from .recorded.fit import calibrate, fitted
     from .recorded.replay import config_of
 
@@ -163,7 +163,7 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
     has_links = (flags.bandwidth, flags.latency, flags.server_bandwidth) != ("none", "0ms", "none")
     for config, world in runs:
         world = fitted(found, replace(world, num_workers=num), has_links)
-        chosen.append((config.model_copy(update={"run": config.run.model_copy(update={"workers": num})}), world))
+        chosen.append((changed(config, run={"workers": num}), world))
     if far := found.outside(chosen[0][1]):
         print(f"  more than ten times away from the recording: {'; '.join(far)}")
     return chosen

@@ -17,7 +17,7 @@ from ..common.registry import MODES, mode_label
 from ..ps.core import effects
 from .machines.units import bandwidth, number, seconds
 from .machines.world import World
-from .plan import Flags, framing_of
+from .plan import Flags, changed, framing_of
 from .results.summary import ideal_rate
 from .run.simulation import Simulation
 from .traffic.sizes import payload_sizes
@@ -78,9 +78,9 @@ def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tup
         if isinstance(fact, effects.Commit):
             versions.append((simulation.policy.min_steps_done, at))
 
-    run = config.run.model_copy(update={"workers": each})
-    policy = config.policy.model_copy(update={"min_workers": min(config.policy.min_workers, each)})
-    simulation = Simulation(config.model_copy(update={"run": run, "policy": policy}), small, observe=observe)
+    least = min(config.policy.min_workers, each)
+    of_region = changed(config, run={"workers": each}, policy={"min_workers": least})
+    simulation = Simulation(of_region, small, observe=observe)
     simulation.go()
     return versions, simulation
 
@@ -95,12 +95,11 @@ def _above(
     mode = upstream.mode if every else config.run.mode
     options: dict[str, Any] = {"delayed_update": False, "min_workers": min(config.policy.min_workers, num)}
     options |= {"local_steps": every} if every else {}
-    policy = config.policy.model_copy(update=options)
-    worker = config.worker.model_copy(update={"codec": upstream.codec, "reply_codec": upstream.reply_codec})
-    run = config.run.model_copy(update={"mode": mode, "workers": num, "batch_size": config.run.batch_size * each})
-    above = config.model_copy(update={"run": run, "policy": policy, "worker": worker})
-    kind = MODES.load(mode)
-    length = getattr(policy.options(mode), "local_steps", 1) if kind.kind.worker_steps else 1
+    run = {"mode": mode, "workers": num, "batch_size": config.run.batch_size * each}
+    worker = {"codec": upstream.codec, "reply_codec": upstream.reply_codec}
+    above = changed(config, run=run, policy=options, worker=worker)
+    has_local_steps = MODES.load(mode).kind.worker_steps
+    length = getattr(above.policy.options(mode), "local_steps", 1) if has_local_steps else 1
     up_bytes, down_bytes, start_bytes = sizes = payload_sizes(above, megabytes)
     label = f"{mode_label(config.run.mode)}, {num} regions, {mode_label(mode)}" + (f" {every}" if every else "")
     return above, replace(

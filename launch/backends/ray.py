@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.errors import UsageError
-from ...common.wire.json_text import read_json
 from ..hosts.agent import end_with
 from ..hosts.connection import MAX_LINE_BYTES, Connection, agent_command, watched
 from ..hosts.ray_job import PASS
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import HOST_LOST
+from ..view.events import object_in
 from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, handed_on
 
 
@@ -62,10 +62,7 @@ class RayBackend(Backend):
         )  # fmt: skip
         assert job.stdout is not None and job.stderr is not None
         errors = self._until_closed(watched(job.stderr.read()))
-        try:
-            reply = read_json(await job.stdout.readline() or "{}")
-        except ValueError:
-            reply = {}
+        reply = object_in(await job.stdout.readline())
         if "addresses" not in reply:
             crash = f"the Ray job crashed: {(await errors).decode('utf-8', 'replace')[-300:].strip()}"
             raise UsageError(reply.get("error") or crash, fix=reply.get("fix", ""))

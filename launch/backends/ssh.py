@@ -21,10 +21,11 @@ from ...common.errors import ParamServerError, UnreachableError, UsageError
 from ...common.version import PROGRAM_VERSION
 from ..hosts.agent import Guardian
 from ..hosts.connection import BOOTSTRAP, Connection, Unreachable
-from ..hosts.host_check import INSTALLED, check_installed, last_json, ssh_problem
+from ..hosts.host_check import INSTALLED, check_installed, ssh_problem
 from ..plan.hosts import THIS_MACHINE, Host
 from ..plan.process import Child, ProcessSpec
 from ..plan.settings import code_file
+from ..view.events import object_in
 from .base import Backend, OnExit, OnLine, Running, Site, T, command_text, handed_on
 
 _REACH_S = 5.0
@@ -65,8 +66,8 @@ class SshBackend(Backend):
                 )
         files = {name: sorted({path for spec in specs for path in getattr(spec, name)}) for name in ("needs", "leaves")}
         output = await connection.run(["-c", INSTALLED, json.dumps({"folder": folder, **files})], dict(host.env))
-        found = last_json(output)
-        if not isinstance(found, dict):
+        found = next(filter(None, map(object_in, reversed(output.splitlines()))), None)
+        if found is None:
             last = output.strip().rpartition("\n")[2]
             raise UsageError(f"{host.host}: cannot check its installation: {last}", fix="try its interpreter")
         check_installed(host, found, PROGRAM_VERSION, folder)

@@ -25,7 +25,7 @@ from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.standstill import Standstill
 from ...common.wire.json_text import read_json
 from ..supervise.exits import HOST_LOST
-from ..view.events import LineSplitter
+from ..view.events import LineSplitter, object_in
 from . import agent
 
 BOOTSTRAP = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
@@ -232,7 +232,7 @@ class Connection:
             with suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # its end, or what is no message
                 while line := await reader.readuntil():
                     self._heard_at = self._loop.time()
-                    message = _parsed(line)
+                    message = object_in(line)
                     if not self._ready.done():
                         # A shell's start-up files may have printed other lines before the agent's first.
                         if message.get("magic") == agent.MAGIC:
@@ -294,15 +294,6 @@ async def _reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
         yield reader
     finally:
         transport.close()
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """Returns the message of a line, empty for anything else."""
-    try:
-        message = read_json(line, nan=True, big=True)
-    except ValueError:
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 def watched(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.errors import MismatchError, OutputError, ParamServerError, UnreachableError, UsageError
-from ...common.wire.json_text import read_json
 from ..plan.hosts import Host
 
 INSTALLED = """
@@ -28,16 +27,6 @@ if found["folder"]:
     found["closed"] = [path for path in wanted["leaves"] if not os.access(os.path.dirname(path) or ".", os.W_OK)]
 print(json.dumps(found))
 """
-
-
-def last_json(output: str) -> Any:
-    """Returns the last line that is JSON, None where there is none."""
-    for line in reversed(output.splitlines()):
-        try:
-            return read_json(line)
-        except ValueError:
-            continue
-    return None
 
 
 def check_installed(host: Host, found: Mapping[str, Any], version: str, folder: str) -> None:

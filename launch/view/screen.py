@@ -21,10 +21,10 @@ from ...common.reporting.panel import live_panel
 from ...common.reporting.report import PipeConsole, status_line
 from ...common.reporting.status import Status
 from ...common.security import WEB_TOKEN_VARIABLE
-from ...common.wire.json_text import read_json, to_json
+from ...common.wire.json_text import to_json
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
-from .events import Event
+from .events import Event, object_in
 from .text import Series, child_line
 
 _MAX_LINES_HELD = 200
@@ -191,11 +191,11 @@ class JsonScreen(Screen):
     def line(self, child: Child, line: str, event: Event | None) -> None:
         origin: dict[str, Any] = {"role": child.role, "rank": child.rank}
         origin |= {"host": self._hosts[child]} if child in self._hosts else {}
-        fields = read_json(line, nan=True, big=True) if event is not None else {"event": "output", "line": line}
+        fields = object_in(line) if event is not None else {"event": "output", "line": line}
         self._write({**fields, **origin, "rank": fields.get("rank", child.rank)})
 
     def status(self, line: str, status: Status, now: float) -> None:
-        self._write(read_json(line, nan=True, big=True))
+        self._write(object_in(line))
 
     def _write(self, fields: dict[str, Any]) -> None:
         text = to_json({"timestamp": time.time(), **fields})

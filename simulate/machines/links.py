@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
 
 
+@dataclass(eq=False, slots=True)
 class _Class(Generic[Key]):
     """Transfers with one limit."""
 
-    __slots__ = ("given", "heap", "limit", "rate")
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self.given = 0.0  # bytes received by a transfer that was here from the start
-        self.rate = 0.0
-        self.heap: list[tuple[float, int, Key]] = []
+    limit: float
+    given: float = 0.0  # bytes received by a transfer that was here from the start
+    rate: float = 0.0
+    heap: list[tuple[float, int, Key]] = field(default_factory=list)
 
 
 class Link(Generic[Key]):

@@ -21,6 +21,7 @@ from ...drills.history_lines import Line
 from ...ps.core import effects
 from ...ps.observe.history import line_of
 from ..machines.world import World
+from ..plan import changed
 from ..run.simulation import Simulation
 from ..traffic.framing import Framing
 
@@ -57,9 +58,8 @@ class Half:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The accuracy of the prediction of the second half."""
+    """The accuracy of the prediction of the second half, which is `recorded`."""
 
-    before: Half  # the first half, as recorded
     recorded: Half
     foreseen: Half
     world: World  # fitted
@@ -125,7 +125,6 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     foreseen, num = measured(again[middle:], again[middle - 1].at), sum(item.num_sent >= 0 for item in again[middle:])
     sent, received = (round(num_bytes) * num for num_bytes in extra)
     return Calibration(
-        measured(found[:middle], found[0].at),
         measured(found[middle:], found[middle - 1].at),
         replace(foreseen, num_sent=foreseen.num_sent + sent, num_received=foreseen.num_received + received),
         world,
@@ -152,8 +151,7 @@ def _simulated(config: Config, world: World) -> list[Cycle]:
         op, fields = line_of(fact)
         lines.append((op, at, fields))
 
-    run = config.run.model_copy(update={"workers": world.num_workers})
-    Simulation(config.model_copy(update={"run": run}), world, observe=observe).go()
+    Simulation(changed(config, run={"workers": world.num_workers}), world, observe=observe).go()
     return cycles(lines)
 
 

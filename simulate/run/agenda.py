@@ -15,7 +15,7 @@ from typing import Any
 
 from ...ps.core import events
 from ..machines.links import Link
-from ..machines.world import Compute
+from ..machines.world import Compute, World
 
 
 @dataclass(eq=False, slots=True)
@@ -59,12 +59,14 @@ Event = tuple[float, int, Handler, Worker, int, Any]
 class Agenda:
     """`now` is the virtual time, in seconds. What a transfer carries arrives `trip_s` after the transfer's end.
 
-    An upload also takes the time that its worker adds (`Compute.exchange_s`). `links`: up and down."""
+    An upload also takes the time that its worker adds (`Compute.exchange_s`)."""
 
-    def __init__(self, links: tuple[Transfers, Transfers], trip_s: float) -> None:
+    def __init__(self, world: World) -> None:
         self.now = 0.0
         self.is_stopped = False
-        self._links, self._trip_s = links, trip_s
+        self.up: Transfers = Link(world.server_up)
+        self.down: Transfers = Link(world.server_down)
+        self.trip_s = world.latency_s / 2
         self._heap: list[Event] = []
         self.trips: deque[Event] = deque()  # ends of trips over the network, which all take as long
         self.works: deque[Event] = deque()  # ends of the server's tensor work, which is in order
@@ -85,7 +87,7 @@ class Agenda:
 
     def go_on(self, until: float) -> None:
         """Handle events up to that time, or until it is stopped."""
-        heap, trips, works, (up, down) = self._heap, self.trips, self.works, self._links
+        heap, trips, works, up, down = self._heap, self.trips, self.works, self.up, self.down
         while not self.is_stopped:
             first: list[Event] | deque[Event] = heap
             if trips and (not first or trips[0] < first[0]):
@@ -104,7 +106,7 @@ class Agenda:
                 self.now = link_at
                 worker, life, handler, item = link.end()
                 if worker.life == life:
-                    at = link_at + self._trip_s + (worker.compute.exchange_s if link is up else 0.0)
+                    at = link_at + self.trip_s + (worker.compute.exchange_s if link is up else 0.0)
                     self.push_behind(trips, at, handler, worker, item)
             else:
                 return
@@ -112,4 +114,4 @@ class Agenda:
     @property
     def is_empty(self) -> bool:
         """Whether no event is left."""
-        return not (self._heap or self.trips or self.works) and all(link.next_end == math.inf for link in self._links)
+        return not (self._heap or self.trips or self.works) and self.up.next_end == self.down.next_end == math.inf
