@@ -228,11 +228,10 @@ async def end_helper(process: Process, *, terminates: bool = False) -> None:
 
 def command_text(spec: ProcessSpec, *before: str) -> str:
     """Returns the command for a shell, without the values of variables that are named like secrets."""
-    shown = {
-        name: "..." if _SECRET.search(name) and not _FILE.match(name) else value
-        for name, value in sorted(spec.env.items())
-    }
-    env = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
+    env = []
+    for name, value in sorted(spec.env.items()):
+        is_secret = _SECRET.search(name) and not _FILE.match(name)
+        env.append(f"{name}={'...' if is_secret else shlex.quote(value)}")
     return " ".join([*env, shlex.join([*before, *spec.argv])])
 
 

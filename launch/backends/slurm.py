@@ -61,7 +61,7 @@ class SlurmBackend(Backend):
         shown = ("scontrol", "show", "node", "--oneliner", ",".join(self._allocation.nodes))
         text = await asyncio.to_thread(_client, *shown)
         known = dict(re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", text, flags=re.MULTILINE))
-        self._addresses = {child: known.get(place.node, place.node) for child, place in self._places.items()}
+        self._addresses = {child: known.get(where.node, where.node) for child, where in self._places.items()}
 
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         assert self._allocation is not None

@@ -48,11 +48,10 @@ class SshBackend(Backend):
     # ---- before the start
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
-        names = dict.fromkeys(self._host(spec).host for spec in specs)  # in order: the first problem's exit code counts
-        await _all(
-            self._prepare_host(self._hosts[name], [spec for spec in specs if self._host(spec).host == name])
-            for name in names
-        )
+        by_host: dict[str, list[ProcessSpec]] = {}  # in order: the first problem's exit code counts
+        for spec in specs:
+            by_host.setdefault(self._host(spec).host, []).append(spec)
+        await _all(self._prepare_host(self._hosts[name], its_specs) for name, its_specs in by_host.items())
 
     async def _prepare_host(self, host: Host, specs: Sequence[ProcessSpec]) -> None:
         connection = await self._connected(host)

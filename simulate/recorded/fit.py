@@ -181,11 +181,15 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
             compute_s = fields.get("compute_s", 0.0)
             exchange_s = max(0.0, at - free_at[rank] - compute_s)
             staleness = fields["version"] - fields["base_version"]
-            open_[rank] = at, Cycle(
-                rank, at, compute_s, exchange_s, 0.0, staleness, fields["num_steps"], fields["seq"],
-                *_since(counted.get(rank), fields.get("bytes")),
-            )  # fmt: skip
-            counted[rank] = fields.get("bytes", ())
+            before, now = counted.get(rank, ()), fields.get("bytes", ())
+            sent, received = (now[0] - before[0], now[1] - before[1]) if before and now else (-1, -1)
+            open_[rank] = (
+                at,
+                Cycle(
+                    rank, at, compute_s, exchange_s, 0.0, staleness, fields["num_steps"], fields["seq"], sent, received
+                ),
+            )
+            counted[rank] = now
         elif op == "reply":
             rank = fields["rank"]
             free_at[rank] = at
@@ -196,10 +200,6 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
             free_at.pop(fields["rank"], None)
             open_.pop(fields["rank"], None)
     return sorted(found, key=lambda cycle: cycle.at)
-
-
-def _since(before: Sequence[int] | None, now: Sequence[int] | None) -> tuple[int, int]:
-    return (now[0] - before[0], now[1] - before[1]) if before and now else (-1, -1)
 
 
 def measured(found: Sequence[Cycle], since: float) -> Half:

@@ -38,10 +38,8 @@ def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summa
     elapsed_s, workers = run.contributions.elapsed_s(simulation.now, True), []
     for worker in (worker for worker in simulation.workers if worker.incarnation):  # it joined before the end
         traffic = Traffic(round(worker.num_sent), round(worker.num_received), transport="simulated")
-        values = values_of(
-            OF_WORKER.values(), WorkerSource(worker.rank, policy, run.roster.stats[worker.rank], traffic)
-        )
-        rates = with_mean_rate(values, elapsed_s)
+        source = WorkerSource(worker.rank, policy, run.roster.stats[worker.rank], traffic)
+        rates = with_mean_rate(values_of(OF_WORKER.values(), source), elapsed_s)
         workers.append(WorkerStatus(rank=worker.rank, transport=traffic.transport, **rates))
     steady_s, samples, steps = run.contributions.steady()
     return Summary(
