@@ -25,11 +25,11 @@ from ..common.reporting.summary import Summary
 from ..common.security import WEB_TOKEN_VARIABLE
 from .backends.base import Backend, Site
 from .hosts.connection import watched
-from .plan.process import SERVE, SERVER, Child, ProcessSpec
+from .plan.process import SERVE, SERVER, Child
 from .plan.runs import Plan
 from .supervise.blame import Blame, Raised
 from .supervise.exits import describe_exit
-from .supervise.supervisor import Decision, Finish, JobSettings, Kill, Restart, Start, Supervisor, Terminate
+from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from .view.events import Event, parse_event
 from .view.logs import WorkerLogs
 from .view.screen import Screen, make_screen
@@ -52,7 +52,7 @@ class Job:
 
     def __init__(
         self, plan: Plan, make_backend: Callable[..., Backend], site: Site, dashboard: str = "",
-        series: Series | None = None, is_enough: Callable[[Status], bool] | None = None,
+        series: Series = Series(), is_enough: Callable[[Status], bool] | None = None,
     ) -> None:  # fmt: skip
         """`dashboard`: the address of the previous run's dashboard, which browsers still have open.
 
@@ -62,7 +62,7 @@ class Job:
         # Children log each worker's normal life for programs. At this level people do not see it.
         self._shown_level = "debug" if (log.format, log.level) == ("json", "info") else log.level
         self._plan, self._make_backend, self._site = plan, make_backend, site
-        self._series, self._is_enough = series or Series(), is_enough
+        self._series, self._is_enough = series, is_enough
         self._addresses: dict[Child, str] = {}  # where servers listen
         self._reached: dict[Child, str] = {}  # where others reach them
         self._checking: asyncio.Future[None] | None = None
@@ -74,17 +74,15 @@ class Job:
         self._blame, self._logs = Blame(), WorkerLogs()
         self._num_killed: Counter[Child] = Counter()  # of each worker's processes
         self._supervisor = Supervisor(
-            JobSettings(
-                num_workers=plan.num_workers,
-                num_shards=plan.num_shards if plan.server is not None else 0,
-                relays=plan.relays,
-                has_serve=bool(plan.serves_at),
-                is_script=plan.is_script,
-                keeps_snapshots=plan.checkpoint_dir is not None,
-                grace_s=plan.config.launch.grace_s,
-                max_restarts=plan.config.launch.max_restarts,
-                backoff_s=plan.config.launch.backoff_s,
-            )
+            num_workers=plan.num_workers,
+            num_shards=plan.num_shards if plan.server is not None else 0,
+            relays=plan.relays,
+            has_serve=bool(plan.serves_at),
+            is_script=plan.is_script,
+            keeps_snapshots=plan.checkpoint_dir is not None,
+            grace_s=plan.config.launch.grace_s,
+            max_restarts=plan.config.launch.max_restarts,
+            backoff_s=plan.config.launch.backoff_s,
         )
         self._screen: Screen
         self._backend: Backend
@@ -98,7 +96,8 @@ class Job:
         self._loop.set_exception_handler(self._on_bug)
         self._screen = make_screen(self._plan.config, self._plan.hosts(), self._on_output_lost, self._series)
         try:
-            self._screen.note("starting", self._series.before(self._plan.headline()))
+            position = self._series.text()
+            self._screen.note("starting", (f"{position}: " if position else "") + self._plan.headline())
             if self._plan.config.launch.web and self._plan.server is None:
                 self._screen.note("no_dashboard", f"{self._plan.mode} has no server, and so no dashboard")
             if len(regions := {host.region for host in self._site.hosts}) == 1 and (name := regions.pop()):
@@ -166,7 +165,12 @@ class Job:
             self._blame.uncaught(child)
         else:
             self._blame.connected(child)
-        if child == self._plan.reporter and self._understood(line, event):
+        if child == self._plan.reporter and (status := event.status) is not None:
+            add_trained(self._trained, status)
+            self._screen.status(line, status, self._now)
+            if self._is_enough is not None and self._is_enough(status):
+                self._is_enough, self._is_cut_short = None, True
+                self._carry_out(self._supervisor.abort(0, "its metrics agree, or its time is over", self._now))
             return
         if event.is_at_least(self._shown_level) and not (child.region and event.name == "status"):
             self._screen.line(child, line, event)
@@ -174,17 +178,6 @@ class Job:
             self._on_server_event(child, event)
         elif child == SERVE and event.name == "serve":
             self._screen.page(f"the page to type into: {event.get('url')}", os.environ.get(WEB_TOKEN_VARIABLE))
-
-    def _understood(self, line: str, event: Event) -> bool:
-        """Use a status event; returns False for any other."""
-        if (status := event.status) is None:
-            return False
-        add_trained(self._trained, status)
-        self._screen.status(line, status, self._now)
-        if self._is_enough is not None and self._is_enough(status):
-            self._is_enough, self._is_cut_short = None, True
-            self._carry_out(self._supervisor.abort(0, "its metrics agree, or its time is over", self._now))
-        return True
 
     def _with_results(self, finish: Finish) -> Outcome:
         """Returns the outcome with the run's results. A run that went well and left none has failed."""
@@ -268,12 +261,31 @@ class Job:
             self._finished.set_exception(context.get("exception") or RuntimeError(context["message"]))
 
     def _carry_out(self, decisions: list[Decision]) -> None:
-        self._say_why(decisions)
+        """Do what was decided, with one note for all processes that end for the same reason."""
+        for kind, event, verb in ((Terminate, "draining", "asked to end"), (Kill, "killing", "killed")):
+            chosen = [found for found in decisions if isinstance(found, kind) and found.child != SERVE]
+            if chosen:
+                who = ", ".join(str(decision.child) for decision in chosen[:4])
+                more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
+                self._screen.note(event, f"{chosen[0].reason}; {verb}: {who}{more}", "warning")
         for decision in decisions:
             match decision:
+                case Restart(child, reason, attempt, of):
+                    self._screen.note(
+                        "restarting", reason, "warning", role=child.role, rank=child.rank,
+                        in_s=attempt.in_s, restart=attempt.number, of=of,
+                    )  # fmt: skip
                 case Start(child):
                     self._blame.started(child)
-                    self._backend.start(self._spec(child))
+                    spec = self._plan.process(
+                        child,
+                        self._reached.get(self._plan.server_of(child)),
+                        num_lost=self._num_killed[child],
+                        listen=self._addresses.get(child, ""),
+                        has_snapshot=not self._has_snapshot.isdisjoint((SERVER, child)),
+                        dashboard=self.dashboard if child == SERVER else "",
+                    )
+                    self._backend.start(spec)
                 case Terminate(child):
                     self._backend.terminate(child)
                 case Kill(child):
@@ -283,30 +295,6 @@ class Job:
         deadline = self._supervisor.deadline
         if deadline is not None and deadline < self._now + _TICK_S:
             self._loop.call_at(deadline, self._decide)
-
-    def _spec(self, child: Child) -> ProcessSpec:
-        spec = self._plan.process(child, self._reached.get(self._plan.server_of(child)))
-        if child.role == "worker":
-            return self._plan.with_fewer(spec, self._num_killed[child])
-        has_snapshot = not self._has_snapshot.isdisjoint((SERVER, child))
-        dashboard, address = self.dashboard if child == SERVER else "", self._addresses.get(child, "")
-        return self._plan.server_again(spec, address, has_snapshot=has_snapshot, dashboard=dashboard)
-
-    def _say_why(self, decisions: list[Decision]) -> None:
-        """Show a note for each restart, and one for all processes that end for the same reason."""
-        for decision in decisions:
-            if isinstance(decision, Restart):
-                child, attempt = decision.child, decision.attempt
-                self._screen.note(
-                    "restarting", decision.reason, "warning", role=child.role, rank=child.rank,
-                    in_s=attempt.in_s, restart=attempt.number, of=decision.max_restarts,
-                )  # fmt: skip
-        for kind, event, verb in ((Terminate, "draining", "asked to end"), (Kill, "killing", "killed")):
-            chosen = [found for found in decisions if isinstance(found, kind) and found.child != SERVE]
-            if chosen:
-                who = ", ".join(str(decision.child) for decision in chosen[:4])
-                more = f" and {len(chosen) - 4} more" if len(chosen) > 4 else ""
-                self._screen.note(event, f"{chosen[0].reason}; {verb}: {who}{more}", "warning")
 
 
 async def run_all(

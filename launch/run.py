@@ -131,14 +131,38 @@ def start(
     plans: list[Plan], site: Site, is_enough: Callable[[Plan], Callable[[Status], bool]] | None = None
 ) -> list[Outcome]:
     """Run the plans one after another; see `run_all`. Raises ParamServerError."""
-    from .hosts.here import check_here
-
     backend = backend_of(site.config)
     if not backend.spans_hosts:
-        check_here(plans, site.config)
+        _check_here(plans, site.config)
     from .job import run_all
 
     return asyncio.run(run_all(plans, backend, site, is_enough))
+
+
+def _check_here(plans: list[Plan], config: Config) -> None:
+    """Raise ParamServerError where task or script, device, initial weights or addresses cannot be used here."""
+    from ..common.config.preflight import code, files, machine
+
+    if config.launch.script is not None:
+        code.check_script(config.launch.script)
+    else:
+        code.check_task(config.task.name, config.task.args)
+        files.check_optimizer(config.optimizer.name)
+        if config.task.init is not None:
+            files.check_weights(config.task.init)
+    machine.check_device(config.worker.device)
+    listen = next((plan.listen for plan in plans if plan.server is not None), None)
+    if listen is None:  # one worker alone
+        return
+    server, host = config.server, listen.rpartition(":")[0]
+    key = "flag --port" if config.launch.port is not None else "server.listen"
+    wanted = [(key, listen), ("server.web", server.web), ("server.metrics", server.metrics)]
+    if server.direct and server.direct_port:
+        wanted.append(("server.direct_port", f"{host}:{server.direct_port}"))
+    wanted += [("launch.serve", address) for address in {plan.serves_at for plan in plans} if address]
+    for key, address in wanted:
+        if address is not None:
+            machine.check_listening(address, key)
 
 
 def run(plans: list[Plan], site: Site) -> int:

@@ -140,28 +140,30 @@ def _decides_the_same(lines: list[Line], config: Config) -> bool:
 def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -> Runs:
     """Print how well the first half of a recorded run predicts its second; returns the runs with fitted worlds."""
     from ..common.reporting.report import share
+    from .plan import changed, framing_of
     from .recorded.fit import calibrate, fitted
-    from .recorded.replay import config_of, framing_of
+    from .recorded.replay import config_of
 
+    recorded, world = config_of(lines, runs[0][0]), runs[0][1]
     try:
-        found = calibrate(lines, config_of(lines, runs[0][0]), framing_of(lines, *runs[0]))
+        found = calibrate(lines, recorded, framing_of(recorded, (world.up_bytes, world.down_bytes, world.start_bytes)))
     except UsageError as error:
         print(f"calibration: none, {error.message}" + (f" ({error.fix})" if error.fix else ""))
         return runs
-    was, is_ = found.recorded, found.foreseen
-    print(f"calibration: {found.num_workers} workers, {was.num:,} contributions of the second half by the first half")
+    was, is_, num = found.recorded, found.foreseen, found.world.num_workers
+    print(f"calibration: {num} workers, {was.num:,} contributions of the second half by the first half")
     print(f"  a second: {was.rate:,.3g} recorded, {is_.rate:,.3g} predicted ({found.rate_error:+.1%})")
     print(f"  waiting: {share(was.wait_share)} recorded, {share(is_.wait_share)} predicted")
     if was.num_sent and was.num_received:
         for name in ("sent", "received"):
-            recorded, foreseen = (getattr(summary, f"num_{name}") for summary in (was, is_))
-            print(f"  bytes {name}: {recorded:,} recorded, {foreseen:,} predicted ({foreseen / recorded - 1:+.3%})")
+            before, now = (getattr(summary, f"num_{name}") for summary in (was, is_))
+            print(f"  bytes {name}: {before:,} recorded, {now:,} predicted ({now / before - 1:+.3%})")
     print(f"  staleness: distributions differ by at most {share(found.staleness_distance)}")
-    chosen = []
+    chosen, num = [], workers or num
+    has_links = (flags.bandwidth, flags.latency, flags.server_bandwidth) != ("none", "0ms", "none")
     for config, world in runs:
-        num = workers or found.num_workers
-        world = fitted(found, replace(world, num_workers=num), flags.has_links)
-        chosen.append((config.model_copy(update={"run": config.run.model_copy(update={"workers": num})}), world))
+        world = fitted(found, replace(world, num_workers=num), has_links)
+        chosen.append((changed(config, run={"workers": num}), world))
     if far := found.outside(chosen[0][1]):
         print(f"  more than ten times away from the recording: {'; '.join(far)}")
     return chosen

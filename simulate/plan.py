@@ -52,11 +52,6 @@ class Flags:
         given = [name for name in names if getattr(self, name) != getattr(Flags, name)]
         return "--" + given[0].replace("_", "-") if given else ""
 
-    @property
-    def has_links(self) -> bool:
-        """Whether a flag of the network was given."""
-        return (self.bandwidth, self.latency, self.server_bandwidth) != ("none", "0ms", "none")
-
 
 def resolve(
     path: str | None,
@@ -91,12 +86,14 @@ def resolve(
         ((workers or 0) > MAX_WORKERS, f"flag --workers: {workers:,} workers are more than the limit of {MAX_WORKERS:,}"
          if workers else "", "fewer"),
     )  # fmt: skip
-    found = []
-    for name in names or [config.run.mode]:
-        num = workers or config.run.workers or DEFAULT_NUM_WORKERS
-        run = config.run.model_copy(update={"mode": name, "workers": num, "steps": config.run.task_steps})
-        found.append(config.model_copy(update={"run": run}))
-    return found
+    run = {"workers": workers or config.run.workers or DEFAULT_NUM_WORKERS, "steps": config.run.task_steps}
+    return [changed(config, run={**run, "mode": name}) for name in names or [config.run.mode]]
+
+
+def changed(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """Returns the configuration with these values in its sections."""
+    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=update)
 
 
 def _modes(text: str | None) -> list[str]:
@@ -116,10 +113,7 @@ def worlds(configs: list[Config], flags: Flags) -> list[tuple[Config, World]]:
     if flags.join_at is None:
         return found
     # A run with a number of workers begins when all are present, so workers can join later only to a run without one.
-    return [
-        (config.model_copy(update={"run": config.run.model_copy(update={"workers": None})}), world)
-        for config, world in found
-    ]
+    return [(changed(config, run={"workers": None}), world) for config, world in found]
 
 
 def alone(config: Config, world: World) -> tuple[Config, World]:
@@ -127,10 +121,13 @@ def alone(config: Config, world: World) -> tuple[Config, World]:
 
     It takes as many training steps as the run. Each step computes the batches of all workers in sequence.
     """
-    num, run = world.num_workers, config.run
-    alone_run = run.model_copy(update={"mode": "sync", "workers": 1, "batch_size": run.batch_size * num})
-    worker = config.worker.model_copy(update={"codec": "raw", "reply_codec": "raw"})
-    policy = config.policy.model_copy(update={"delayed_update": False})
+    num = world.num_workers
+    alone_config = changed(
+        config,
+        run={"mode": "sync", "workers": 1, "batch_size": config.run.batch_size * num},
+        worker={"codec": "raw", "reply_codec": "raw"},
+        policy={"delayed_update": False},
+    )
     machine = World(
         num_workers=1,
         seed=world.seed,
@@ -139,7 +136,7 @@ def alone(config: Config, world: World) -> tuple[Config, World]:
         step_s=world.step_s,
         max_staged=world.max_staged,
     )
-    return config.model_copy(update={"run": alone_run, "worker": worker, "policy": policy}), machine
+    return alone_config, machine
 
 
 def _world(config: Config, flags: Flags) -> World:

@@ -17,26 +17,36 @@ from ..common.registry import MODES, mode_label
 from ..ps.core import effects
 from .machines.units import bandwidth, number, seconds
 from .machines.world import World
-from .plan import Flags, framing_of
+from .plan import Flags, changed, framing_of
 from .results.summary import ideal_rate
 from .run.simulation import Simulation
 from .traffic.sizes import payload_sizes
 
 Runs = list[tuple[Config, World]]
-Border = tuple[float, float, float]  # bytes a second down and up, seconds of a round trip
 
 
 def tiers(runs: Runs, flags: Flags) -> Runs:
     """Returns each run without regions, then with regions for each K of --upstream-every. Raises UsageError."""
     assert flags.regions is not None
     every = [int(number("--upstream-every", word, 0)) for word in flags.upstream_every.split(",")]
-    border = *bandwidth("--border-bandwidth", flags.border_bandwidth), seconds("--border-latency", flags.border_latency)
+    down, up = bandwidth("--border-bandwidth", flags.border_bandwidth)
+    trip_s, num = seconds("--border-latency", flags.border_latency), flags.regions
     found: Runs = []
     for config, world in runs:
-        _check(config, world, flags.regions, every)
-        found.append(_flat(config, world, flags.regions, border))
-        regions = [_region(config, world, rank, flags.regions) for rank in range(flags.regions)]
-        found += [_above(config, world, regions, num_steps, border, flags.megabytes) for num_steps in every]
+        _check(config, world, num, every)
+        flat = replace(
+            world,
+            down=min(world.down, down),
+            up=min(world.up, up),
+            server_down=min(world.server_down, down * num),
+            server_up=min(world.server_up, up * num),
+            latency_s=world.latency_s + trip_s,
+            label=f"{mode_label(config.run.mode)}, flat",
+        )
+        found.append((config, flat))
+        regions = [_region(config, world, rank, num) for rank in range(num)]
+        border = replace(world, down=down, up=up, latency_s=trip_s)
+        found += [_above(config, border, regions, num_steps, flags.megabytes) for num_steps in every]
     return found
 
 
@@ -54,19 +64,6 @@ def _check(config: Config, world: World, num: int, every: list[int]) -> None:
     )  # fmt: skip
 
 
-def _flat(config: Config, world: World, num: int, border: Border) -> tuple[Config, World]:
-    down, up, trip_s = border
-    return config, replace(
-        world,
-        down=min(world.down, down),
-        up=min(world.up, up),
-        server_down=min(world.server_down, down * num),
-        server_up=min(world.server_up, up * num),
-        latency_s=world.latency_s + trip_s,
-        label=f"{mode_label(config.run.mode)}, flat",
-    )
-
-
 def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tuple[int, float]], Simulation]:
     """Simulate a region. Returns (training steps of its slowest worker, seconds) of each version."""
     each = world.num_workers // num
@@ -81,36 +78,33 @@ def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tup
         if isinstance(fact, effects.Commit):
             versions.append((simulation.policy.min_steps_done, at))
 
-    run = config.run.model_copy(update={"workers": each})
-    policy = config.policy.model_copy(update={"min_workers": min(config.policy.min_workers, each)})
-    simulation = Simulation(config.model_copy(update={"run": run, "policy": policy}), small, observe=observe)
+    least = min(config.policy.min_workers, each)
+    of_region = changed(config, run={"workers": each}, policy={"min_workers": least})
+    simulation = Simulation(of_region, small, observe=observe)
     simulation.go()
     return versions, simulation
 
 
 def _above(
     config: Config, world: World, regions: list[tuple[list[tuple[int, float]], Simulation]], every: int,
-    border: Border, megabytes: float | None,
+    megabytes: float | None,
 ) -> tuple[Config, World]:  # fmt: skip
-    upstream, num, (down, up, trip_s) = config.upstream, len(regions), border
+    """Returns the run above, with the links of `world`, which are the borders."""
+    upstream, num = config.upstream, len(regions)
     each = world.num_workers // num
     mode = upstream.mode if every else config.run.mode
     options: dict[str, Any] = {"delayed_update": False, "min_workers": min(config.policy.min_workers, num)}
     options |= {"local_steps": every} if every else {}
-    policy = config.policy.model_copy(update=options)
-    worker = config.worker.model_copy(update={"codec": upstream.codec, "reply_codec": upstream.reply_codec})
-    run = config.run.model_copy(update={"mode": mode, "workers": num, "batch_size": config.run.batch_size * each})
-    above = config.model_copy(update={"run": run, "policy": policy, "worker": worker})
-    kind = MODES.load(mode)
-    length = getattr(policy.options(mode), "local_steps", 1) if kind.kind.worker_steps else 1
+    run = {"mode": mode, "workers": num, "batch_size": config.run.batch_size * each}
+    worker = {"codec": upstream.codec, "reply_codec": upstream.reply_codec}
+    above = changed(config, run=run, policy=options, worker=worker)
+    has_local_steps = MODES.load(mode).kind.worker_steps
+    length = getattr(above.policy.options(mode), "local_steps", 1) if has_local_steps else 1
     up_bytes, down_bytes, start_bytes = sizes = payload_sizes(above, megabytes)
     label = f"{mode_label(config.run.mode)}, {num} regions, {mode_label(mode)}" + (f" {every}" if every else "")
     return above, replace(
         world,
         num_workers=num,
-        down=down,
-        up=up,
-        latency_s=trip_s,
         up_bytes=up_bytes,
         down_bytes=down_bytes,
         start_bytes=start_bytes,

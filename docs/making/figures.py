@@ -17,8 +17,8 @@ from paramserver.common.reporting.pictures import svg
 from paramserver.common.wire.records import Outcome
 from paramserver.ps.core import effects
 from paramserver.simulate.plan import Flags, alone, resolve, worlds
+from paramserver.simulate.run.agenda import Worker
 from paramserver.simulate.run.simulation import Simulation
-from paramserver.simulate.run.worker import Worker
 
 FOLDER = Path(__file__).parents[1] / "figures"
 SETS = ["policy.delayed_update=false"]

@@ -87,6 +87,7 @@ class Backend(ABC):
     def __init__(self, on_line: OnLine, on_exit: OnExit, site: Site) -> None:
         self._on_line, self._on_exit, self._site = on_line, on_exit, site
         self._running: dict[Child, Running] = {}
+        self._addresses: dict[Child, str] = {}  # of the hosts of processes, where there are several hosts
         self._connections: list[Connection] = []  # all that were ever made
         self._tasks: set[asyncio.Future[Any]] = set()
         self._is_closed = False
@@ -107,12 +108,7 @@ class Backend(ABC):
         host, _, port = address.rpartition(":")
         if host not in WILDCARDS:
             return address
-        there = self._host_of(child)
-        return join_address(there or WILDCARDS[host], int(port))
-
-    def _host_of(self, child: Child) -> str:
-        """Returns the address of the host of a process; "": all processes are on it."""
-        return ""
+        return join_address(self._addresses.get(child, WILDCARDS[host]), int(port))
 
     async def check_reach(  # noqa: B027
         self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]
@@ -152,13 +148,13 @@ class Backend(ABC):
 
         Only the leader gets the signal: a DataLoader whose processes die first fails instead of draining.
         """
-        self._end(child, Connection.end)
+        self._end(child, "end")
 
     def kill(self, child: Child) -> None:
         """Kill a process and everything it has started. Does nothing when it has ended."""
-        self._end(child, Connection.kill)
+        self._end(child, "kill")
 
-    def _end(self, child: Child, how: Callable[[Connection, int], None]) -> None:
+    def _end(self, child: Child, action: str) -> None:
         running = self._running.get(child)
         if running is None or running.is_unwanted:
             return
@@ -166,7 +162,7 @@ class Backend(ABC):
             running.is_unwanted = True
             asyncio.get_running_loop().call_soon(self._ended, running, -signal.SIGTERM, "")
         else:
-            how(running.connection, running.number)
+            running.connection.end(running.number, action)
 
     def _lines(self, running: Running, lines: Iterable[str]) -> None:
         if not self._is_closed:
@@ -232,11 +228,10 @@ async def end_helper(process: Process, *, terminates: bool = False) -> None:
 
 def command_text(spec: ProcessSpec, *before: str) -> str:
     """Returns the command for a shell, without the values of variables that are named like secrets."""
-    shown = {
-        name: "..." if _SECRET.search(name) and not _FILE.match(name) else value
-        for name, value in sorted(spec.env.items())
-    }
-    env = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
+    env = []
+    for name, value in sorted(spec.env.items()):
+        is_secret = _SECRET.search(name) and not _FILE.match(name)
+        env.append(f"{name}={'...' if is_secret else shlex.quote(value)}")
     return " ".join([*env, shlex.join([*before, *spec.argv])])
 
 

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.errors import UsageError
-from ...common.wire.json_text import read_json
 from ..hosts.agent import end_with
 from ..hosts.connection import MAX_LINE_BYTES, Connection, agent_command, watched
 from ..hosts.ray_job import PASS
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import HOST_LOST
+from ..view.events import object_in
 from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, handed_on
 
 
@@ -39,7 +39,6 @@ class RayBackend(Backend):
         self._job: Process | None = None
         self._folder = tempfile.mkdtemp(prefix="ps-ray-")  # of the job's socket
         self._bundles: dict[Child, int] = {}
-        self._addresses: list[str] = []  # of each bundle
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
         if importlib.util.find_spec("ray") is None:
@@ -63,33 +62,27 @@ class RayBackend(Backend):
         )  # fmt: skip
         assert job.stdout is not None and job.stderr is not None
         errors = self._until_closed(watched(job.stderr.read()))
-        try:
-            reply = read_json(await job.stdout.readline() or "{}")
-        except ValueError:
-            reply = {}
+        reply = object_in(await job.stdout.readline())
         if "addresses" not in reply:
             crash = f"the Ray job crashed: {(await errors).decode('utf-8', 'replace')[-300:].strip()}"
             raise UsageError(reply.get("error") or crash, fix=reply.get("fix", ""))
-        self._addresses = reply["addresses"]
+        self._addresses = dict(zip(self._bundles, reply["addresses"], strict=True))
 
     def _resources(self, child: Child) -> dict[str, float]:
         launch = self._site.config.launch
         return launch.ray_server if child.role == "server" else launch.ray_worker
 
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
-        bundle = self._bundles[running.spec.child]
+        child = running.spec.child
         connection = self._connection(
-            name=self._addresses[bundle],
-            command=(sys.executable, "-I", "-S", "-c", PASS, f"{self._folder}/job", str(bundle)),
+            name=self._addresses[child],
+            command=(sys.executable, "-I", "-S", "-c", PASS, f"{self._folder}/job", str(self._bundles[child])),
             on_command_line=lambda line: self._lines(running, [line]),
         )
         connection.begin()
-        num_threads = max(1, int(self._resources(running.spec.child).get("CPU", 1)))
+        num_threads = max(1, int(self._resources(child).get("CPU", 1)))
         env = handed_on(os.environ) | self._threads_env(num_threads)
         return connection, {**env, **running.spec.env}, os.path.abspath(self._site.folder)
-
-    def _host_of(self, child: Child) -> str:
-        return self._addresses[self._bundles[child]]
 
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
         return HOST_LOST, f"its actor on {connection.name} was lost"

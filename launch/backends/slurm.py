@@ -48,7 +48,6 @@ class SlurmBackend(Backend):
         self._holder: Process | None = None
         self._allocation: Allocation | None = None
         self._places: dict[Child, Place] = {}
-        self._addresses: dict[str, str] = {}  # of the nodes
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
         absent = [program for program in ("srun", "salloc", "scontrol") if shutil.which(program) is None]
@@ -59,7 +58,10 @@ class SlurmBackend(Backend):
             environ |= await self._allocate(specs)
         self._allocation = await asyncio.to_thread(_allocation, environ)
         self._places = place_on_nodes(specs, self._allocation)
-        self._addresses = await asyncio.to_thread(_node_addresses, self._allocation.nodes)
+        shown = ("scontrol", "show", "node", "--oneliner", ",".join(self._allocation.nodes))
+        text = await asyncio.to_thread(_client, *shown)
+        known = dict(re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", text, flags=re.MULTILINE))
+        self._addresses = {child: known.get(where.node, where.node) for child, where in self._places.items()}
 
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         assert self._allocation is not None
@@ -77,10 +79,6 @@ class SlurmBackend(Backend):
         if spec.child.role != "server":
             env["PS_WORKER__LOCAL_RANK"] = str(where.local_rank)
         return connection, {**env, **spec.env}, "."
-
-    def _host_of(self, child: Child) -> str:
-        node = self._places[child].node
-        return self._addresses.get(node, node)
 
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
         step, node = connection.hello.get("step"), self._places[running.spec.child].node
@@ -163,12 +161,6 @@ def _allocation(environ: dict[str, str]) -> Allocation:
     # A job that says how many tasks it has; otherwise it has as many as cores.
     tasks = parse_counts(environ["SLURM_TASKS_PER_NODE"]) if "SLURM_TASKS_PER_NODE" in environ else cores
     return Allocation(environ["SLURM_JOB_ID"], nodes, tasks, cores)
-
-
-def _node_addresses(nodes: Sequence[str]) -> dict[str, str]:
-    """Returns the address at which Slurm reaches each node."""
-    text = _client("scontrol", "show", "node", "--oneliner", ",".join(nodes))
-    return dict(re.findall(r"^NodeName=(\S+).*? NodeAddr=(\S+)", text, flags=re.MULTILINE))
 
 
 def _client(*argv: str) -> str:

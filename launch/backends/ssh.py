@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from ...common.config.schema import LaunchConfig
-from ...common.errors import ParamServerError, UsageError
+from ...common.errors import ParamServerError, UnreachableError, UsageError
 from ...common.version import PROGRAM_VERSION
 from ..hosts.agent import Guardian
 from ..hosts.connection import BOOTSTRAP, Connection, Unreachable
-from ..hosts.host_check import INSTALLED, check_installed, check_reaches, last_json, ssh_problem
+from ..hosts.host_check import INSTALLED, check_installed, ssh_problem
 from ..plan.hosts import THIS_MACHINE, Host
 from ..plan.process import Child, ProcessSpec
 from ..plan.settings import code_file
+from ..view.events import object_in
 from .base import Backend, OnExit, OnLine, Running, Site, T, command_text, handed_on
 
 _REACH_S = 5.0
@@ -47,11 +48,10 @@ class SshBackend(Backend):
     # ---- before the start
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
-        names = dict.fromkeys(self._host(spec).host for spec in specs)  # in order: the first problem's exit code counts
-        await _all(
-            self._prepare_host(self._hosts[name], [spec for spec in specs if self._host(spec).host == name])
-            for name in names
-        )
+        by_host: dict[str, list[ProcessSpec]] = {}  # in order: the first problem's exit code counts
+        for spec in specs:
+            by_host.setdefault(self._host(spec).host, []).append(spec)
+        await _all(self._prepare_host(self._hosts[name], its_specs) for name, its_specs in by_host.items())
 
     async def _prepare_host(self, host: Host, specs: Sequence[ProcessSpec]) -> None:
         connection = await self._connected(host)
@@ -65,17 +65,11 @@ class SshBackend(Backend):
                 )
         files = {name: sorted({path for spec in specs for path in getattr(spec, name)}) for name in ("needs", "leaves")}
         output = await connection.run(["-c", INSTALLED, json.dumps({"folder": folder, **files})], dict(host.env))
-        found = last_json(output)
-        if not isinstance(found, dict):
+        found = next(filter(None, map(object_in, reversed(output.splitlines()))), None)
+        if found is None:
             last = output.strip().rpartition("\n")[2]
             raise UsageError(f"{host.host}: cannot check its installation: {last}", fix="try its interpreter")
         check_installed(host, found, PROGRAM_VERSION, folder)
-
-    def _host_of(self, child: Child) -> str:
-        if child not in self._running:
-            return ""
-        host = self._host(self._running[child].spec)
-        return host.address or host.host
 
     async def check_reach(self, addresses: Mapping[Child, str], specs: Sequence[ProcessSpec]) -> None:
         async def check(host: Host) -> None:
@@ -83,7 +77,13 @@ class SshBackend(Backend):
             with suppress(Unreachable):  # the host was lost, and its processes report it
                 connects = {"num": 1, "limit_s": _REACH_S}
                 pings = (connection.measure("ping", address=address, **connects) for address in addresses.values())
-                check_reaches(host, addresses, await asyncio.gather(*pings))
+                for (server, address), trip in zip(addresses.items(), await asyncio.gather(*pings), strict=True):
+                    if isinstance(trip, str):  # the reason
+                        raise UnreachableError(
+                            f"{host.host}: cannot reach the {server} at {address}: {trip}",
+                            fix="give the server's host an address: that others can reach, and let the port through "
+                            "its firewall (a fixed one with --port)",
+                        )
 
         await _all(check(self._hosts[name]) for name in dict.fromkeys(self._host(spec).host for spec in specs))
 
@@ -91,6 +91,7 @@ class SshBackend(Backend):
 
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         host = self._host(running.spec)
+        self._addresses[running.spec.child] = host.address or host.host
         env = {**handed_on(os.environ), **running.spec.env}
         return await self._connected(host), env, host.folder(self._site.folder)
 

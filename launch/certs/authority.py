@@ -67,12 +67,11 @@ def issue(ca: Identity, name: str, days: int, hosts: Iterable[str] = (), begins:
     `name`: `server`, reached by `hosts`; `shard-N` and `serve`, which are also clients of the run's servers; `rank-N`,
     or `worker` for any rank. A worker's certificate cannot be used by a server.
     """
-    if name == "server":
-        return _sign(ca, "ps-server", days, [ExtendedKeyUsageOID.SERVER_AUTH], hosts, begins)
-    if name == "serve" or name.startswith(SHARD_PREFIX):
-        both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        return _sign(ca, "ps-serve" if name == "serve" else name, days, both, hosts, begins)
-    return _sign(ca, name, days, [ExtendedKeyUsageOID.CLIENT_AUTH], begins=begins)
+    is_server = name in ("server", "serve") or name.startswith(SHARD_PREFIX)
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH] if is_server else []
+    usages += [ExtendedKeyUsageOID.CLIENT_AUTH] if name != "server" else []
+    subject = f"ps-{name}" if name in ("server", "serve") else name
+    return _sign(ca, subject, days, usages, hosts if is_server else (), begins)
 
 
 def load_ca(certificate_pem: bytes, key_pem: bytes) -> Identity:

@@ -22,8 +22,6 @@ from .authority import Identity, host_name, is_signed_by, issue, load_ca, make_c
 
 _OURS = ("ca.*", "server.*", "serve.*", "worker.*", "rank-*.*", "shard-*.*")
 
-Files = dict[str, bytes]  # by name
-
 
 def make(directory: Path, hosts: list[str], workers: int, shards: int, days: int, *, renew: bool, force: bool) -> None:
     """Make certificates, of a new CA or the existing one, and print how to use them.
@@ -51,14 +49,22 @@ def make(directory: Path, hosts: list[str], workers: int, shards: int, days: int
             )
         ca, known = make_ca(f"paramserver {socket.gethostname()}"[:64]), _local_names()
     ranks = ranks or [ANY_RANK]
-    files: Files = {}
+    files: dict[str, bytes] = {}  # by name
     for name in ("server", "serve", *ranks, *shard_names):
         files |= _pair(name, issue(ca, name, days, dict.fromkeys([*known, *hosts])))
     if not renew:
         files |= _pair("ca", ca) | {"token": f"{secrets.token_urlsafe(32)}\n".encode()}
     _write(directory, files, replaces_all=force)
-    _print_result(directory, ranks, shard_names, renew)
-    if not renew:
+    facts = facts_of(_read(directory / "server.crt"))
+    groups = [group for group in (shard_names, ranks) if group]
+    who = ", ".join(group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in groups)
+    kept = "; the CA and the token are the old ones" if renew else ", and a token"
+    print(f"{directory}: certificates for a server ({', '.join(facts.names)}) and for {who}{kept}")
+    print(f"valid until {facts.not_after:%Y-%m-%d}; ps-certs init {directory} --renew makes new ones\n")
+    if renew:
+        print("A running server takes the new files for new connections; workers read theirs when they reconnect.")
+        print("Copy new worker certificates to the workers' machines.")
+    else:
         _print_commands(directory, ranks[0], shard_names, hosts[0] if hosts else socket.gethostname())
 
 
@@ -119,12 +125,12 @@ def _read(path: Path) -> bytes:
         raise OutputError(f"cannot read {path}: {error.strerror}", fix="ps-certs init DIR makes a new set") from None
 
 
-def _pair(name: str, identity: Identity) -> Files:
+def _pair(name: str, identity: Identity) -> dict[str, bytes]:
     """The key comes first: a server that reads in between finds an old certificate with a new key, and waits."""
     return {f"{name}.key": identity.key_pem, f"{name}.crt": identity.certificate_pem}
 
 
-def _write(directory: Path, files: Files, replaces_all: bool) -> None:
+def _write(directory: Path, files: dict[str, bytes], replaces_all: bool) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, data in files.items():
@@ -135,19 +141,6 @@ def _write(directory: Path, files: Files, replaces_all: bool) -> None:
                     path.unlink()
     except OSError as error:
         raise OutputError(f"cannot write to {directory}: {error.strerror}", fix="choose another directory") from None
-
-
-def _print_result(directory: Path, ranks: list[str], shard_names: list[str], renewed: bool) -> None:
-    facts = facts_of(_read(directory / "server.crt"))
-    who = ", ".join(
-        group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}" for group in (shard_names, ranks) if group
-    )
-    kept = "; the CA and the token are the old ones" if renewed else ", and a token"
-    print(f"{directory}: certificates for a server ({', '.join(facts.names)}) and for {who}{kept}")
-    print(f"valid until {facts.not_after:%Y-%m-%d}; ps-certs init {directory} --renew makes new ones\n")
-    if renewed:
-        print("A running server takes the new files for new connections; workers read theirs when they reconnect.")
-        print("Copy new worker certificates to the workers' machines.")
 
 
 def _print_commands(directory: Path, first: str, shard_names: list[str], host: str) -> None:

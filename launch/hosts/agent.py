@@ -119,8 +119,10 @@ class Agent:
             with self._handled:
                 self._num_ahead -= message["size"]
                 self._handled.notify_all()
-        elif action == "sweep":
-            sweep(message["pid"], message["since"])
+        elif action == "sweep":  # kill the agent of an earlier connection; its guardian kills its processes
+            if message["since"] and started_at(message["pid"]) == message["since"]:
+                with suppress(OSError):
+                    os.kill(message["pid"], signal.SIGKILL)
         elif (popen := self._popens.get(number)) is not None:  # another thread removes it at its end
             if action == "end":
                 popen.terminate()
@@ -337,13 +339,6 @@ def started_at(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
-
-
-def sweep(pid: int, since: str) -> None:
-    """Kill the agent of an earlier connection; its guardian kills its processes."""
-    if since and started_at(pid) == since:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def kill_group(group: int) -> None:

@@ -25,7 +25,7 @@ from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.standstill import Standstill
 from ...common.wire.json_text import read_json
 from ..supervise.exits import HOST_LOST
-from ..view.events import LineSplitter
+from ..view.events import LineSplitter, object_in
 from . import agent
 
 BOOTSTRAP = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
@@ -157,11 +157,9 @@ class Connection:
             self._send({"do": "start", "id": number, **message}, content)
         return number
 
-    def end(self, number: int) -> None:
-        self._send({"do": "end", "id": number})
-
-    def kill(self, number: int) -> None:
-        self._send({"do": "kill", "id": number})
+    def end(self, number: int, action: str) -> None:
+        """Ask a process to end (`end`), or kill it and everything that it has started (`kill`)."""
+        self._send({"do": action, "id": number})
 
     async def run(self, argv: Sequence[str], env: dict[str, str]) -> str:
         """Run a small program with the host's interpreter in the home directory there, and return its output."""
@@ -231,10 +229,10 @@ class Connection:
         """Handle the agent's messages."""
         num_taken = 0
         async with _reading(pipe) as reader:
-            with suppress(asyncio.IncompleteReadError):
-                while (line := await _line(reader)).endswith(b"\n"):
+            with suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # its end, or what is no message
+                while line := await reader.readuntil():
                     self._heard_at = self._loop.time()
-                    message = _parsed(line)
+                    message = object_in(line)
                     if not self._ready.done():
                         # A shell's start-up files may have printed other lines before the agent's first.
                         if message.get("magic") == agent.MAGIC:
@@ -296,23 +294,6 @@ async def _reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
         yield reader
     finally:
         transport.close()
-
-
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Returns the next line, empty at the end and for a line longer than any message."""
-    try:
-        return await reader.readline()
-    except ValueError:
-        return b""
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """Returns the message of a line, empty for anything else."""
-    try:
-        message = read_json(line, nan=True, big=True)
-    except ValueError:
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 def watched(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.errors import MismatchError, OutputError, ParamServerError, UnreachableError, UsageError
-from ...common.wire.json_text import read_json
 from ..plan.hosts import Host
-from ..plan.process import Child
 
 INSTALLED = """
 import importlib.metadata, importlib.util, json, os, sys
@@ -29,16 +27,6 @@ if found["folder"]:
     found["closed"] = [path for path in wanted["leaves"] if not os.access(os.path.dirname(path) or ".", os.W_OK)]
 print(json.dumps(found))
 """
-
-
-def last_json(output: str) -> Any:
-    """Returns the last line that is JSON, None where there is none."""
-    for line in reversed(output.splitlines()):
-        try:
-            return read_json(line)
-        except ValueError:
-            continue
-    return None
 
 
 def check_installed(host: Host, found: Mapping[str, Any], version: str, folder: str) -> None:
@@ -60,17 +48,6 @@ def check_installed(host: Host, found: Mapping[str, Any], version: str, folder: 
     for is_lacking, error, text, fix in lacks:
         if is_lacking:
             raise error(f"{host.host}: {text}", fix=fix)
-
-
-def check_reaches(host: Host, addresses: Mapping[Child, str], trips: Sequence[float | str]) -> None:
-    """Raise UnreachableError where the host could not connect to a server. `trips`: as the agent's `ping` returns."""
-    for (server, address), trip in zip(addresses.items(), trips, strict=True):
-        if isinstance(trip, str):
-            raise UnreachableError(
-                f"{host.host}: cannot reach the {server} at {address}: {trip}",
-                fix="give the server's host an address: that others can reach, and let the port through "
-                "its firewall (a fixed one with --port)",
-            )
 
 
 def ssh_problem(host: Host, code: int | None, output: Sequence[str], python: str) -> ParamServerError:

@@ -75,26 +75,22 @@ def places_of(config: Config, hosts: Sequence[Host], num_workers: int, folder: s
 def check_remote(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> None:
     """Raise UsageError for settings that do not go together with these hosts."""
     config, origins, launch = resolved.config, resolved.origins, resolved.config.launch
-    path, num_shards = code_file(config), config.server.shards
-    raise_first(
-        (not _is_command(launch.ssh), f"{origins.get('launch.ssh')}: {launch.ssh!r} is no command", "e.g. ssh -F FILE")
-    )
+    path, num_shards, copies = code_file(config), config.server.shards, launch.sync_code
+    num = num_shards  # by default one on each host that has workers
     if launch.colocate and hosts and resolved.was_set("server.shards"):
         num = num_colocated(hosts, num_workers)
-        raise_first((
-            num_shards != num, f"{origins.get('server.shards')}: {num_shards} shards, and --colocate means one on each "
-            f"of the {num} hosts that have workers", "leave --shards out",
-        ))  # fmt: skip
-    if not launch.sync_code:
-        return
     raise_first(
-        (not hosts, "--sync-code: there are no hosts to copy to", "--hosts hosts.yaml"),
-        (path is None, f"--sync-code: task {config.task.name} is built in, there is nothing to copy",
+        (not _is_command(launch.ssh), f"{origins.get('launch.ssh')}: {launch.ssh!r} is no command", "e.g. ssh -F FILE"),
+        (num_shards != num, f"{origins.get('server.shards')}: {num_shards} shards, and --colocate means one on each "
+         f"of the {num} hosts that have workers", "leave --shards out"),
+        (copies and not hosts, "--sync-code: there are no hosts to copy to", "--hosts hosts.yaml"),
+        (copies and path is None, f"--sync-code: task {config.task.name} is built in, there is nothing to copy",
          "leave it out, or give --task FILE.py:NAME or --script FILE.py"),
-        (PurePath(path or "").is_absolute() or ".." in PurePath(path or "").parts,
+        (copies and (PurePath(path or "").is_absolute() or ".." in PurePath(path or "").parts),
          f"--sync-code: {path} is not below this directory, and has no place below workdir there",
          "start ps-launch where the file is, and name it without its directory"),
-        (not os.path.isfile(path or ""), f"--sync-code: no file {path}", "the path is relative to where you are"),
+        (copies and not os.path.isfile(path or ""), f"--sync-code: no file {path}",
+         "the path is relative to where you are"),
     )  # fmt: skip
 
 

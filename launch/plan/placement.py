@@ -49,13 +49,6 @@ def place_servers(hosts: Sequence[Host], num_shards: int) -> list[Host]:
     return [chosen[shard % len(chosen)] for shard in range(num_shards)]
 
 
-def place_relays(hosts: Sequence[Host]) -> list[Host]:
-    """Returns the host of the relay of each region; none for one region."""
-    regions = dict.fromkeys(host.region for host in hosts)
-    of_regions = [[host for host in hosts if host.region == region] for region in regions]
-    return [max(found, key=lambda host: host.host == host.region) for found in of_regions] if len(regions) > 1 else []
-
-
 def num_colocated(hosts: Sequence[Host], num_workers: int) -> int:
     """Returns the number of shards with `colocate`."""
     return len(dict.fromkeys(host.host for host in place_workers(hosts, num_workers)))
@@ -71,7 +64,11 @@ def place_processes(
     workers = place_workers(hosts, num_workers)
     servers = list({host.host: host for host in workers}.values())
     if not colocate:
-        servers = [*place_servers(hosts, num_shards), *place_relays(hosts)]
+        servers = place_servers(hosts, num_shards)
+        regions = dict.fromkeys(host.region for host in hosts)
+        for region in regions if len(regions) > 1 else ():  # each has a relay
+            of_region = [host for host in hosts if host.region == region]
+            servers.append(max(of_region, key=lambda host: host.host == host.region))
     check_addresses(servers, workers)
     places = {}
     for role, chosen in (("server", servers), ("worker", workers)):

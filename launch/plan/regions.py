@@ -51,7 +51,15 @@ def find_regions(hosts: Sequence[str], trips: Trips, upstream: str, num: int | N
         if math.isinf(known[a, b]):
             detours = (max(known[a, c], known[c, b]) for c in hosts if c not in (a, b))
             full[a, b] = min(detours, default=math.inf)
-    for host, label in zip(hosts, _labels(hosts, full, num), strict=True):
+    hierarchy, labels = load_scipy(), [1]
+    if len(hosts) > 1:
+        tree = hierarchy.linkage([min(full[pair], _NEVER_S) for pair in combinations(hosts, 2)], method="complete")
+        if num is not None:
+            labels = hierarchy.fcluster(tree, num, criterion="maxclust").tolist()
+        else:
+            height_s = threshold_s([height for _, _, height, _ in tree.tolist() if height < _NEVER_S])
+            labels = hierarchy.fcluster(tree, height_s, criterion="distance").tolist()
+    for host, label in zip(hosts, labels, strict=True):
         groups.setdefault(label, []).append(host)
     return [Region(tuple(group), _relay(group, upstream, trips, known)) for group in groups.values()]
 
@@ -77,18 +85,6 @@ def distances(hosts: Sequence[str], trips: Trips) -> dict[tuple[str, str], float
         both = [trips.get(pair, math.inf) for pair in ((a, b), (b, a))]
         found[a, b] = found[b, a] = max(filter(math.isfinite, both), default=math.inf)
     return found
-
-
-def _labels(hosts: Sequence[str], full: Trips, num: int | None) -> list[int]:
-    """Returns the number of each host's group."""
-    hierarchy = load_scipy()
-    if len(hosts) == 1:
-        return [1]
-    tree = hierarchy.linkage([min(full[pair], _NEVER_S) for pair in combinations(hosts, 2)], method="complete")
-    if num is not None:
-        return list(hierarchy.fcluster(tree, num, criterion="maxclust").tolist())
-    height_s = threshold_s([height for _, _, height, _ in tree.tolist() if height < _NEVER_S])
-    return list(hierarchy.fcluster(tree, height_s, criterion="distance").tolist())
 
 
 def threshold_s(heights: Sequence[float]) -> float:

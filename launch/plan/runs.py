@@ -137,11 +137,27 @@ class Plan:
         """The process that reports status and summary of the run."""
         return SERVER if self.mode != SINGLE else Child("worker", 0)
 
-    def process(self, child: Child, address: str | None) -> ProcessSpec:
-        """Returns how to start a process. `address`: the coordinator's; None where there is no server."""
-        if child == SERVE:
-            return self.serve(address or "")
-        return self._server(child, address or "") if child.role == SERVER.role else self._worker(child, address)
+    def process(
+        self, child: Child, address: str | None, *, num_lost: int = 0, listen: str = "", has_snapshot: bool = False,
+        dashboard: str = "",
+    ) -> ProcessSpec:  # fmt: skip
+        """Returns how to start a process. `address`: the coordinator's; None where there is no server.
+
+        `num_lost`: processes of the worker that were lost, without which it may start (launch.group_min). A server that
+        starts again listens at its old address, `listen`, and has its dashboard where browsers have it open. It starts
+        from this run's newest snapshot; without one (`has_snapshot`) as it did at first.
+        """
+        if child.role == "worker":
+            spec, least, at = self._worker(child, address), self.config.launch.group_min, 1 + len(PROGRAMS["group"])
+            if least is None or not num_lost:
+                return spec
+            group = str(max(least, self.config.launch.group - num_lost))  # after the interpreter
+            return dataclasses.replace(spec, argv=(*spec.argv[:at], group, *spec.argv[at + 1 :]))
+        spec = self.serve(address or "") if child == SERVE else self._server(child, address or "")
+        again: dict[str, Any] = {"server.listen": listen} if listen else {}
+        again |= {"checkpoint.resume": None} if has_snapshot else {}
+        again |= {"server.web": dashboard} if dashboard else {}
+        return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, again)))
 
     def processes(self, address: str = "") -> list[ProcessSpec]:
         """Returns how to start each process."""
@@ -174,28 +190,6 @@ class Plan:
         settings_of_serve = {"serve.listen": self.serves_at, **self.identities.get(SERVE, {})}
         where = (*arguments(None, settings_of_serve), "--server", address)
         return ProcessSpec(SERVE, (self.server_argv[0], *PROGRAMS["serve"], *settings, *where), self.server_env)
-
-    def server_again(
-        self, spec: ProcessSpec, address: str = "", *, has_snapshot: bool = False, dashboard: str = ""
-    ) -> ProcessSpec:
-        """Returns how to start a server again, at its old address, and its dashboard where browsers have it open.
-
-        It starts from this run's newest snapshot; without one (`has_snapshot`) as it did at first.
-        """
-        again: dict[str, Any] = {"server.listen": address} if address else {}
-        again |= {"checkpoint.resume": None} if has_snapshot else {}
-        again |= {"server.web": dashboard} if dashboard else {}
-        return dataclasses.replace(spec, argv=(*spec.argv, *arguments(None, again)))
-
-    def with_fewer(self, spec: ProcessSpec, num_lost: int) -> ProcessSpec:
-        """Returns a worker without the processes that were lost, where it may have fewer (launch.group_min)."""
-        group, least = self.config.launch.group, self.config.launch.group_min
-        if least is None or not num_lost:
-            return spec
-        at = 1 + len(PROGRAMS["group"])  # after the interpreter
-        return dataclasses.replace(
-            spec, argv=(*spec.argv[:at], str(max(least, group - num_lost)), *spec.argv[at + 1 :])
-        )
 
     def _server(self, child: Child, address: str) -> ProcessSpec:
         placement, identity = self.places.get(child), self.identities.get(child, {})

@@ -39,11 +39,6 @@ def describe_exit(code: int, *, is_script: bool = False) -> str:
     return f"exit code {code} ({meaning})" if meaning else f"exit code {code}"
 
 
-def shell_code(code: int) -> int:
-    """Returns the launcher's exit code: 128 + its number for a death by signal, as in a shell."""
-    return code if code >= 0 else 128 - code
-
-
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name

@@ -73,10 +73,9 @@ class Restarts:
     """Counts the restarts of each process against the budget that each has."""
 
     def __init__(self, max_restarts: int, backoff_s: float) -> None:
-        self.max_restarts = max_restarts
-        self._backoff_s = backoff_s
+        self._max_restarts, self._backoff_s = max_restarts, backoff_s
         self._started_at: dict[Child, float] = {}  # of those that run
-        self._num_restarts: Counter[Child] = Counter()
+        self.num_restarts: Counter[Child] = Counter()
         self._raised: dict[Child, list[Raised | None]] = {}  # by each of its failures
         self._failures: dict[Child, Failure] = {}  # the first of each that is not forgiven, oldest first
 
@@ -107,15 +106,12 @@ class Restarts:
         last = next(reversed(self._raised.get(child, [])), None)
         return last is not None and last.kind == raised.kind
 
-    def has_restarted(self, child: Child) -> bool:
-        return self._num_restarts[child] > 0
-
     def next(self, child: Child) -> Attempt | None:
         """Take one restart from the child's budget, None if it is spent."""
-        if self._num_restarts[child] >= self.max_restarts:
+        if self.num_restarts[child] >= self._max_restarts:
             return None
-        self._num_restarts[child] += 1
-        number = self._num_restarts[child]
+        self.num_restarts[child] += 1
+        number = self.num_restarts[child]
         # The exponent is bounded, because 2.0 ** 2000 is an error and a budget may be as large.
         return Attempt(number, min(MAX_BACKOFF_S, self._backoff_s * 2.0 ** min(number - 1, 60)))
 
@@ -125,7 +121,7 @@ class Restarts:
         return next(failure for failure in self._failures.values() if failure.child != SERVE)
 
     def _forgive(self, child: Child) -> None:
-        self._num_restarts.pop(child, None)
+        self.num_restarts.pop(child, None)
         self._failures.pop(child, None)
         before = self._raised.get(child, [])
         before[:] = [raised for raised in before if raised is not None and raised.is_mistake]

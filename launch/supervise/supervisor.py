@@ -31,7 +31,7 @@ from enum import StrEnum
 
 from ..plan.process import SERVE, SERVER, Child
 from .blame import Raised
-from .exits import BUDGET_SPENT, UNREACHABLE, USAGE, describe_exit, shell_code, signal_name
+from .exits import BUDGET_SPENT, UNREACHABLE, USAGE, describe_exit, signal_name
 from .restarts import Attempt, Failure, Restarts, can_mend
 
 # A server whose workers are done only writes its results. It is asked to end soon, because a script may exit without
@@ -115,9 +115,12 @@ class _Pending:
     otherwise: Finish
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobSettings:
-    """The processes of a job, and the limits of its restarts and of its end."""
+@dataclass(kw_only=True, eq=False)
+class Supervisor:
+    """The state of one job, with its processes, and the limits of its restarts and of its end.
+
+    `deadline`: when `tick` has something to decide, None for never.
+    """
 
     num_workers: int
     num_shards: int = 1  # server processes; 0: workers without a server
@@ -129,19 +132,14 @@ class JobSettings:
     max_restarts: int = 3  # of each process
     backoff_s: float = 0.5  # before a first restart
 
-
-class Supervisor:
-    """The state of one job. `deadline`: when `tick` has something to decide, None for never."""
-
-    def __init__(self, job: JobSettings) -> None:
+    def __post_init__(self) -> None:
         self.phase = Phase.STARTING
-        self._job = job
-        self._workers = [Child("worker", rank) for rank in range(job.num_workers)]
-        self._servers = [*(Child("server", shard) for shard in range(job.num_shards)), *job.relays]
+        self._workers = [Child("worker", rank) for rank in range(self.num_workers)]
+        self._servers = [*(Child("server", shard) for shard in range(self.num_shards)), *self.relays]
         self._listening: set[Child] = set()  # servers that have listened
-        self._serve = [SERVE] if job.has_serve else []
+        self._serve = [SERVE] if self.has_serve else []
         self._states = dict.fromkeys([*self._servers, *self._workers, *self._serve], State.PLANNED)
-        self._restarts = Restarts(job.max_restarts, job.backoff_s)
+        self._restarts = Restarts(self.max_restarts, self.backoff_s)
         self._pending: dict[Child, _Pending] = {}
         self._evicted: set[Child] = set()
         self._has_joined = False  # any worker, ever
@@ -186,7 +184,7 @@ class Supervisor:
         if not self.all_listen:
             return []
         self.phase = Phase.RUNNING
-        servers = "every relay is" if self._job.relays else "every shard of the server is"
+        servers = "every relay is" if self.relays else "every shard of the server is"
         subject = "the server is" if len(self._servers) == 1 else servers
         return [self._start(child, f"{subject} listening", now) for child in (*self._workers, *self._serve)]
 
@@ -201,10 +199,10 @@ class Supervisor:
 
     def already_done(self, reason: str, now: float) -> list[Decision]:
         """The server has resumed a snapshot of the run's end: only its results are needed."""
-        if self.phase not in (Phase.STARTING, Phase.RUNNING):
+        if self.is_ending:
             return []
         self._states |= {worker: State.ENDED for worker in self._workers if self._states[worker] is State.PLANNED}
-        self.phase, self._patience = Phase.ENDING, now + _SERVER_WRITE_GRACES * self._job.grace_s
+        self.phase, self._patience = Phase.ENDING, now + _SERVER_WRITE_GRACES * self.grace_s
         self._outcome, self._has_joined = Finish(0, reason), True
         self._pending.pop(SERVE, None)
         return list(self._ask_to_end([*self._states], reason))
@@ -219,7 +217,7 @@ class Supervisor:
             return []
         self._give_up_restarts()
         self._outcome = Finish(exit_code, reason, culprit)
-        self.phase, self._patience = Phase.DRAINING, now + _SERVER_WRITE_GRACES * self._job.grace_s
+        self.phase, self._patience = Phase.DRAINING, now + _SERVER_WRITE_GRACES * self.grace_s
         return self._finish_when_empty()
 
     def exited(self, child: Child, code: int, now: float, raised: Raised | None = None) -> list[Decision]:
@@ -229,11 +227,11 @@ class Supervisor:
             return self._finish_when_empty()
         if child == SERVE:
             return self._serve_ended(code, now)
-        if was is State.STOPPING and (code in (0, 143, -15) or child in self._job.relays):
+        if was is State.STOPPING and (code in (0, 143, -15) or child in self.relays):
             code = 0  # asked to end after its workers, and it did
         if child in self._evicted:
             code = 0
-        was_late = child in self._servers or self._restarts.has_restarted(child)
+        was_late = child in self._servers or self._restarts.num_restarts[child] > 0
         if code == UNREACHABLE and child != SERVER and self._states.get(SERVER) is State.ENDED and was_late:
             code = 0  # it came back too late, and the others finished
             self._outcome = self._outcome if self._outcome.exit_code else _COMPLETE
@@ -244,7 +242,7 @@ class Supervisor:
         self._restarts.ended_well(child)
         ending = self._complete() if child == SERVER and self._is_out else []
         if all(self._states[worker] is State.ENDED for worker in self._workers):
-            shards = [server for server in self._servers if server not in self._job.relays]
+            shards = [server for server in self._servers if server not in self.relays]
             down = next((server for server in shards if server in self._pending), None)
             if down is not None:  # it would have no worker to serve
                 return self._drain(self._pending[down].otherwise, now)
@@ -260,9 +258,7 @@ class Supervisor:
         attempt = self._restarts.next(SERVE) if may_restart else None
         if attempt is None:
             return self._finish_when_empty()
-        self._states[SERVE] = State.WAITING
-        self._pending[SERVE] = _Pending(now + attempt.in_s, attempt, _COMPLETE)
-        return [self._restart(failure, attempt)]
+        return [self._restart(failure, attempt, _COMPLETE, now)]
 
     def interrupt(self, signal_number: int, now: float) -> list[Decision]:
         """The launcher got SIGINT, SIGTERM or the like: the first one drains, the next one kills."""
@@ -278,19 +274,25 @@ class Supervisor:
         for child, pending in list(self._pending.items()):
             if now >= pending.due:
                 del self._pending[child]
-                number, of = pending.attempt.number, self._restarts.max_restarts
-                decisions.append(self._start(child, f"restart {number} of {of}", now))
+                number = pending.attempt.number
+                decisions.append(self._start(child, f"restart {number} of {self.max_restarts}", now))
         if self._patience is None or now < self._patience:
             return decisions
-        self._patience = None
+        self._patience, after_s = None, self.grace_s
+        write_s = _SERVER_WRITE_GRACES * self.grace_s
         if self.phase is Phase.ENDING:
-            return self._server_is_late(now)
-        after_s = self._job.grace_s
+            if ending := self._ask_to_end(self._servers, "every worker is done"):
+                self._patience = now + write_s
+                return [*ending]
+            late = self._alive()
+            reason = f"the {late[0]} did not end within {write_s:g} s"
+            self.phase, self._outcome = Phase.DRAINING, Finish(1, reason, late[0])
+            return [Kill(child, reason) for child in late]
         writers = self._servers or self._workers
         if now < self._write_until:
             self._patience = self._write_until
         else:
-            writers, after_s = [], _SERVER_WRITE_GRACES * self._job.grace_s
+            writers, after_s = [], write_s
         return [Kill(child, f"still there after {after_s:g} s") for child in self._alive() if child not in writers]
 
     def _complete(self) -> list[Decision]:
@@ -300,70 +302,56 @@ class Supervisor:
         is_missing = any(self._states[child] is not State.ENDED for child in self._is_out)
         self._outcome = (*failures, _COMPLETE if is_missing else self._outcome)[0]
         self._give_up_restarts()
-        lost = [relay for relay in self._job.relays if relay in self._is_out]
+        lost = [relay for relay in self.relays if relay in self._is_out]
         killed = [Kill(relay, _COMPLETE.reason) for relay in lost if self._states[relay] is State.RUNNING]
         self._states |= {kill.child: State.STOPPING for kill in killed}  # it writes nothing
-        theirs = [Child("worker", rank) for relay in lost for rank in self._job.relays[relay]]
+        theirs = [Child("worker", rank) for relay in lost for rank in self.relays[relay]]
         return [*killed, *self._ask_to_end([*self._is_out, *theirs], _COMPLETE.reason)]
-
-    def _server_is_late(self, now: float) -> list[Decision]:
-        wait_s = _SERVER_WRITE_GRACES * self._job.grace_s
-        if ending := self._ask_to_end(self._servers, "every worker is done"):
-            self._patience = now + wait_s
-            return list(ending)
-        self.phase = Phase.DRAINING
-        late = self._alive()
-        reason = f"the {late[0]} did not end within {wait_s:g} s"
-        self._outcome = Finish(1, reason, late[0])
-        return [Kill(child, reason) for child in late]
 
     def _failed(
         self, child: Child, code: int, now: float, how: str = "", raised: Raised | None = None
     ) -> list[Decision]:
         """Restart the process after a back-off, or end the job."""
-        is_script = self._job.is_script and child.role == "worker"
+        is_script = self.is_script and child.role == "worker"
         failure = Failure(child, how or str(raised or describe_exit(code, is_script=is_script)))
         is_again = self._restarts.failed(failure, now, raised)
-        final = self._final(shell_code(code), failure)
+        exit_code = code if code >= 0 else 128 - code  # of a death by signal, as in a shell
+        final = self._final(exit_code, failure)
         if how or not self._may_restart(child, code):
             return self._drain(final, now)
         if is_script and raised is not None and raised.variable:
             return self._drain(Finish(code, f"{failure}; {raised.variable} {_IS_NO_GROUP}", child), now)
         if is_again:
             same = "; the same had ended it before it was started again"
-            return self._drain(self._final(shell_code(code), failure, same), now)
-        if raised is not None and raised.is_mistake and self._is_everyones(child, raised):
-            return self._drain(Finish(code, f"every worker failed: {raised}", child), now)
-        if child in self._servers and child not in self._job.relays and not self._job.keeps_snapshots:
+            return self._drain(self._final(exit_code, failure, same), now)
+        if raised is not None and raised.is_mistake:
+            others = [worker for worker in self._workers if worker != child]
+            failed_too = [other in self._is_out and self._restarts.ended_by(other, raised) for other in others]
+            if others and all(failed_too):  # and none of them has been admitted again
+                return self._drain(Finish(code, f"every worker failed: {raised}", child), now)
+        if child in self._servers and child not in self.relays and not self.keeps_snapshots:
             is_up = self.phase is Phase.RUNNING
             hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""
-            return self._drain(self._final(shell_code(code), failure, hint), now)
+            return self._drain(self._final(exit_code, failure, hint), now)
         attempt = self._restarts.next(child)
         if attempt is None:
-            times = "once" if self._restarts.max_restarts == 1 else f"{self._restarts.max_restarts} times"
+            times = "once" if self.max_restarts == 1 else f"{self.max_restarts} times"
             spent = f"; it had been started again {times}, as often as launch.max_restarts allows"
             return self._drain(self._final(BUDGET_SPENT, failure, spent), now)
-        self._states[child] = State.WAITING
-        self._pending[child] = _Pending(now + attempt.in_s, attempt, final)
         if child != SERVER:
             self._is_out[child] = final
-        return [self._restart(failure, attempt)]
+        return [self._restart(failure, attempt, final, now)]
 
-    def _restart(self, failure: Failure, attempt: Attempt) -> Restart:
-        of = self._restarts.max_restarts
-        reason = f"{failure}; started again in {attempt.in_s:g} s (restart {attempt.number} of {of})"
-        return Restart(failure.child, reason, attempt, of)
-
-    def _is_everyones(self, child: Child, raised: Raised) -> bool:
-        """Whether all other workers have failed the same way, and none has been admitted again."""
-        others = [worker for worker in self._workers if worker != child]
-        return bool(others) and all(
-            other in self._is_out and self._restarts.ended_by(other, raised) for other in others
-        )
+    def _restart(self, failure: Failure, attempt: Attempt, otherwise: Finish, now: float) -> Restart:
+        """Start the process again later. `otherwise`: the job's end if that never happens."""
+        self._states[failure.child] = State.WAITING
+        self._pending[failure.child] = _Pending(now + attempt.in_s, attempt, otherwise)
+        reason = f"{failure}; started again in {attempt.in_s:g} s (restart {attempt.number} of {self.max_restarts})"
+        return Restart(failure.child, reason, attempt, self.max_restarts)
 
     def _may_restart(self, child: Child, code: int) -> bool:
         """Whether a restart may help. A budget of 0 means that no restarts are wanted."""
-        if self.phase not in (Phase.STARTING, Phase.RUNNING) or not self._restarts.max_restarts:
+        if self.is_ending or not self.max_restarts:
             return False
         there_is_a_server = child == SERVER or self._states.get(SERVER) in (State.RUNNING, State.WAITING)
         return there_is_a_server and can_mend(child, code, has_listened=child in self._listening)
@@ -379,8 +367,8 @@ class Supervisor:
         """End the job with `outcome`. `reason`: the sentence for running processes, if it differs."""
         self._give_up_restarts()
         self._outcome = outcome
-        self.phase, self._patience = Phase.DRAINING, now + self._job.grace_s
-        self._write_until = now + _SERVER_WRITE_GRACES * self._job.grace_s
+        self.phase, self._patience = Phase.DRAINING, now + self.grace_s
+        self._write_until = now + _SERVER_WRITE_GRACES * self.grace_s
         ending = self._ask_to_end([*self._states], reason or outcome.reason)
         return [*ending, *self._finish_when_empty()]
 
@@ -403,7 +391,7 @@ class Supervisor:
         if alive:
             return [Kill(SERVE, self._outcome.reason)]
         self.phase = Phase.OVER
-        if self._outcome.exit_code == 0 and self._job.is_script and self._servers and not self._has_joined:
+        if self._outcome.exit_code == 0 and self.is_script and self._servers and not self._has_joined:
             return [Finish(USAGE, _NEVER_JOINED, self._workers[0])]  # known now: the server's lines have all come
         return [self._outcome]
 

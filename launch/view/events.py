@@ -73,15 +73,19 @@ class Event:
         return self.level not in _LEVELS or _LEVELS.index(self.level) >= _LEVELS.index(level)
 
 
+def object_in(line: str | bytes) -> dict[str, Any]:
+    """Returns the JSON object in a line, empty for any other line."""
+    try:
+        found = read_json(line, nan=True, big=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def parse_event(line: str) -> Event | None:
     """The event in a line, or None."""
-    if not line.startswith("{"):
-        return None
-    try:
-        fields = read_json(line, nan=True, big=True)
-    except ValueError:
-        return None
-    if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
+    fields = object_in(line) if line.startswith("{") else {}
+    if not isinstance(fields.get("event"), str):
         return None
     name, level = fields.pop("event"), str(fields.pop("level", "info"))
     for common in ("program", "timestamp"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,27 +21,34 @@ from ...common.reporting.panel import live_panel
 from ...common.reporting.report import PipeConsole, status_line
 from ...common.reporting.status import Status
 from ...common.security import WEB_TOKEN_VARIABLE
-from ...common.wire.json_text import read_json, to_json
+from ...common.wire.json_text import to_json
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
-from .events import Event
-from .text import LastLines, Series, child_line, sentence_of
+from .events import Event, object_in
+from .text import Series, child_line
 
 _MAX_LINES_HELD = 200
+_NUM_LAST_LINES = 20  # of each process
 
 
-class Screen(ABC):
-    """Shows one run on standard error, until that is gone."""
+class Screen:
+    """Shows one run on standard error, until that is gone: lines, and a status line at most every `interval_s`."""
 
-    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None]) -> None:
-        self._hosts = hosts
-        self._on_lost = on_lost
+    def __init__(
+        self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0,
+        series: Series = Series(),
+    ) -> None:  # fmt: skip
+        self._hosts, self._on_lost, self._interval_s, self._series = hosts, on_lost, interval_s, series
         self._is_lost = False
         self._console = PipeConsole(stderr=True)
+        self._shown, self._shown_at = "", float("-inf")
+        self._num_lines = 0
+        self._last_lines: dict[Child, deque[tuple[int, Text]]] = {}  # with their numbers among all lines
 
-    @abstractmethod
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         """Show what the launcher did or found. `fields`: the same for programs."""
+        style = {"warning": "yellow", "error": "bold red"}.get(level, "bold")
+        self._print(Text.assemble(("ps-launch: ", style), sentence))
 
     def page(self, address: str, token: str | None) -> None:
         """Show a page's address, with its token to the person at a terminal only: other output is stored."""
@@ -51,26 +58,47 @@ class Screen(ABC):
             address += f"; to control the run there, set {WEB_TOKEN_VARIABLE} before the start and add ?token=..."
         self.note("dashboard", address)
 
-    @abstractmethod
     def line(self, child: Child, line: str, event: Event | None) -> None:
         """Show a line of a child."""
+        if event is not None and event.name == "training_started" and child.role == "server":
+            num = event.get("workers")
+            self.note(event.name, "1 worker joined" if num == 1 else f"{num} workers joined")
+            return
+        text = child_line(child, line, event, self._hosts.get(child, ""))
+        self._num_lines += 1
+        self._last_lines.setdefault(child, deque(maxlen=_NUM_LAST_LINES)).append((self._num_lines, text))
+        self._print_line(text)
 
-    @abstractmethod
     def status(self, line: str, status: Status, now: float) -> None:
         """Show the run's status; `line`: as reported."""
+        # A tenth early is in time: the server's interval and this one have no common clock.
+        text = status_line(status, self._job(status))
+        if now - self._shown_at >= 0.9 * self._interval_s and text != self._shown:
+            self._print(Text(text))
+            self._shown, self._shown_at = text, now
 
-    def is_down(self, child: Child) -> None:  # noqa: B027
+    def _job(self, status: Status) -> str:
+        return self._series.text(status.elapsed_s, status.eta_s)
+
+    def is_down(self, child: Child) -> None:
         """The process whose status is shown has ended."""
 
-    def tick(self, now: float) -> None:  # noqa: B027  (nothing, for most)
+    def tick(self, now: float) -> None:
         """Refresh the screen."""
 
     def failure(self, finish: Finish) -> None:
-        """Show how a job failed."""
+        """Show how a job failed, after the last lines of the process where they have scrolled away."""
+        lines = self._last_lines.get(finish.culprit) if finish.culprit is not None else None
+        if lines and self._num_lines - lines[-1][0] > _NUM_LAST_LINES // 2:
+            heading = Text(f"---- last lines of {finish.culprit} ".ljust(60, "-"))
+            self._print(Text("\n").join([heading, *(line for _, line in lines), Text("-" * 60)]))
         self.note("failed", finish.reason, "error")
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Restore the terminal."""
+
+    def _print_line(self, text: Text) -> None:
+        self._print(text)
 
     def _print(self, text: Text) -> None:
         if self._console.is_terminal:
@@ -97,56 +125,10 @@ def make_screen(
         return JsonScreen(hosts, on_lost)
     if sys.stderr.isatty():
         return LiveScreen(hosts, on_lost, series)
-    return PlainScreen(hosts, on_lost, config.launch.status_interval_s, series)
+    return Screen(hosts, on_lost, config.launch.status_interval_s, series)
 
 
-class PlainScreen(Screen):
-    """Lines, and a status line at most every `interval_s`."""
-
-    def __init__(
-        self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0,
-        series: Series = Series(),
-    ) -> None:  # fmt: skip
-        super().__init__(hosts, on_lost)
-        self._series = series
-        self._last_lines = LastLines()
-        self._interval_s = interval_s
-        self._shown, self._shown_at = "", float("-inf")
-
-    def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
-        style = {"warning": "yellow", "error": "bold red"}.get(level, "bold")
-        self._print(Text.assemble(("ps-launch: ", style), sentence))
-
-    def line(self, child: Child, line: str, event: Event | None) -> None:
-        if event is not None and (sentence := sentence_of(child, event)):
-            self.note(event.name, sentence)
-            return
-        text = child_line(child, line, event, self._hosts.get(child, ""))
-        self._last_lines.add(child, text)
-        self._print_line(text)
-
-    def _print_line(self, text: Text) -> None:
-        self._print(text)
-
-    def status(self, line: str, status: Status, now: float) -> None:
-        # A tenth early is in time: the server's interval and this one have no common clock.
-        text = status_line(status, self._job(status))
-        if now - self._shown_at >= 0.9 * self._interval_s and text != self._shown:
-            self._print(Text(text))
-            self._shown, self._shown_at = text, now
-
-    def _job(self, status: Status) -> str:
-        return self._series.text(status.elapsed_s, status.eta_s)
-
-    def failure(self, finish: Finish) -> None:
-        repeated = self._last_lines.to_repeat(finish.culprit) if finish.culprit else []
-        if repeated:
-            heading = Text(f"---- last lines of {finish.culprit} ".ljust(60, "-"))
-            self._print(Text("\n").join([heading, *repeated, Text("-" * 60)]))
-        super().failure(finish)
-
-
-class LiveScreen(PlainScreen):
+class LiveScreen(Screen):
     """A terminal: lines scroll above a table that stays."""
 
     def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series = Series()) -> None:
@@ -209,11 +191,11 @@ class JsonScreen(Screen):
     def line(self, child: Child, line: str, event: Event | None) -> None:
         origin: dict[str, Any] = {"role": child.role, "rank": child.rank}
         origin |= {"host": self._hosts[child]} if child in self._hosts else {}
-        fields = read_json(line, nan=True, big=True) if event is not None else {"event": "output", "line": line}
+        fields = object_in(line) if event is not None else {"event": "output", "line": line}
         self._write({**fields, **origin, "rank": fields.get("rank", child.rank)})
 
     def status(self, line: str, status: Status, now: float) -> None:
-        self._write(read_json(line, nan=True, big=True))
+        self._write(object_in(line))
 
     def _write(self, fields: dict[str, Any]) -> None:
         text = to_json({"timestamp": time.time(), **fields})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,6 @@ from ..plan.process import Child
 from .events import Event
 
 _LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
-_NUM_LAST_LINES = 20
 
 
 def child_line(child: Child, line: str, event: Event | None, host: str = "") -> Text:
@@ -25,14 +23,6 @@ def child_line(child: Child, line: str, event: Event | None, host: str = "") -> 
     if event is None:
         return Text.assemble(prefix, Text.from_ansi(line))
     return Text.assemble(prefix, (event_text(event), _LEVEL_STYLES.get(event.level, "")))
-
-
-def sentence_of(child: Child, event: Event) -> str:
-    """Returns a sentence for some events of the server, empty for all others, which are shown unchanged."""
-    if child.role == "server" and event.name == "training_started":
-        num = event.get("workers")
-        return "1 worker joined" if num == 1 else f"{num} workers joined"
-    return ""
 
 
 def event_text(event: Event) -> str:
@@ -50,24 +40,6 @@ def _value_text(value: Any) -> str:
         return f"{value:.6g}"
     text = str(value)
     return repr(text) if (isinstance(value, str) and (" " in text or not text)) or not text.isprintable() else text
-
-
-class LastLines:
-    """The last lines of each child, to repeat when it has failed and they have scrolled away."""
-
-    def __init__(self) -> None:
-        self._num_shown = 0
-        self._lines: dict[Child, deque[tuple[int, Text]]] = {}
-
-    def add(self, child: Child, line: Text) -> None:
-        self._num_shown += 1
-        self._lines.setdefault(child, deque(maxlen=_NUM_LAST_LINES)).append((self._num_shown, line))
-
-    def to_repeat(self, child: Child) -> list[Text]:
-        """Returns its last lines, none if they are still just above."""
-        lines = self._lines.get(child, deque())
-        foreign = self._num_shown - lines[-1][0] if lines else 0
-        return [line for _, line in lines] if foreign > _NUM_LAST_LINES // 2 else []
 
 
 @dataclass(frozen=True)
@@ -92,8 +64,3 @@ class Series:
         each = sum(self.took_s) / len(self.took_s) if self.took_s else run_s + (eta_s or 0.0)
         left = max(0.0, each - run_s) if eta_s is None else eta_s
         return f"{name}, about {about(left + later * each)} to go"
-
-    def before(self, sentence: str) -> str:
-        """Returns the sentence after this text."""
-        text = self.text()
-        return f"{text}: {sentence}" if text else sentence

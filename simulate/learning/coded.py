@@ -20,7 +20,6 @@ from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.wire.records import COUNTED, Outcome
 from ...ps.core import effects
 from ...ps.tensors.model import Model
-from ...ps.tensors.replies.reference import Reference
 from ...worker.tensors.transfer import Stretch
 from ...worker.transports.encoding import Encoding
 
@@ -86,19 +85,16 @@ class Down:
             model.references.replies(version, not is_encoded)
             reference = model.references.of(codec, version)
         key = (version, is_encoded) if reference is None else reference.number
-        if self._kept[0] != key:
-            self._kept = key, self._exact(is_encoded) if reference is None else _whole(reference)
-        return self._kept[1]
-
-    def _exact(self, is_encoded: bool) -> torch.Tensor:
-        codec, layout = self._codec, self._model.store.layout
-        exact = self._model.store.weights[: layout.exchange_bytes].clone()
-        if is_encoded:
-            decode_payload(codec, layout, encode_payload(codec, layout, exact), exact)
-        return exact
-
-
-def _whole(reference: Reference) -> torch.Tensor:
-    (whole,) = reference.update_from(0).made
-    assert whole.payload is not None
-    return whole.payload
+        if self._kept[0] == key:
+            return self._kept[1]
+        if reference is None:
+            layout = model.store.layout
+            payload = model.store.weights[: layout.exchange_bytes].clone()
+            if is_encoded:
+                decode_payload(codec, layout, encode_payload(codec, layout, payload), payload)
+        else:
+            (whole,) = reference.update_from(0).made
+            assert whole.payload is not None
+            payload = whole.payload
+        self._kept = key, payload
+        return payload

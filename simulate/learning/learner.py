@@ -164,13 +164,9 @@ class Learner:
             machine.anchor.measure()
         (stretch,) = machine.transfer.gather(self.kind)
         item.payload = copy_of(*stretch.pieces) if item.up is None else item.up.sent(stretch, item.version)
-        if not bool(torch.isfinite(self._parameters(item.payload)).all()):
+        floats = [view for view in self._first.tensors.views(item.payload) if view.is_floating_point()]
+        if not all(torch.isfinite(view.float().sum()) for view in floats):
             raise DivergedError(f"rank {rank} computed NaN or Inf in training step {step + 1}", fix="lower --lr")
-
-    def _parameters(self, payload: torch.Tensor) -> torch.Tensor:
-        views = self._first.tensors.views(payload)
-        floats = [view.flatten().float() for view in views if view.is_floating_point()]
-        return torch.stack([view.sum() for view in floats])
 
     def send(self, rank: int) -> tuple[int, TrainingInfo]:
         """Send the result of `compute`, which arrives with its contribution. Returns its samples and facts."""
@@ -190,8 +186,7 @@ class Learner:
         rank = self._ranks[reply.rank]
         is_start = reply.is_start
         work, start = reply.reply.next_work, reply.reply.start
-        if is_start or rank.division != (work.num_workers, work.worker_index):
-            rank.division = work.num_workers, work.worker_index
+        rank.division = work.num_workers, work.worker_index
         if is_start:
             first = work.training_steps if start is None else start.num_batches
             rank.batches = sharded_batches(self._shares, lambda: rank.division, first)
@@ -246,7 +241,6 @@ class Learner:
     def metrics(self) -> dict[str, float]:
         """Returns the task's metrics of the newest weights."""
         machine = self._first
-        machine.holds = None
         machine.put(self.model.store.weights[: self.model.store.layout.exchange_bytes])
         machine.holds = None
         with user_code():

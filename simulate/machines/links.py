@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
 
 
+@dataclass(eq=False, slots=True)
 class _Class(Generic[Key]):
     """Transfers with one limit."""
 
-    __slots__ = ("given", "heap", "limit", "rate")
-
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self.given = 0.0  # bytes received by a transfer that was here from the start
-        self.rate = 0.0
-        self.heap: list[tuple[float, int, Key]] = []
+    limit: float
+    given: float = 0.0  # bytes received by a transfer that was here from the start
+    rate: float = 0.0
+    heap: list[tuple[float, int, Key]] = field(default_factory=list)
 
 
 class Link(Generic[Key]):
@@ -37,11 +36,6 @@ class Link(Generic[Key]):
         self._only: _Class[Key] | None = None  # where all limits are the same
         self._at = 0.0
         self._num_begun = self._num = 0  # ever, and now
-
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether transfers do not slow each other down."""
-        return math.isinf(self.capacity)
 
     def begin(self, now: float, key: Key, num_bytes: float, limit: float) -> None:
         """Begin a transfer of `num_bytes` > 0, at most as fast as `limit`."""

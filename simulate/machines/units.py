@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 
 from ...common.errors import UsageError
 
@@ -23,35 +24,27 @@ def seconds(flag: str, text: str) -> float:
 
 def bandwidth(flag: str, text: str) -> tuple[float, float]:
     """`100mbit` or `12.5MB/s/5MB/s`, down and up: (down, up) in bytes per second. Raises UsageError."""
-    down, *up = [_bytes_per_s(flag, item) for item in _DOWN_UP.split(text.strip(), maxsplit=1)]
-    return down, up[0] if up else down
-
-
-def _bytes_per_s(flag: str, text: str) -> float:
-    if text.strip().lower() in ("none", "inf"):
-        return math.inf
     example = "100mbit, 12.5MB/s, or 500mbit/110mbit for down and up; b is a bit, B a byte"
-    return _quantity(flag, text, _BANDWIDTHS, "a bandwidth", example)
+    found = []
+    for item in _DOWN_UP.split(text.strip(), maxsplit=1):
+        is_unlimited = item.strip().lower() in ("none", "inf")
+        found.append(math.inf if is_unlimited else _quantity(flag, item, _BANDWIDTHS, "a bandwidth", example))
+    return found[0], found[-1]
 
 
 def _quantity(flag: str, text: str, units: dict[str, float], noun: str, example: str) -> float:
-    found = _QUANTITY.fullmatch(text.strip())
-    unit = _unit(found[2], units) if found else ""
-    try:
-        value = float(found[1]) * units[unit] if found else math.nan
-    except (KeyError, ValueError):
-        value = math.nan
+    value = math.nan
+    if found := _QUANTITY.fullmatch(text.strip()):
+        # Case has a meaning only where b stands for a bit and B for a byte.
+        name, is_byte = found[2].lower(), "B" in found[2] and "bit" not in found[2].lower()
+        scale = next((units[unit] for unit in units if unit.lower() == name and ("B" in unit) == is_byte), math.nan)
+        with suppress(ValueError):
+            value = float(found[1]) * scale
     is_positive = value > 0 or (value == 0 and units is _SECONDS)
     if not math.isfinite(value) or not is_positive:
         known = ", ".join(units if units is _SECONDS else ("kbit", "mbit", "gbit", "kB/s", "MB/s", "GB/s"))
         raise UsageError(f"flag {flag}: '{text}' is not {noun}: a positive number with {known}", fix=f"e.g. {example}")
     return value
-
-
-def _unit(text: str, units: dict[str, float]) -> str:
-    """Returns the unit as it is in `units`. Case has a meaning only where b stands for a bit and B for a byte."""
-    is_byte = "B" in text and "bit" not in text.lower()
-    return next((unit for unit in units if unit.lower() == text.lower() and ("B" in unit) == is_byte), "")
 
 
 def named(flag: str, text: str, names: tuple[str, ...]) -> dict[str, str]:

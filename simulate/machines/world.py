@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class World:
 class Compute:
     """The computing time of one rank's training steps, which depends only on the seed."""
 
+    exchange_s = 0.0  # of an upload, beyond links and latency
+
     def __init__(self, world: World, rank: int) -> None:
         self._mean_s = world.compute_s / world.speeds[rank % len(world.speeds)]
         variance = math.log(1 + world.jitter**2)
@@ -54,10 +57,6 @@ class Compute:
         self._gauss = random.Random(world.seed * 1_000_003 + rank + 0.5).gauss
         self._slowdown = None if world.slowdown == SlowdownConfig() else Slowdown(world.slowdown, rank, world.seed)
         self._num_steps = 0
-
-    def exchange_s(self) -> float:
-        """Returns seconds of an upload beyond links and latency."""
-        return 0.0
 
     def take(self, num_steps: int) -> float:
         """Returns the seconds of the next training steps."""
@@ -79,14 +78,11 @@ class Recorded(Compute):
     """The recorded times of one rank's contributions, repeated in their order."""
 
     def __init__(self, world: World, rank: int) -> None:
-        self._pairs = world.recorded[rank % len(world.recorded)]
-        self._num = 0
+        self._pairs = itertools.cycle(world.recorded[rank % len(world.recorded)])
         self._most = 1
-
-    def exchange_s(self) -> float:
-        return self._pairs[(self._num - 1) % len(self._pairs)][1]
 
     def take(self, num_steps: int) -> float:
         """Returns the seconds of a contribution. A last contribution with fewer steps takes less."""
-        self._num, self._most = self._num + 1, max(self._most, num_steps)
-        return self._pairs[(self._num - 1) % len(self._pairs)][0] * num_steps / self._most
+        compute_s, self.exchange_s = next(self._pairs)
+        self._most = max(self._most, num_steps)
+        return compute_s * num_steps / self._most

@@ -21,8 +21,9 @@ from ...drills.history_lines import Line
 from ...ps.core import effects
 from ...ps.observe.history import line_of
 from ..machines.world import World
+from ..plan import changed
 from ..run.simulation import Simulation
-from ..traffic.framing import NOTHING, Extra, Framing
+from ..traffic.framing import Framing
 
 _FEWEST = 4  # contributions of a rank in the first half
 _COUNTING = ("accepted", "skipped")
@@ -57,15 +58,13 @@ class Half:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The accuracy of the prediction of the second half."""
+    """The accuracy of the prediction of the second half, which is `recorded`."""
 
-    num_workers: int
-    before: Half  # the first half, as recorded
     recorded: Half
     foreseen: Half
     world: World  # fitted
     exchange_s: float  # mean
-    extra: Extra = NOTHING  # bytes of an exchange that the framing does not count, in the first half
+    extra: tuple[float, float]  # bytes up and down of an exchange that the framing does not count, in the first half
 
     @property
     def rate_error(self) -> float:
@@ -83,8 +82,8 @@ class Calibration:
     def outside(self, world: World) -> list[str]:
         """Returns the properties of a world that differ from the recording by more than ten times, as phrases."""
         found = []
-        if _is_far(world.num_workers, self.num_workers):
-            found.append(f"{world.num_workers:,} workers, {self.num_workers} recorded")
+        if _is_far(world.num_workers, self.world.num_workers):
+            found.append(f"{world.num_workers:,} workers, {self.world.num_workers} recorded")
         own_s = world.up_bytes / world.up + world.down_bytes / world.down + world.latency_s
         own_s += world.up_bytes / world.server_up + world.down_bytes / world.server_down
         if own_s and self.exchange_s and _is_far(own_s, self.exchange_s):
@@ -122,36 +121,27 @@ def calibrate(lines: Iterable[Line], config: Config, framing: Framing | None = N
     recorded = tuple(tuple(pairs[rank][-(-len(pairs[rank]) // 10) :]) for rank in ranks)
     world = World(num_workers=len(ranks), recorded=recorded, max_staged=1 << 20, framing=framing)
     again = _simulated(config, world)
-    extra = _extra(found[:middle], again) if framing is not None else NOTHING
-    again = [_with(extra, cycle) for cycle in again]
-    exchange_s = sum(exchange for cycle in recorded for _, exchange in cycle) / sum(map(len, recorded))
+    extra = _extra(found[:middle], again) if framing is not None else (0.0, 0.0)
+    foreseen, num = measured(again[middle:], again[middle - 1].at), sum(item.num_sent >= 0 for item in again[middle:])
+    sent, received = (round(num_bytes) * num for num_bytes in extra)
     return Calibration(
-        len(ranks),
-        measured(found[:middle], found[0].at),
         measured(found[middle:], found[middle - 1].at),
-        measured(again[middle:], again[middle - 1].at),
+        replace(foreseen, num_sent=foreseen.num_sent + sent, num_received=foreseen.num_received + received),
         world,
-        exchange_s,
+        sum(exchange_s for cycle in recorded for _, exchange_s in cycle) / sum(map(len, recorded)),
         extra,
     )
 
 
-def _extra(recorded: Sequence[Cycle], again: Sequence[Cycle]) -> Extra:
+def _extra(recorded: Sequence[Cycle], again: Sequence[Cycle]) -> tuple[float, float]:
     """Returns the median bytes of a contribution and of a reply that the framing does not count."""
     counted = {(cycle.rank, cycle.number): cycle for cycle in again}
     known = [cycle for cycle in recorded if cycle.num_sent >= 0 and (cycle.rank, cycle.number) in counted]
     pairs = [(cycle, counted[cycle.rank, cycle.number]) for cycle in known]
     if not pairs:
-        return NOTHING
+        return 0.0, 0.0
     up = median(item.num_sent - other.num_sent for item, other in pairs)
-    return Extra(up, median(item.num_received - other.num_received for item, other in pairs))
-
-
-def _with(extra: Extra, cycle: Cycle) -> Cycle:
-    if cycle.num_sent < 0:
-        return cycle
-    sent, received = cycle.num_sent + round(extra.up), cycle.num_received + round(extra.down)
-    return cycle._replace(num_sent=sent, num_received=received)
+    return up, median(item.num_received - other.num_received for item, other in pairs)
 
 
 def _simulated(config: Config, world: World) -> list[Cycle]:
@@ -161,8 +151,7 @@ def _simulated(config: Config, world: World) -> list[Cycle]:
         op, fields = line_of(fact)
         lines.append((op, at, fields))
 
-    run = config.run.model_copy(update={"workers": world.num_workers})
-    Simulation(config.model_copy(update={"run": run}), world, observe=observe).go()
+    Simulation(changed(config, run={"workers": world.num_workers}), world, observe=observe).go()
     return cycles(lines)
 
 
@@ -192,11 +181,15 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
             compute_s = fields.get("compute_s", 0.0)
             exchange_s = max(0.0, at - free_at[rank] - compute_s)
             staleness = fields["version"] - fields["base_version"]
-            open_[rank] = at, Cycle(
-                rank, at, compute_s, exchange_s, 0.0, staleness, fields["num_steps"], fields["seq"],
-                *_since(counted.get(rank), fields.get("bytes")),
-            )  # fmt: skip
-            counted[rank] = fields.get("bytes", ())
+            before, now = counted.get(rank, ()), fields.get("bytes", ())
+            sent, received = (now[0] - before[0], now[1] - before[1]) if before and now else (-1, -1)
+            open_[rank] = (
+                at,
+                Cycle(
+                    rank, at, compute_s, exchange_s, 0.0, staleness, fields["num_steps"], fields["seq"], sent, received
+                ),
+            )
+            counted[rank] = now
         elif op == "reply":
             rank = fields["rank"]
             free_at[rank] = at
@@ -207,10 +200,6 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
             free_at.pop(fields["rank"], None)
             open_.pop(fields["rank"], None)
     return sorted(found, key=lambda cycle: cycle.at)
-
-
-def _since(before: Sequence[int] | None, now: Sequence[int] | None) -> tuple[int, int]:
-    return (now[0] - before[0], now[1] - before[1]) if before and now else (-1, -1)
 
 
 def measured(found: Sequence[Cycle], since: float) -> Half:

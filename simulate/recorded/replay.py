@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any
 
 from ...common.config.schema import Config, PolicyConfig
 from ...common.errors import UsageError
-from ...common.registry import MODES, mode_anywhere
+from ...common.registry import mode_anywhere
 from ...common.tensors.judgement import SOUND, Judgement
 from ...common.wire.records import Base, Contribution, ContributionId, Counts, FirstInfo, Timing
 from ...drills.history_lines import Follower, Line, Problem, read_lines
@@ -31,8 +31,6 @@ from ...ps.core.state import Options
 from ...ps.engine.modes import policy_of
 from ...ps.observe.history import line_of
 from ...ps.policies.base import Policy
-from ..machines.world import World
-from ..traffic.framing import Framing
 
 # The compared fields of a line.
 _DECIDED = {
@@ -76,30 +74,23 @@ class _Replay(Follower):
         self._due: deque[tuple[str, dict[str, Any]]] = deque()  # lines that follow from what was applied
         self._run: Run
         for at, line in enumerate(lines):
-            if not self._takes(at, line):
+            self._line = line
+            if line.op == "start":
+                self.feed(line)
+            if line.op not in _DECIDED or line.fields.get("done") is False:
+                continue
+            if not self._due:
+                self._came = at
+                self.feed(line)
+            op, fields = self._due.popleft() if self._due else ("", {})
+            names = _DECIDED[line.op]
+            if op != line.op or any(fields[name] != line[name] for name in names):
+                recorded = ", ".join(f"{name} {line[name]}" for name in names)
+                self.verdict.problem = Problem(line.file, line.number, f"recorded: {line.op} {recorded}")
+                now = ", ".join(f"{name} {fields[name]}" for name in _DECIDED.get(op, ()))
+                self.verdict.decided = f"{op} {now}" if op else "nothing"
                 break
-
-    def _takes(self, at: int, line: Line) -> bool:
-        """Returns whether the run decides the same, and records the problem if not."""
-        self._line = line
-        if line.op == "start":
-            self.feed(line)
-            return True
-        if line.op not in _DECIDED or line.fields.get("done") is False:
-            return True
-        if not self._due:
-            self._came = at
-            self.feed(line)
-        op, fields = self._due.popleft() if self._due else ("", {})
-        names = _DECIDED[line.op]
-        if op != line.op or any(fields[name] != line[name] for name in names):
-            recorded = ", ".join(f"{name} {line[name]}" for name in names)
-            self.verdict.problem = Problem(line.file, line.number, f"recorded: {line.op} {recorded}")
-            now = ", ".join(f"{name} {fields[name]}" for name in _DECIDED.get(op, ()))
-            self.verdict.decided = f"{op} {now}" if op else "nothing"
-            return False
-        self.verdict.num_decisions += line.op in ("accept", "commit", "reply")
-        return True
+            self.verdict.num_decisions += line.op in ("accept", "commit", "reply")
 
     # ---- a run -------------------------------------------------------------------------------
 
@@ -232,11 +223,3 @@ def config_of(lines: Sequence[Line], config: Config) -> Config:
     steps = common.get("training_steps") or run_steps or taken
     run = config.run.model_copy(update={"mode": mode, "steps": steps, "workers": start.get("workers")})
     return config.model_copy(update={"run": run, "policy": policy})
-
-
-def framing_of(lines: Sequence[Line], config: Config, world: World) -> Framing | None:
-    """That of a world, in the mode of the recorded run."""
-    if world.framing is None:
-        return None
-    mode = config_of(lines, config).run.mode
-    return replace(world.framing, has_base=not MODES.load(mode).kind.worker_steps)

@@ -35,20 +35,26 @@ def summary(simulation: Simulation, baseline: Simulation | None = None) -> Summa
     final = dict(curve[-1].metrics) if curve else {}
     if baseline is not None:
         final["speed-up"] = baseline.now / simulation.now if simulation.now else 0.0
+    elapsed_s, workers = run.contributions.elapsed_s(simulation.now, True), []
+    for worker in (worker for worker in simulation.workers if worker.incarnation):  # it joined before the end
+        traffic = Traffic(round(worker.num_sent), round(worker.num_received), transport="simulated")
+        source = WorkerSource(worker.rank, policy, run.roster.stats[worker.rank], traffic)
+        rates = with_mean_rate(values_of(OF_WORKER.values(), source), elapsed_s)
+        workers.append(WorkerStatus(rank=worker.rank, transport=traffic.transport, **rates))
     steady_s, samples, steps = run.contributions.steady()
     return Summary(
         mode=simulation.config.run.mode,
         staleness_bound=policy.staleness_bound,
         local_steps=policy.local_steps,
         version=policy.version,
-        wall_s=round(run.contributions.elapsed_s(simulation.now, True), 6),
+        wall_s=round(elapsed_s, 6),
         steady_s=round(steady_s, 6),
         steady_samples=samples,
         steady_steps=steps,
         final=final | metrics(simulation),
         better={"steps/s": "max", "of ideal": "max", "speed-up": "max"},
         curve=curve,
-        workers=_workers(simulation),
+        workers=workers,
     )
 
 
@@ -93,13 +99,11 @@ def metrics(simulation: Simulation) -> dict[str, float]:
 
 def for_people(runs: list[tuple[str, Summary]]) -> list[tuple[str, Summary]]:
     """Returns the summaries without the metrics that need knowledge of the simulator."""
-    return [
-        (
-            name,
-            item.model_copy(update={"final": {key: of for key, of in item.final.items() if key not in _OWN_METRICS}}),
-        )
-        for name, item in runs
-    ]
+    found = []
+    for name, item in runs:
+        final = {key: value for key, value in item.final.items() if key not in _OWN_METRICS}
+        found.append((name, item.model_copy(update={"final": final})))
+    return found
 
 
 def sentence(runs: list[tuple[str, Summary]]) -> str:
@@ -169,15 +173,3 @@ def time_cells(runs: list[tuple[str, Simulation]]) -> tuple[list[str], list[list
         parts = (share(run.tally.seconds[cause] / total) for cause in CAUSES)
         rows.append([mode, *parts, size(round(sent)), size(round(received))])
     return ["mode", *_NAMES, "up", "down"], rows
-
-
-def _workers(simulation: Simulation) -> list[WorkerStatus]:
-    """Returns the workers that joined before the end."""
-    found = []
-    for worker in (worker for worker in simulation.workers if worker.incarnation):
-        traffic = Traffic(round(worker.num_sent), round(worker.num_received), transport="simulated")
-        stats = simulation.run.roster.stats[worker.rank]
-        values = values_of(OF_WORKER.values(), WorkerSource(worker.rank, simulation.policy, stats, traffic))
-        rate = with_mean_rate(values, simulation.run.contributions.elapsed_s(simulation.now, True))
-        found.append(WorkerStatus(rank=worker.rank, transport=traffic.transport, **rate))
-    return found

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 
 from ...ps.core import effects
 from ...ps.policies.base import Policy
-from ..machines.links import Link
 from ..machines.world import World
 from ..traffic.framing import INLINE_BYTES
-from .agenda import Agenda, Handler, Transfers
-from .worker import Worker
+from .agenda import Agenda, Handler, Worker
 
 
 class Server:
@@ -19,18 +18,15 @@ class Server:
     def __init__(self, world: World, policy: Policy, arrived: Handler, delivered: Handler) -> None:
         self._world, self._policy = world, policy
         self._arrived, self._delivered = arrived, delivered
-        self._up: Transfers = Link(world.server_up)
-        self._down: Transfers = Link(world.server_down)
-        self.agenda = Agenda((self._up, self._down), world.latency_s / 2, bool(world.recorded))
+        self.agenda = Agenda(world)
         self._busy_until = 0.0  # with tensor work
         self._num_staged = self._num_folds = self._num_asked = 0
         self._waiting: list[tuple[int, int, Worker, int]] = []  # for staging memory
         self._has_order = type(policy).upload_position is not Policy.upload_position
         self._is_inline = world.up_bytes <= INLINE_BYTES  # smaller payloads are not staged
-        self._own_up_s, self._trip_s = world.up_bytes / world.up, world.latency_s / 2
-        self._is_up_shared = bool(world.up_bytes) and not self._up.is_unlimited
-        self._is_down_shared = not self._down.is_unlimited
-        self._trips, self._works = self.agenda.trips, self.agenda.works
+        self._own_up_s = world.up_bytes / world.up
+        self._is_up_shared = bool(world.up_bytes) and not math.isinf(world.server_up)
+        self._is_down_shared = not math.isinf(world.server_down)
 
     # ---- up ------------------------------------------------------------------------------------
 
@@ -42,28 +38,21 @@ class Server:
         self._num_asked += 1
         position = self._policy.upload_position(worker.rank) if self._has_order else 0
         heapq.heappush(self._waiting, (position + self._num_folds, self._num_asked, worker, worker.life))
-        if self._num_staged < self._world.max_staged:
-            self.begin_queued()
-
-    def moved_up(self) -> None:
-        """Begin queued uploads that folds have moved up, as `ps/tensors/staging.py` does."""
-        if self._waiting and self._has_order and self._num_staged < self._world.max_staged:
-            self.begin_queued()
+        self.begin_queued()
 
     def begin_queued(self) -> None:
-        """Begin queued uploads in fold order, without those folded much later."""
+        """Begin queued uploads in fold order, as `ps/tensors/staging.py` does, without those folded much later."""
         waiting, most = self._waiting, self._world.max_staged
         while waiting and self._num_staged < most:
             _, _, worker, life = waiting[0]
-            if worker.life == life:
-                if self._has_order and self._policy.upload_position(worker.rank) >= most:
-                    return
+            is_alive = worker.life == life
+            if is_alive and self._has_order and self._policy.upload_position(worker.rank) >= most:
+                return
+            heapq.heappop(waiting)
+            if is_alive:
                 self._num_staged += 1
                 worker.is_staged = True
-                heapq.heappop(waiting)
                 self._upload(worker)
-            else:
-                heapq.heappop(waiting)
 
     def release(self, worker: Worker, _: object = None) -> None:
         """Free the staging memory of the worker's contribution."""
@@ -76,18 +65,15 @@ class Server:
         world, agenda = self._world, self.agenda
         worker.begun_at = now = agenda.now
         if self._is_up_shared:
-            self._up.begin(now, (worker, worker.life, self._here, None), world.up_bytes, world.up)
+            agenda.up.begin(now, (worker, worker.life, self._here, None), world.up_bytes, world.up)
         else:
-            own_s = self._own_up_s + self._trip_s + worker.compute.exchange_s()
-            agenda.push_behind(self._trips, now + own_s, self._here, worker)
+            own_s = self._own_up_s + agenda.trip_s + worker.compute.exchange_s
+            agenda.push_behind(agenda.trips, now + own_s, self._here, worker)
 
     def _here(self, worker: Worker, _: object) -> None:
         event, framing = worker.event, self._world.framing
         assert event is not None
-        if framing is None:
-            worker.num_sent += self._world.up_bytes
-        else:
-            worker.num_sent += framing.up(event.contribution)
+        worker.num_sent += self._world.up_bytes if framing is None else framing.up(event.contribution)
         self._arrived(worker, None)
 
     # ---- tensor work --------------------------------------------------------
@@ -98,7 +84,7 @@ class Server:
         now = self.agenda.now
         self._busy_until = (now if now > self._busy_until else self._busy_until) + self._world.fold_s
         if worker.is_staged:
-            self.agenda.push_behind(self._works, self._busy_until, self.release, worker)
+            self.agenda.push_behind(self.agenda.works, self._busy_until, self.release, worker)
 
     def commit(self) -> None:
         """Make a version."""
@@ -111,7 +97,7 @@ class Server:
         agenda = self.agenda
         worker.decided_at = agenda.now
         if self._busy_until > agenda.now:
-            agenda.push_behind(self._works, self._busy_until, self._leaves, worker, reply)
+            agenda.push_behind(agenda.works, self._busy_until, self._leaves, worker, reply)
         else:
             self._leaves(worker, reply)
 
@@ -123,7 +109,7 @@ class Server:
             num_bytes = world.start_bytes if reply.is_start else world.down_bytes
         worker.num_received += num_bytes if world.framing is None else world.framing.down(reply)
         if num_bytes and self._is_down_shared:
-            self._down.begin(now, (worker, worker.life, self._delivered, reply), num_bytes, world.down)
+            agenda.down.begin(now, (worker, worker.life, self._delivered, reply), num_bytes, world.down)
         else:
-            at = now + num_bytes / world.down + self._trip_s
-            agenda.push_behind(self._trips, at, self._delivered, worker, reply)
+            at = now + num_bytes / world.down + agenda.trip_s
+            agenda.push_behind(agenda.trips, at, self._delivered, worker, reply)

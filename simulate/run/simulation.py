@@ -22,9 +22,9 @@ from ...ps.core import effects, events
 from ...ps.core.run import Run
 from ...ps.engine.modes import make_policy, options_of
 from ..machines.world import Compute, Recorded, World
+from .agenda import Worker
 from .server import Server
-from .tally import FLUSHED, Tally
-from .worker import Worker
+from .tally import FLUSHED, Sample, Tally
 
 if TYPE_CHECKING:
     from ..learning.learner import Learner
@@ -62,7 +62,6 @@ class Simulation:
         self.run = Run(options, policy, "simulated")
         self.tally = Tally()
         self._clock, self._observe, self._progressed = clock, observe, progressed
-        self._is_watched = learner is not None or observe is not None
         self._counts, self._base = Counts(), Base()  # of the newest contribution; most are alike
         self._server = Server(world, policy, self._arrived, self._delivered)
         self._agenda = self._server.agenda
@@ -97,24 +96,15 @@ class Simulation:
         """Virtual seconds."""
         return self._agenda.now
 
-    @property
-    def is_over(self) -> bool:
-        return self._agenda.is_stopped
-
     def go(self) -> None:
         """Simulate to the end. Raises UsageError if the run would never end."""
         self._start()
-        self._go_on()
-        if self.learner is not None:
-            self.learner.measure(self.now, self.tally.num_steps)
-
-    def _go_on(self) -> None:
         never, num_idle, agenda = math.inf, 0, self._agenda
         tick_at = TICK_S if self._needs_ticks else never
-        while not self.is_over:
+        while not agenda.is_stopped:
             agenda.go_on(tick_at)
-            if self.is_over:
-                return
+            if agenda.is_stopped:
+                break
             if tick_at == never:
                 tick_at = agenda.now + TICK_S
             if agenda.is_empty:
@@ -124,6 +114,8 @@ class Simulation:
                     raise UsageError(f"the run is stuck after {agenda.now:,.1f} s: {why or 'there are no workers'}")
             agenda.now, tick_at = tick_at, tick_at + TICK_S if self._needs_ticks else never
             self._happens(events.Ticked())
+        if self.learner is not None:
+            self.learner.measure(self.now, self.tally.num_steps)
 
     # ---- joins and failures ------------------------------------------------------------
 
@@ -234,11 +226,18 @@ class Simulation:
 
     def _account(self, worker: Worker, reply: effects.SendReply) -> None:
         """Count the time of this exchange by cause."""
-        gate_wait_s = reply.reply.result.gate_wait_s
+        seconds, gate_wait_s = self.tally.seconds, reply.reply.result.gate_wait_s
         transfer_s = self._agenda.now - worker.sent_at - gate_wait_s
         worker.transfer_s = transfer_s if transfer_s > 0.0 else 0.0
         own_s = self._own_s + self._own_down_s if reply.has_weights else self._own_s
-        self.tally.exchanged(worker, gate_wait_s, own_s, self._rest_cause)
+        server_s, staged_s = worker.left_at - worker.decided_at, worker.begun_at - worker.sent_at
+        seconds["mode"] += gate_wait_s
+        seconds["own link"] += own_s
+        seconds["server"] += server_s
+        seconds["staging"] += staged_s
+        rest_s = worker.transfer_s - own_s - server_s - staged_s
+        if rest_s > 0.0:
+            seconds[self._rest_cause] += rest_s
 
     def _arrived(self, worker: Worker, _: object) -> None:
         """The contribution has arrived: the run decides."""
@@ -261,21 +260,17 @@ class Simulation:
         self._carry_out(self.run.apply(event), now)
 
     def _carry_out(self, found: list[effects.Effect], now: float) -> None:
-        handlers, is_watched = self._handlers, self._is_watched
+        handlers, learner, observe = self._handlers, self.learner, self._observe
         for effect in found:
-            if is_watched:
-                self._watch(effect, now)
+            if learner is not None:
+                learner.carry_out(effect, now, self.tally.num_steps)
+            if observe is not None and isinstance(effect, effects.Fact):
+                observe(now, effect)
             if (handler := handlers.get(type(effect))) is not None:
                 handler(effect)
-        self._server.moved_up()
+        self._server.begin_queued()  # folds have moved them up
         if len(self.tally.lines) >= FLUSHED:
             self.tally.flush()
-
-    def _watch(self, effect: effects.Effect, now: float) -> None:
-        if self.learner is not None:
-            self.learner.carry_out(effect, now, self.tally.num_steps)
-        if self._observe is not None and isinstance(effect, effects.Fact):
-            self._observe(now, effect)
 
     def _commit(self, commit: effects.Commit) -> None:
         self._server.commit()
@@ -298,10 +293,11 @@ class Simulation:
             if tally.num_steps >= self._sampled_at:
                 # Note how far apart the workers' versions are, and where their time went until now.
                 versions = [worker.version for worker in self.workers if worker.next_steps]
-                self.tally.sample(self._agenda.now, max(versions) - min(versions) if versions else 0)
+                skew = max(versions) - min(versions) if versions else 0
+                tally.samples.append(Sample(self._agenda.now, skew, dict(tally.seconds)))
                 total = self.world.num_workers * (self.policy.training_steps or 1)
-                self._sampled_at = self.tally.num_steps + max(1, total // NUM_SAMPLES)
-                self._progressed(min(1.0, self.tally.num_steps / total))
+                self._sampled_at = tally.num_steps + max(1, total // NUM_SAMPLES)
+                self._progressed(min(1.0, tally.num_steps / total))
         tally.note((self._agenda.now, taken.outcome, rank, number, taken.contribution.base.version))
 
     def _end(self, end: effects.End | effects.NotSeated | effects.TellDone) -> None:

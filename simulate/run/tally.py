@@ -6,8 +6,6 @@ import hashlib
 from collections import Counter
 from typing import Any, NamedTuple
 
-from .worker import Worker
-
 CAUSES = ("compute", "mode", "staging", "server", "its link", "own link")
 FLUSHED = 4096  # lines at once
 
@@ -37,30 +35,11 @@ class Tally:
     @property
     def digest(self) -> str:
         """A hash of all events, in order, with their times."""
-        self._hash_lines(len(self.lines))
+        self.flush(1)
         return self._hash.hexdigest()[:16]
 
-    def sample(self, at: float, skew: int) -> None:
-        self.samples.append(Sample(at, skew, dict(self.seconds)))
-
-    def flush(self) -> None:
-        """Replace full blocks of lines by their hash."""
-        while len(self.lines) >= FLUSHED:
-            self._hash_lines(FLUSHED)
-
-    def _hash_lines(self, num: int) -> None:
-        if num:
-            self._hash.update(repr(self.lines[:num]).encode())
-            del self.lines[:num]
-
-    def exchanged(self, worker: Worker, gate_wait_s: float, own_s: float, rest_cause: str) -> None:
-        """Add the time of a worker's exchange by cause."""
-        seconds = self.seconds
-        server_s, staged_s = worker.left_at - worker.decided_at, worker.begun_at - worker.sent_at
-        seconds["mode"] += gate_wait_s
-        seconds["own link"] += own_s
-        seconds["server"] += server_s
-        seconds["staging"] += staged_s
-        rest_s = worker.transfer_s - own_s - server_s - staged_s
-        if rest_s > 0.0:
-            seconds[rest_cause] += rest_s
+    def flush(self, least: int = FLUSHED) -> None:
+        """Replace lines by their hash, block after block, while there are at least so many."""
+        while len(self.lines) >= least:
+            self._hash.update(repr(self.lines[:FLUSHED]).encode())
+            del self.lines[:FLUSHED]

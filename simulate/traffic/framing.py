@@ -8,7 +8,7 @@ recorded (`extra`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...common.wire import records
 from ...ps.core import effects
@@ -17,16 +17,6 @@ INLINE_BYTES = 64 << 10  # as in common/wire/frames.py: payloads up to this size
 CHUNK_BYTES = 1 << 20  # of a payload in one message of a stream
 OUT_OF_BAND_BYTES = 8 << 20  # of a payload behind one message of a direct connection
 _RESIDUAL = records.ResidualInfo(1.0)
-
-
-class Extra(NamedTuple):
-    """Bytes of a contribution and of a reply with weights that the framing does not count."""
-
-    up: float = 0.0
-    down: float = 0.0
-
-
-NOTHING = Extra()
 
 
 @dataclass(frozen=True)
@@ -40,7 +30,7 @@ class Framing:
     reply_codec: str = ""
     is_direct: bool = True  # else over the stream itself
     has_base: bool = True  # gradient modes: a contribution says whether its worker still has its weights
-    extra: Extra = NOTHING
+    extra: tuple[float, float] = (0.0, 0.0)  # bytes of a contribution, and of a reply, that are not counted here
     _found: dict[tuple[Any, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def up(self, contribution: records.Contribution) -> float:
@@ -66,7 +56,7 @@ class Framing:
             )
             if self.codec != "raw" and contribution.id.seq > 1:
                 sent = records.changed(sent, residual=_RESIDUAL)
-            found = self._found[key] = contribution_message(sent).ByteSize() + _payload(num, is_direct) + self.extra.up
+            found = self._found[key] = contribution_message(sent).ByteSize() + _payload(num, is_direct) + self.extra[0]
         return found
 
     def down(self, effect: effects.SendReply) -> float:
@@ -82,7 +72,7 @@ class Framing:
         if found is None:
             from ...common.wire.messages import reply_message
 
-            num, codec, extra = self.down_bytes, self.reply_codec, self.extra.down
+            num, codec, extra = self.down_bytes, self.reply_codec, self.extra[1]
             if effect.is_start:
                 num, codec, extra = self.start_bytes, "", 0.0
             reply, rest = effect.reply, 0.0

@@ -11,7 +11,7 @@ import pytest
 
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.supervise.blame import Blame, Raised
-from paramserver.launch.supervise.supervisor import Finish, JobSettings, Restart, Supervisor, Terminate
+from paramserver.launch.supervise.supervisor import Finish, Restart, Supervisor, Terminate
 
 W0, W1 = Child("worker", 0), Child("worker", 1)
 RAISED = Raised("ValueError: bad batch 7", "train.py, line 9")
@@ -94,7 +94,7 @@ def test_a_lost_connection_after_a_long_time_is_another_failure() -> None:
 
 
 def running(max_restarts: int = 3) -> Supervisor:
-    supervisor = Supervisor(JobSettings(num_workers=2, max_restarts=max_restarts))
+    supervisor = Supervisor(num_workers=2, max_restarts=max_restarts)
     supervisor.begin(0.0)
     supervisor.listening(SERVER, 0.0)
     supervisor.may_train(0.0)

@@ -172,7 +172,7 @@ def test_several_modes_keep_snapshots_and_history_apart() -> None:
 def test_a_server_is_started_again_where_it_was(resume: str, has_snapshot: bool) -> None:
     """At its address; from its own newest snapshot if it has one, otherwise as the first time."""
     plan = plan_of(resolve(checkpoint__dir="kept", checkpoint__resume=resume, run__steps=7))
-    again = plan.server_again(plan.server, "127.0.0.1:4321", has_snapshot=has_snapshot)
+    again = plan.process(SERVER, None, listen="127.0.0.1:4321", has_snapshot=has_snapshot)
     assert plan.server is not None
     first, second = (load_config(None, {}, sets_of(spec.argv), {}).config for spec in (plan.server, again))
     assert (first.server.listen, second.server.listen) == ("127.0.0.1:0", "127.0.0.1:4321")

@@ -19,7 +19,7 @@ from paramserver.launch.plan.placement import place_processes
 from paramserver.launch.plan.process import SERVER, Child, ProcessSpec
 from paramserver.launch.plan.relays import regions_of
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
-from paramserver.launch.supervise.supervisor import Finish, JobSettings, Kill, Restart, Start, Supervisor, Terminate
+from paramserver.launch.supervise.supervisor import Finish, Kill, Restart, Start, Supervisor, Terminate
 
 HOSTS = """hosts:
   - {host: a, region: eu, slots: 1}
@@ -201,7 +201,7 @@ RELAYS = {Child("server", 1, "eu"): range(2), Child("server", 2, "us"): range(2,
 
 def running() -> Supervisor:
     """Returns the supervisor of a job whose workers train."""
-    supervisor = Supervisor(JobSettings(num_workers=4, relays=RELAYS))
+    supervisor = Supervisor(num_workers=4, relays=RELAYS)
     supervisor.begin(0)
     started = supervisor.listening(SERVER, 1)
     assert [str(start.child) for start in started if isinstance(start, Start)] == ["relay eu", "relay us"]

@@ -11,17 +11,7 @@ from hypothesis import strategies as st
 from paramserver.launch.plan.process import SERVE, SERVER, Child
 from paramserver.launch.supervise.blame import Raised
 from paramserver.launch.supervise.restarts import MAX_BACKOFF_S, Failure, Restarts, can_mend
-from paramserver.launch.supervise.supervisor import (
-    Decision,
-    Finish,
-    JobSettings,
-    Kill,
-    Phase,
-    Restart,
-    Start,
-    Supervisor,
-    Terminate,
-)
+from paramserver.launch.supervise.supervisor import Decision, Finish, Kill, Phase, Restart, Start, Supervisor, Terminate
 
 W0, W1 = Child("worker", 0), Child("worker", 1)
 
@@ -76,7 +66,7 @@ def test_the_first_failure_is_the_oldest_that_was_not_lived_down() -> None:
 
 def raise_by_turns(error: str, admitted: Child | None = None) -> list[Decision]:
     """What is decided when worker 0 and then worker 1 of two has raised this, worker 0 being let in between or not."""
-    supervisor = Supervisor(JobSettings(num_workers=2))
+    supervisor = Supervisor(num_workers=2)
     supervisor.begin(0.0)
     supervisor.listening(SERVER, 0.0)
     supervisor.may_train(0.0)
@@ -107,7 +97,7 @@ def test_a_mistake_that_one_worker_got_over_is_tried_again() -> None:
 
 
 def test_what_is_said() -> None:
-    supervisor = Supervisor(JobSettings(num_workers=2, max_restarts=2, backoff_s=0.5))
+    supervisor = Supervisor(num_workers=2, max_restarts=2, backoff_s=0.5)
     supervisor.begin(0.0)
     supervisor.listening(SERVER, 0.0)
     supervisor.may_train(0.0)
@@ -199,10 +189,8 @@ def test_whatever_happens_the_job_ends_once_and_whole(
 ) -> None:  # fmt: skip
     world = World(
         Supervisor(
-            JobSettings(
-                num_workers=num_workers, num_shards=int(with_server), keeps_snapshots=keeps_snapshots,
-                max_restarts=max_restarts, backoff_s=backoff_s, has_serve=has_serve and with_server,
-            )
+            num_workers=num_workers, num_shards=int(with_server), keeps_snapshots=keeps_snapshots,
+            max_restarts=max_restarts, backoff_s=backoff_s, has_serve=has_serve and with_server,
         )
     )  # fmt: skip
     for event in events:
@@ -227,7 +215,7 @@ def test_whatever_happens_the_job_ends_once_and_whole(
 @settings(max_examples=100, deadline=None)
 @given(codes=st.lists(st.sampled_from([1, 15, -9, -11]), min_size=1, max_size=8), max_restarts=st.integers(1, 4))
 def test_a_worker_that_always_fails_ends_the_job_after_its_budget(codes: list[int], max_restarts: int) -> None:
-    world = World(Supervisor(JobSettings(num_workers=2, max_restarts=max_restarts, backoff_s=0.01)))
+    world = World(Supervisor(num_workers=2, max_restarts=max_restarts, backoff_s=0.01))
     world.play("listening", 0, 0)
     for turn in count():
         assert turn <= max_restarts

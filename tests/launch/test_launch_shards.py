@@ -6,7 +6,7 @@ import pytest
 
 from paramserver.common.config.sources import load_config
 from paramserver.launch.plan.runs import Machine, Request, plan_runs
-from paramserver.launch.supervise.supervisor import JobSettings, Supervisor
+from paramserver.launch.supervise.supervisor import Supervisor
 from paramserver.tests.launch.transcripts import transcripts
 
 DEADLINE_S = 120.0
@@ -24,7 +24,7 @@ TRANSCRIPTS = transcripts("shards.txt")
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
 def test_the_life_of_shards(name: str, check_transcript) -> None:
-    check_transcript(Supervisor(JobSettings(num_workers=2, num_shards=3, keeps_snapshots=True)), UP + TRANSCRIPTS[name])
+    check_transcript(Supervisor(num_workers=2, num_shards=3, keeps_snapshots=True), UP + TRANSCRIPTS[name])
 
 
 def test_a_shard_that_never_listens_ends_the_job(check_transcript) -> None:
@@ -34,14 +34,14 @@ def test_a_shard_that_never_listens_ends_the_job(check_transcript) -> None:
         exit shard 1 10      -> end server (server shard 1 failed: exit code 10 (cannot listen on the address))
         exit server 143      -> finish 10 (server shard 1 failed: exit code 10 (cannot listen on the address))
     """
-    check_transcript(Supervisor(JobSettings(num_workers=2, num_shards=2, keeps_snapshots=True)), transcript)
+    check_transcript(Supervisor(num_workers=2, num_shards=2, keeps_snapshots=True), transcript)
 
 
 def test_without_snapshots_a_lost_shard_ends_the_job(check_transcript) -> None:
     transcript = """
         exit shard 2 -9      -> end server, end server shard 1, end worker 0, end worker 1 (server shard 2 failed: killed by SIGKILL; no snapshots)
     """  # noqa: E501
-    check_transcript(Supervisor(JobSettings(num_workers=2, num_shards=3)), UP + transcript)
+    check_transcript(Supervisor(num_workers=2, num_shards=3), UP + transcript)
 
 
 def test_the_coordinator_dies_before_its_shards_were_there(check_transcript) -> None:
@@ -53,7 +53,7 @@ def test_the_coordinator_dies_before_its_shards_were_there(check_transcript) -> 
         listening server     ->
         listening shard 1    -> start worker 0 (every shard of the server is listening)
     """
-    check_transcript(Supervisor(JobSettings(num_workers=1, num_shards=2, keeps_snapshots=True)), transcript)
+    check_transcript(Supervisor(num_workers=1, num_shards=2, keeps_snapshots=True), transcript)
 
 
 def test_shards_on_this_machine_share_its_cores() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from paramserver.launch.plan.process import SERVER, Child
-from paramserver.launch.supervise.supervisor import JobSettings, Supervisor, Terminate
+from paramserver.launch.supervise.supervisor import Supervisor, Terminate
 from paramserver.tests.launch.transcripts import transcripts
 
 TRANSCRIPTS = transcripts("first_starts.txt")
@@ -32,32 +32,30 @@ WITHOUT_RESTARTS = """
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
 def test_transcript(name: str, check_transcript) -> None:
-    check_transcript(Supervisor(JobSettings(num_workers=2, grace_s=10.0, keeps_snapshots=True)), TRANSCRIPTS[name])
+    check_transcript(Supervisor(num_workers=2, grace_s=10.0, keeps_snapshots=True), TRANSCRIPTS[name])
 
 
 @pytest.mark.parametrize("name", RESTARTS)
 def test_transcript_with_restarts(name: str, check_transcript) -> None:
-    supervisor = Supervisor(
-        JobSettings(num_workers=2, grace_s=10.0, keeps_snapshots=True, max_restarts=3, backoff_s=0.5)
-    )
+    supervisor = Supervisor(num_workers=2, grace_s=10.0, keeps_snapshots=True, max_restarts=3, backoff_s=0.5)
     check_transcript(supervisor, UP + RESTARTS[name])
 
 
 def test_a_server_without_snapshots_is_not_started_again(check_transcript) -> None:
-    check_transcript(Supervisor(JobSettings(num_workers=2)), UP + WITHOUT_SNAPSHOTS)
+    check_transcript(Supervisor(num_workers=2), UP + WITHOUT_SNAPSHOTS)
     transcript = """
         begin                    -> start server (the workers need its address)
         exit server 1 at 1       -> finish 1 (server failed: exit code 1 (an exception))
     """
-    check_transcript(Supervisor(JobSettings(num_workers=2)), transcript)
+    check_transcript(Supervisor(num_workers=2), transcript)
 
 
 def test_without_restarts_the_first_failure_ends_the_job_with_its_own_code(check_transcript) -> None:
-    check_transcript(Supervisor(JobSettings(num_workers=2, max_restarts=0)), UP + WITHOUT_RESTARTS)
+    check_transcript(Supervisor(num_workers=2, max_restarts=0), UP + WITHOUT_RESTARTS)
 
 
 def test_a_server_that_fails_before_it_listens_is_started_again_too(check_transcript) -> None:
-    supervisor = Supervisor(JobSettings(num_workers=1, keeps_snapshots=True, max_restarts=1, backoff_s=0.5))
+    supervisor = Supervisor(num_workers=1, keeps_snapshots=True, max_restarts=1, backoff_s=0.5)
     transcript = """
         begin                    -> start server (the workers need its address)
         exit server -9 at 1      -> await server for 0.5 s, restart 1 of 1
@@ -70,7 +68,7 @@ def test_a_server_that_fails_before_it_listens_is_started_again_too(check_transc
 
 
 def test_without_a_server_the_worker_is_the_job() -> None:
-    supervisor = Supervisor(JobSettings(num_workers=1, num_shards=0))
+    supervisor = Supervisor(num_workers=1, num_shards=0)
     (start,) = supervisor.begin(0.0)
     assert (str(start.child), start.reason) == ("worker 0", "there is no server to wait for")
     (finish,) = supervisor.exited(Child("worker", 0), 0, 5.0)
@@ -78,14 +76,14 @@ def test_without_a_server_the_worker_is_the_job() -> None:
 
 
 def test_a_worker_without_a_server_has_nothing_to_come_back_to() -> None:
-    supervisor = Supervisor(JobSettings(num_workers=1, num_shards=0))
+    supervisor = Supervisor(num_workers=1, num_shards=0)
     supervisor.begin(0.0)
     (finish,) = supervisor.exited(Child("worker", 0), -9, 5.0)
     assert (finish.exit_code, finish.reason) == (137, "worker 0 failed: killed by SIGKILL")
 
 
 def test_exit_code_1_of_a_script_is_not_called_our_bug() -> None:
-    supervisor = Supervisor(JobSettings(num_workers=1, num_shards=0, is_script=True))
+    supervisor = Supervisor(num_workers=1, num_shards=0, is_script=True)
     supervisor.begin(0.0)
     (finish,) = supervisor.exited(Child("worker", 0), 1, 5.0)
     assert (finish.exit_code, finish.reason) == (1, "worker 0 failed: exit code 1 (the script failed)")
@@ -93,7 +91,7 @@ def test_exit_code_1_of_a_script_is_not_called_our_bug() -> None:
 
 @pytest.mark.parametrize("have_listened", [False, True])
 def test_a_run_that_is_done_already_starts_nobody_and_is_no_failure(have_listened: bool) -> None:
-    supervisor = Supervisor(JobSettings(num_workers=2))
+    supervisor = Supervisor(num_workers=2)
     supervisor.begin(0.0)
     running = [SERVER]
     if have_listened:
@@ -117,13 +115,13 @@ def test_the_end_of_ps_serve_ends_no_job_and_it_ends_last(check_transcript) -> N
         exit serve -9 at 4       -> finish 0 (every process ended with exit code 0)
     """
     settings = {"num_workers": 1, "has_serve": True, "max_restarts": 1, "backoff_s": 0.5}
-    check_transcript(Supervisor(JobSettings(**settings)), transcript)
+    check_transcript(Supervisor(**settings), transcript)
     spent = """
         exit serve -9 at 2       ->
         exit worker 0 0 at 3     ->
         exit server 0 at 4       -> finish 0 (every process ended with exit code 0)
     """
-    check_transcript(Supervisor(JobSettings(**settings)), "\n".join(transcript.splitlines()[:5]) + spent)
+    check_transcript(Supervisor(**settings), "\n".join(transcript.splitlines()[:5]) + spent)
 
 
 def test_a_failure_of_ps_serve_is_no_reason_of_another_s(check_transcript) -> None:
@@ -134,4 +132,4 @@ def test_a_failure_of_ps_serve_is_no_reason_of_another_s(check_transcript) -> No
         exit server -9 at 2      -> end worker 0 (server failed: killed by SIGKILL; no snapshots)
         exit worker 0 143 at 2   -> finish 137 (server failed: killed by SIGKILL; no snapshots)
     """
-    check_transcript(Supervisor(JobSettings(num_workers=1, has_serve=True)), transcript)
+    check_transcript(Supervisor(num_workers=1, has_serve=True), transcript)

@@ -7,7 +7,6 @@ import json
 
 import pytest
 from rich.console import Console, RenderableType
-from rich.text import Text
 
 from paramserver.common.reporting.panel import status_panel
 from paramserver.common.reporting.report import (
@@ -23,9 +22,10 @@ from paramserver.common.reporting.report import (
 from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.summary import Summary
 from paramserver.launch.plan.process import SERVER, Child
+from paramserver.launch.supervise.supervisor import Finish
 from paramserver.launch.view.events import LineSplitter, parse_event
-from paramserver.launch.view.screen import LiveScreen, PlainScreen
-from paramserver.launch.view.text import LastLines, Series, child_line
+from paramserver.launch.view.screen import LiveScreen, Screen
+from paramserver.launch.view.text import Series, child_line
 
 WORKER_2 = Child("worker", 2)
 STATUS = {
@@ -135,7 +135,7 @@ def test_which_run_of_several_it_is(series: Series, run_s: float, eta_s: float |
 
 
 def test_the_start_of_training_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = PlainScreen({}, lambda: None)
+    screen = Screen({}, lambda: None)
     for num, line in ((4, "ps-launch: 4 workers joined"), (1, "ps-launch: 1 worker joined")):
         log_line = json.dumps({"event": "training_started", "level": "info", "workers": num, "mode": "ssp"})
         screen.line(SERVER, log_line, parse_event(log_line))
@@ -182,15 +182,15 @@ def test_lines_come_whole_however_the_bytes_come() -> None:
     assert sum(len(line) for line in splitter.feed(b"x" * 3_000_000)) == 3_000_000  # never kept for ever
 
 
-def test_last_lines_are_repeated_only_when_they_have_scrolled_away() -> None:
-    lines = LastLines()
-    for number in range(30):
-        lines.add(WORKER_2, Text(f"line {number}"))
-    assert lines.to_repeat(WORKER_2) == []
-    for _ in range(11):
-        lines.add(SERVER, Text("something else"))
-    assert [text.plain for text in lines.to_repeat(WORKER_2)] == [f"line {number}" for number in range(10, 30)]
-    assert lines.to_repeat(Child("worker", 7)) == []
+def test_last_lines_are_repeated_only_when_they_have_scrolled_away(capsys: pytest.CaptureFixture[str]) -> None:
+    screen, written = Screen({}, lambda: None), []
+    for num, line, child in ((30, "line {}", WORKER_2), (11, "something else", SERVER), (0, "", Child("worker", 7))):
+        for number in range(num):
+            screen.line(child, line.format(number), None)
+        capsys.readouterr()
+        screen.failure(Finish(1, "why", child if child != SERVER else WORKER_2))
+        written.append([text for text in capsys.readouterr().err.splitlines() if text.startswith("[")])
+    assert written == [[], [f"[worker 2] line {number}" for number in range(10, 30)], []]
 
 
 def summary(mode: str = "ssp", num_workers: int = 4, **changes: object) -> Summary:

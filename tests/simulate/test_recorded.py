@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.common.config.schema import Config
-from paramserver.simulate.plan import Flags, resolve, worlds
-from paramserver.simulate.recorded.fit import calibrate
-from paramserver.simulate.recorded.replay import config_of, framing_of, read_trace, replay
+from paramserver.simulate.plan import Flags, framing_of, resolve, worlds
+from paramserver.simulate.recorded.fit import calibrate, cycles, measured
+from paramserver.simulate.recorded.replay import config_of, read_trace, replay
 
 CONFIG = Path(__file__).parents[2] / "configs" / "linear.yaml"
 SETTINGS = ("slowdown.base_s=0.04", "slowdown.jitter_s=0.02", "log.level=error", "worker.transports=grpc")
@@ -38,14 +37,17 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
 
     sets = ["worker.transports=grpc"]
     config, world = worlds(resolve(str(CONFIG), mode, 3, {"run.steps": 60}, sets, {}), Flags())[0]
-    found = calibrate(lines, config_of(lines, Config()), framing_of(lines, config, world))
+    recorded = config_of(lines, config)
+    found = calibrate(lines, recorded, framing_of(recorded, (world.up_bytes, world.down_bytes, world.start_bytes)))
     was = found.recorded
     assert found.foreseen.num_sent == was.num_sent > 0
     # Two bytes of a reply are its staleness, which is 0 or not as workers happened to meet; in rounds it always is.
     assert abs(found.foreseen.num_received - was.num_received) <= (0 if mode == "sync" else 2 * was.num)
     assert found.foreseen.num == found.recorded.num == 90
     # What the machine itself did differently in the second half, nobody can foresee from the first.
-    drift = abs(found.recorded.rate / found.before.rate - 1)
+    first = cycles((line.op, line["t"], line.fields) for line in lines)[:90]
+    before = measured(first, first[0].at)
+    drift = abs(found.recorded.rate / before.rate - 1)
     assert abs(found.rate_error) < 0.1 + drift
-    share, before = found.recorded.wait_share, found.before.wait_share
-    assert abs(found.foreseen.wait_share - share) < 0.05 + abs(share - before)
+    share = found.recorded.wait_share
+    assert abs(found.foreseen.wait_share - share) < 0.05 + abs(share - before.wait_share)
