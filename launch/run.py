@@ -141,15 +141,15 @@ def start(
 
 def _check_here(plans: list[Plan], config: Config) -> None:
     """Raise ParamServerError where task or script, device, initial weights or addresses cannot be used here."""
-    from ..common.config.preflight import code, files, machine
+    from ..common.config.preflight import code, machine
 
     if config.launch.script is not None:
         code.check_script(config.launch.script)
     else:
         code.check_task(config.task.name, config.task.args)
-        files.check_optimizer(config.optimizer.name)
+        machine.check_optimizer(config.optimizer.name)
         if config.task.init is not None:
-            files.check_weights(config.task.init)
+            machine.check_weights(config.task.init)
     machine.check_device(config.worker.device)
     listen = next((plan.listen for plan in plans if plan.server is not None), None)
     if listen is None:  # one worker alone

@@ -115,7 +115,7 @@ class Batches:
 
     @accumulate.setter
     def accumulate(self, num: int) -> None:
-        self._accumulate = check_count("accumulate", num)
+        self._accumulate = check_count("shard(accumulate=", num)
         if self._cursor is not None:
             self._cursor.accumulate = num
 
@@ -238,12 +238,12 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     return int.from_bytes(blake2b(seen.numpy().tobytes(), digest_size=8).digest(), "little")
 
 
-def check_count(name: str, num: int, least: int = 0) -> int:
-    """Raises UsageError unless `num` is a whole number of at least `least`."""
+def check_count(call: str, num: int, least: int = 0) -> int:
+    """Raises UsageError unless `num`, given in a `call` of the session, is a whole number of at least `least`."""
     with contextlib.suppress(TypeError):  # a float, a tensor of floats
         if not isinstance(num, bool) and (found := index(num)) >= least:
             return found
-    raise UsageError(f"session.shard({name}={num!r}): a whole number of at least {least} is expected")
+    raise UsageError(f"session.{call}{num!r}): a whole number of at least {least} is expected")
 
 
 def _check_grad() -> None:

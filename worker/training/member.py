@@ -14,7 +14,7 @@ from torch import nn
 
 from ...common.combinations import WITHIN_WORKER, Choices, check
 from ...common.config.schema import Config
-from ...common.errors import UnreachableError, UsageError
+from ...common.errors import UnreachableError, UsageError, shown
 from ...common.reporting.log import get_logger
 from ...common.reporting.pictures.notebook import Card, Losses, Shown
 from ..conversation.exchange import Exchange
@@ -190,6 +190,9 @@ class RunMember:
         The run's record has them as `config.NAME`, beside the script, its arguments and commit, and the optimizer.
         Runs are listed, filtered and compared by them. Of several workers the lowest rank's count.
         """
+        if values is not None and not isinstance(values, Mapping):
+            message = f"session.config({shown(str(values))}): a dict of names and values is expected"
+            raise UsageError(message, fix="session.config(vars(args)), or session.config(width=64)")
         self.work.add_config({**(values or {}), **more})
 
     def show(self) -> None:

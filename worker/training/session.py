@@ -383,14 +383,14 @@ class Session(RunMember):
         if steps is not None and progress.row.steps >= steps and not self._is_told:  # the loop gets no batches
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
-        check_count("accumulate", accumulate, 1)
-        check_count("prefetch", prefetch)
-        if epochs is not None and check_count("epochs", epochs, 1) > 1:
+        check_count("shard(accumulate=", accumulate, 1)
+        check_count("shard(prefetch=", prefetch)
+        if epochs is not None and check_count("shard(epochs=", epochs, 1) > 1:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         given = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last, "sampler": sampler}
         source, found = source_of(dataset, given | loader_options)
         num = found.pop("batch_size")
-        size = check_count("batch_size", settings.batch_size if num is None else num, 1)
+        size = check_count("shard(batch_size=", settings.batch_size if num is None else num, 1)
         self.work.add_batch_size(size)
         if size % self._data_share[1]:
             raise UsageError(
@@ -428,7 +428,7 @@ class Session(RunMember):
 
     def expect(self, steps: int) -> None:
         """Tell the session how many training steps this script takes. If the run is shorter, a warning says so."""
-        self.length.own_steps = steps
+        self.length.own_steps = check_count("expect(", steps)
 
     def epochs(self, num: int) -> Iterator[int]:
         """Yield epoch numbers up to `num`, from 0, or after a resume from the rank's current epoch.
@@ -441,7 +441,7 @@ class Session(RunMember):
         """
         self._restarted.has_epochs = True
         memory = self._joined()
-        data = memory.data
+        data, num = memory.data, check_count("epochs(", num)
         self.length.own_epochs = max(num, self.length.own_epochs or 0)
         if data.epoch is None:
             data.use()

@@ -141,6 +141,9 @@ def source_of(dataset: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]
     UsageError for a DataLoader that the session cannot use, and for an argument that contradicts the DataLoader.
     """
     loader = dataset
+    if unknown := given.keys() - _SIGNATURE.keys():
+        message = f"session.shard(): DataLoader has no option {', '.join(sorted(unknown))}"
+        raise UsageError(message, fix="the options of torch.utils.data.DataLoader, such as num_workers=2")
     if not isinstance(loader, DataLoader):
         return dataset, given
     kind, batches = type(loader), loader.batch_sampler
