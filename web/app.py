@@ -66,13 +66,16 @@ class Runs:
         if view is None:
             known = [*self.live, *(stored_run.id for stored_run in self.listed()[:20])]
             raise HTTPException(404, f"no run {name[:80]}; there are: {', '.join(dict.fromkeys(known)) or 'none'}")
-        return Feed.of(view)
+        return Feed(view, is_over=view.newest is None or view.newest.is_over)
 
     def listed(self) -> list[StoredRun]:
         """Returns all runs, the newest first."""
         stored = self.store.runs() if self.store is not None else []
         known = {run.id: run for run in stored}
-        live = [_with_names(_listed(feed), known.get(name)) for name, feed in reversed(self.live.items())]
+        live = []
+        for name, feed in reversed(self.live.items()):
+            names = known[name].model_dump(include={"key", "name", "note", "tags"}) if name in known else {}
+            live.append(_listed(feed).model_copy(update=names))
         return [*live, *(run for run in stored if run.id not in self.live)]
 
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -223,12 +226,6 @@ def _listed(feed: Feed) -> StoredRun:
     metrics = tick.final or (status.evaluated.metrics if status.evaluated else {})
     known |= {"waiting": status.waiting_reason(), "metrics": metrics, "recorded": status.recorded, **status.row()}
     return StoredRun(**known | ({"num_workers": status.num_ranks} if feed.is_over else {}))
-
-
-def _with_names(run: StoredRun, stored: StoredRun | None) -> StoredRun:
-    """Returns the run with its name, note, tags and number of the run store."""
-    names = ("key", "name", "note", "tags")
-    return run if stored is None else run.model_copy(update={name: getattr(stored, name) for name in names})
 
 
 async def _worker_log(runs: Runs, request: Request) -> Response:

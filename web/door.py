@@ -52,10 +52,6 @@ class _Connection:
         is_open = opening and opening.done() and not opening.cancelled() and opening.exception() is None
         return opening.result() if opening and is_open else None
 
-    @property
-    def is_gone(self) -> bool:
-        return self.socket.fileno() < 0
-
     def end(self) -> None:
         """End the connection at once, without sending the rest."""
         if (transport := self.transport) is not None:
@@ -141,9 +137,8 @@ class Door:
         self._connections[ends] = connection
 
     def _forget_gone(self) -> None:
-        self._connections = {
-            ends: connection for ends, connection in self._connections.items() if not connection.is_gone
-        }
+        is_open = {ends: item for ends, item in self._connections.items() if item.socket.fileno() >= 0}
+        self._connections = is_open
 
     def _end_longest_idle(self) -> bool:
         """End the connection that is idle longest. Returns False if every connection has a request."""

@@ -31,22 +31,13 @@ class Message(NamedTuple):
 class Feed:
     """The messages of one run."""
 
-    def __init__(self, view: View, control: Control | None = None) -> None:
-        self.view = view
-        self.control = control
-        self.is_over = False
+    def __init__(self, view: View, control: Control | None = None, is_over: bool = False) -> None:
+        self.view, self.control, self.is_over = view, control, is_over
         self._number = 0
         self._ticks: deque[Message] = deque(maxlen=_KEPT)
         self._whole: Message | None = None
         self._changed = asyncio.Event()
         self._num_viewers = 0
-
-    @classmethod
-    def of(cls, view: View) -> Feed:
-        """Returns the feed of a run of the run store, as it was read."""
-        feed = cls(view)
-        feed.is_over = view.newest is None or view.newest.is_over
-        return feed
 
     def push(self, tick: Tick) -> None:
         self.view.add(tick)
@@ -91,25 +82,18 @@ class Feed:
             yield feed.whole()._replace(number=number + 1)
             yield Message("over", number + 1, "{}")
             return
+        seen = -1
         self._num_viewers += 1
         try:
-            async for message in self._changes():
-                yield message
+            while not (self.is_over and seen == self._number):
+                late = [tick for tick in self._ticks if tick.number > seen]
+                if seen < self._number and (seen < 0 or not late or late[0].number > seen + 1):
+                    late = [self.whole()]
+                for message in late:
+                    seen = message.number
+                    yield message
+                if seen == self._number and not self.is_over:
+                    await self._changed.wait()
+            yield Message("over", self._number, "{}")
         finally:
             self._num_viewers -= 1
-
-    async def _changes(self) -> AsyncIterator[Message]:
-        """Yields the complete view, then ticks until the run is over."""
-        seen = -1
-        while True:
-            late = [tick for tick in self._ticks if tick.number > seen]
-            if seen < self._number and (seen < 0 or not late or late[0].number > seen + 1):
-                late = [self.whole()]
-            for message in late:
-                seen = message.number
-                yield message
-            if seen == self._number:
-                if self.is_over:
-                    yield Message("over", self._number, "{}")
-                    return
-                await self._changed.wait()

@@ -19,9 +19,9 @@ import contextlib
 import hmac
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -75,10 +75,9 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request = _LimitedRequest(scope, receive, send, self._rules)
-        scope.setdefault("state", {})["may_control"] = self._has_token(headers)
-        refused = self._refusal(scope, headers)
+        connection, request = HTTPConnection(scope), _LimitedRequest(scope, receive, send, self._rules)
+        scope.setdefault("state", {})["may_control"] = self._has_token(connection)
+        refused = self._refusal(scope, connection)
         if refused is not None:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
@@ -100,8 +99,8 @@ class Guard:
         most = self._rules.max_body_bytes
         return self._rules.refusal(413, f"the body is longer than the limit of {most} bytes", "send a shorter body")
 
-    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        refusal = self._rules.refusal
+    def _refusal(self, scope: Scope, connection: HTTPConnection) -> Response | None:
+        refusal, headers = self._rules.refusal, connection.headers
         if self._hosts and (_parts(f"//{headers.get('host', '')}").hostname or "") not in self._hosts:
             return refusal(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
         origin = headers.get("origin")
@@ -109,8 +108,8 @@ class Guard:
             return refusal(403, f"a page of {origin[:100]} may not use this server", "open this server's own page")
         if int(headers.get("content-length") or 0) > self._rules.max_body_bytes:
             return self._payload_too_large()
-        query = parse_qs(scope.get("query_string", b"").decode("ascii", "replace"))
-        if scope["type"] == "http" and scope["path"] in self._rules.pages and (token := query.get("token", [""])[0]):
+        token = connection.query_params.get("token")
+        if token and scope["type"] == "http" and scope["path"] in self._rules.pages:
             if not self._is_token(token):
                 return refusal(
                     403, "the token in this address is not this server's", "open the address that it printed last"
@@ -125,14 +124,12 @@ class Guard:
             return refusal(401, "this needs the token", fix)
         return None
 
-    def _has_token(self, headers: Headers) -> bool:
-        scheme, _, rest = headers.get("authorization", "").partition(" ")
+    def _has_token(self, connection: HTTPConnection) -> bool:
+        scheme, _, rest = connection.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(rest.strip()):
             return True
-        # One by one: SimpleCookie drops all for one with an odd name, which another program of this host may have set.
-        cookies = (text.strip().partition("=") for text in headers.get("cookie", "").split(";"))
         # The cookie of any port will do, as the token is checked: so the dashboard may link to ps-serve.
-        return any(name.startswith(_COOKIE) and self._is_token(value.strip('"')) for name, _, value in cookies)
+        return any(name.startswith(_COOKIE) and self._is_token(value) for name, value in connection.cookies.items())
 
     def _is_token(self, value: str) -> bool:
         found = [hmac.compare_digest(value.encode(), token.encode()) for token in self._tokens]  # constant time
@@ -202,14 +199,11 @@ class _LimitedRequest:
             self._is_body_complete or message.get("more_body", False)
         ):
             await self._send({**message, "more_body": True})
-            await self._drain()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_MAX_DRAIN_S):
+                    while not self._is_body_complete and self._num_bytes < _MAX_DRAIN_BYTES:
+                        received = await self._receive()
+                        self._num_bytes += len(received.get("body", b""))
+                        self._is_body_complete = not received.get("more_body", False)  # also if the client is gone
             message = {"type": "http.response.body"}
         await self._send(message)
-
-    async def _drain(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_MAX_DRAIN_S):
-                while not self._is_body_complete and self._num_bytes < _MAX_DRAIN_BYTES:
-                    message = await self._receive()
-                    self._num_bytes += len(message.get("body", b""))
-                    self._is_body_complete = not message.get("more_body", False)  # also if the client is gone

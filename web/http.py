@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from functools import partial
 from threading import Thread
@@ -29,7 +30,7 @@ _TOKEN = secrets.token_urlsafe(16)  # made if none is given; a restarted server 
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that handles no signals. Its `door` accepts the connections."""
+    """A uvicorn server whose `door` accepts the connections. It handles no signals, because it runs on a thread."""
 
     def __init__(self, config: uvicorn.Config, door: Door, listening: socket.socket) -> None:
         super().__init__(config)
@@ -48,9 +49,6 @@ class _Server(uvicorn.Server):
             await asyncio.wait({self._accepting})
         self._listening.close()
         await super().shutdown(sockets=[])
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
 
 
 class HttpServer:
@@ -132,8 +130,6 @@ class HttpServer:
         if self._thread is None or not self._thread.is_alive():
             return
         self.loop.call_soon_threadsafe(before)
-        self.loop.call_soon_threadsafe(self.loop.call_later, delay_s, self._stop)
-        self._thread.join(_STOP_S + 2.0)
-
-    def _stop(self) -> None:
+        time.sleep(delay_s)
         self._server.should_exit = True
+        self._thread.join(_STOP_S + 2.0)

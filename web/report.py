@@ -84,11 +84,17 @@ def write_report(
     for label, run, name in _drawn(runs):
         points = run.points_of(name)
         rows = [
-            [f"{point.elapsed_s:,.1f}", f"{point.step:,}", f"{point.metrics[name]:.4f}", _bytes(point)]
+            [f"{point.elapsed_s:,.1f}", f"{point.step:,}", f"{point.metrics[name]:.4f}",
+             "" if point.num_bytes is None else size(point.num_bytes)]
             for point in points[:: -(-len(points) // _MOST_ROWS)]
         ]  # fmt: skip
         lines += [*markdown.heading(2, f"{label}: {name}"), *markdown.table(["s", "step", name, "traffic"], rows)]
-    _write(directory, html, "\n".join([*lines, *markdown.items(remarks)]) + "\n")
+    whole = "\n".join([*lines, *markdown.items(remarks)]) + "\n"
+    for file, text in zip(_FILES, (html, whole), strict=True):
+        try:
+            write_whole(Path(directory) / file, text.encode(), is_synced=False)
+        except OSError as error:
+            raise OutputError(f"{directory}/{file} cannot be written: {error.strerror}") from None
 
 
 def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
@@ -131,10 +137,6 @@ def _file_of(name: str, others: Sequence[str]) -> str:
     return next(found for found in names if found not in others)
 
 
-def _bytes(point: Point) -> str:
-    return "" if point.num_bytes is None else size(point.num_bytes)
-
-
 def prepare_report(directory: str) -> None:
     """Create the directory. Raises OutputError if a report cannot be written there.
 
@@ -147,15 +149,6 @@ def prepare_report(directory: str) -> None:
         raise OutputError(message, fix="name a directory that you may write to (--report DIR)") from None
     for name in _FILES:
         check_writable(str(Path(directory) / name))
-
-
-def _write(directory: str, *texts: str) -> None:
-    prepare_report(directory)
-    for name, text in zip(_FILES, texts, strict=True):
-        try:
-            write_whole(Path(directory) / name, text.encode(), is_synced=False)
-        except OSError as error:
-            raise OutputError(f"{directory}/{name} cannot be written: {error.strerror}") from None
 
 
 def comparison_data(

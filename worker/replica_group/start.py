@@ -34,17 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(size: int, command: Sequence[str]) -> int:
     """Start `size` processes and wait for them. Returns the exit code."""
-    with reserved_port() as reserved:
-        return _run(size, command, reserved.getsockname()[1])
-
-
-def _run(size: int, command: Sequence[str], port: int) -> int:
+    reserved = reserved_port()
     env = {
         **os.environ,
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(reserved.getsockname()[1]),
     }
     first = int(os.environ.get("PS_WORKER__LOCAL_RANK", 0)) * size
     started: list[subprocess.Popen[bytes]] = []
@@ -58,9 +54,8 @@ def _run(size: int, command: Sequence[str], port: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
     for rank in range(size):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PS_WORKER__LOCAL_RANK": str(first + rank)}
         argv = [sys.executable, *command]
-        env |= variables
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "PS_WORKER__LOCAL_RANK": str(first + rank)}
         started.append(subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent))
         if received:
             _end(started, received)

@@ -79,7 +79,7 @@ class Encoding:
             self.part(stretch, range(self._num_exchanged))
         else:
             payload, out = self._memory()
-            _Gather(stretch, payload).until_end()
+            _Gather(stretch, payload).until()
             num_bytes = self.codec.encoded_bytes(self._layout)
             if self.residual is not None:
                 for values, residual in self._views(payload, self.residual):
@@ -100,14 +100,14 @@ class Encoding:
         payload, out = self._memory()
         of_tensors, gather = pieces_of(self.codec, self._layout), _Gather(stretch, payload)
         if not self._has_feedback and len(tensors) == self._num_exchanged and not self.codec.without:
-            gather.until_end()
+            gather.until()
             self._encoder.begin(payload, out[: self.codec.encoded_bytes(self._layout)])
         else:
             for pieces in of_tensors[tensors.start : tensors.stop]:
                 for piece in pieces:
                     gather.until(piece.offset_end)
                     self._write(piece, payload, out)
-            gather.until_end()
+            gather.until()
         if tensors.stop > len(of_tensors):  # buffers are copied without encoding
             first = max(self._layout.parameter_bytes, stretch.offset)
             start, end = self._encoded_offset(first), self._encoded_offset(self._layout.entries[tensors.stop - 1].end)
@@ -196,7 +196,7 @@ class Encoding:
         if work is not None:
             if self._payload is None:
                 self._payload = new_payload(self._layout.exchange_bytes)
-            _Gather(work, self._payload).until_end()
+            _Gather(work, self._payload).until()
             self._square, residuals = 0.0, self._payload if self.residual is None else self.residual
             for values, residual in self._views(self._payload, residuals):
                 if self.residual is not None:
@@ -205,14 +205,12 @@ class Encoding:
             self._retain()
         self._forget_attempt()
 
-    def start(self) -> float:
-        """The server has forgotten earlier contributions. Returns the norm of the lost residual."""
+    def start(self) -> None:
+        """The server has forgotten earlier contributions, and the residual is lost."""
         self._encoder = self.codec.encoder(self._layout)
         self._forget_attempt()
-        norm = self._reset()
-        if norm > 0:
+        if (norm := self._reset()) > 0:
             self._lose(norm)
-        return norm
 
     def take_lost(self) -> float | None:
         """The norm of residuals discarded since the last call; None: there was none."""
@@ -296,8 +294,9 @@ class _Gather:
         self._target, self._at = as_bytes(payload), stretch.offset
         self._pieces, self._rest = iter(stretch.pieces), _NOTHING
 
-    def until(self, end: int) -> None:
-        """Copy up to this byte of the payload."""
+    def until(self, end: int | None = None) -> None:
+        """Copy up to this byte of the payload; None: to its end."""
+        end = len(self._target) if end is None else end
         while self._at < end:
             piece = self._rest or next(self._pieces, _NOTHING)
             if piece is _NOTHING:
@@ -305,6 +304,3 @@ class _Gather:
             now, self._rest = piece[: end - self._at], piece[end - self._at :]
             copy_bytes(self._target[self._at : self._at + len(now)], now)
             self._at += len(now)
-
-    def until_end(self) -> None:
-        self.until(len(self._target))

@@ -33,17 +33,18 @@ class Transport:
     name: ClassVar[str] = "grpc"  # shown to people
     carries_codecs: ClassVar[bool] = True  # can carry payloads of a codec other than raw
     is_beside_stream: ClassVar[bool] = False  # payloads of more than INLINE_BYTES are announced as in shared memory
-
-    def __init__(self) -> None:
-        self.is_open = True
-        self.reason = ""
-        self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes], for contributions
-        self._may_leave_out = False  # whether zeros may be left out
+    is_open = True
+    reason = ""
+    segment: torch.Tensor | None = None  # uint8 [exchange_bytes], for contributions
+    _may_leave_out = False  # whether zeros may be left out
 
     # ---- agreed on once on every stream -------------------------------------------------------
 
-    def joined(self, welcome: pb.Welcome) -> None:
-        """A new stream is open. Nothing of an earlier stream is used any more."""
+    def joined(self, welcome: pb.Welcome, why_not_direct: str = "") -> None:
+        """A new stream is open. Nothing of an earlier stream is used any more.
+
+        `why_not_direct`: a phrase with the reason; empty if there is a direct connection.
+        """
         self._may_leave_out = welcome.takes_left_out
 
     def offer(self, model: pb.Model, num_bytes: int) -> bool:
@@ -94,14 +95,11 @@ class DirectTransport(Transport):
 
     name = "direct"
     is_beside_stream = True
+    is_open = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_open = False
-
-    def reached(self, why_not: str) -> None:
-        """Set whether there is a direct connection. `why_not` is a phrase with the reason, or empty."""
-        self.is_open, self.reason = not why_not, why_not
+    def joined(self, welcome: pb.Welcome, why_not_direct: str = "") -> None:
+        super().joined(welcome)
+        self.is_open, self.reason = not why_not_direct, why_not_direct
 
     def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
         return self.messages(pieces, offset, lambda *payload: list(out_of_band_messages(*payload)))
@@ -116,16 +114,15 @@ class SharedTransport(Transport):
     name = "shared memory"
     # A codec changes the result, so a worker that sets one uses another transport.
     carries_codecs = False
+    is_open = False
+    _may_offer = False
+    _is_broken = False  # a segment of the server could not be opened
+    _offered: Segment | None = None
 
     def __init__(self) -> None:
-        super().__init__()
-        self.is_open = False
-        self._may_offer = False
-        self._is_broken = False  # a segment of the server could not be opened
-        self._offered: Segment | None = None
         self._mapped: dict[str, Segment] = {}
 
-    def joined(self, welcome: pb.Welcome) -> None:
+    def joined(self, welcome: pb.Welcome, why_not_direct: str = "") -> None:
         # A segment of an earlier stream is not reused, because the server may still read a contribution from it.
         self.is_open, self.segment, self._offered, self._may_offer = False, None, None, False
         self._mapped.clear()
@@ -183,10 +180,9 @@ class Transports:
     """The transports that a worker may use, ordered by preference. `transport` is the one in use."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._direct = DirectTransport()
-        by_name = {"shared": SharedTransport(), "direct": self._direct, "grpc": Transport()}
+        by_name = {"shared": SharedTransport(), "direct": DirectTransport(), "grpc": Transport()}
         self._all: list[Transport] = [by_name[name] for name in config.wanted_transports]
-        self.wants_direct = self._direct in self._all
+        self.wants_direct = "direct" in config.wanted_transports
         self.transport = self._all[-1]
         self._off: list[str] = []  # why a transport is not tried
         codecs = [name for name in (config.codec, config.reply_codec) if name != "raw"]
@@ -197,8 +193,7 @@ class Transports:
     def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
         """A new stream is open. `why_not_direct` is empty if there is a direct connection."""
         for transport in self._all:
-            transport.joined(welcome)
-        self._direct.reached(why_not_direct)
+            transport.joined(welcome, why_not_direct)
         self.agreed()
 
     def offer(self, model: pb.Model, num_bytes: int) -> Transport | None:
@@ -206,7 +201,7 @@ class Transports:
 
         Returns None if a better transport is open.
         """
-        for transport in self._all[: self._all.index(self._first())]:
+        for transport in self._all[: self._all.index(self.transport)]:
             if transport.offer(model, num_bytes):
                 self.transport = transport
                 return transport
@@ -214,10 +209,7 @@ class Transports:
 
     def agreed(self) -> None:
         """Choose the transport after the negotiation on this stream."""
-        self.transport = self._first()
-
-    def _first(self) -> Transport:
-        return next(transport for transport in self._all if transport.is_open)
+        self.transport = next(transport for transport in self._all if transport.is_open)
 
     @property
     def reason(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from ...common.codecs.base import Codec, payload_bytes
@@ -46,8 +46,8 @@ class Up:
     def joined(self, transport: Transport, welcome: pb.Welcome | None = None) -> None:
         """A new stream is open. Everything sent on the old one may be lost, except for a partial transfer."""
         self.transport = transport
-        has_some = welcome is not None and welcome.HasField("partial_transfer")
-        self._offered = welcome.partial_transfer if has_some and welcome is not None else None
+        is_offered = welcome is not None and welcome.HasField("partial_transfer")
+        self._offered = welcome.partial_transfer if welcome is not None and is_offered else None
         is_large = self._layout.exchange_bytes > INLINE_BYTES
         self._is_out_of_band = transport.segment is not None or (transport.is_beside_stream and is_large)
         self.departed.clear()
@@ -143,16 +143,29 @@ class Up:
             self._send(frames)
 
     def _continue(self, announced: pb.WorkerMessage, pieces: list[memoryview], carry: Carry) -> bool:
-        """Send the rest of a partial transfer. Returns False if there is none; then nothing was sent."""
-        payload = announced.contribution.payload
-        begin = pb.Begin(num_bytes=payload.num_bytes, codec=payload.codec, in_shared_memory=payload.in_shared_memory)
+        """Send what the server lacks of a payload whose stream broke off (`ps/wire/partial_transfers.py`).
+
+        Returns False if it has nothing of this payload. Then nothing was sent.
+        """
+        seq, payload = announced.contribution.seq, announced.contribution.payload
+        num_bytes, codec = payload.num_bytes, payload.codec
         offered, self._offered = self._offered, None  # for one attempt
-        rest = rest_of(offered, begin, announced.contribution.seq, pieces) if offered is not None else None
-        if rest is None:
+        if offered is None or (offered.seq, offered.payload_bytes, offered.codec) != (seq, num_bytes, codec):
             return False
+        # By turns what the server lacks and what it has.
+        borders = pairwise([0, *offered.ranges, num_bytes])
+        stretches, crc = [(start, between(pieces, start, end)) for start, end in borders], 0
+        for part in chain.from_iterable(parts for _, parts in stretches[1::2]):
+            crc = zlib.crc32(part, crc)
+        if crc != offered.crc:
+            log.warning("not_continued", seq=seq, meaning="the server's bytes are of another payload: all are sent")
+            return False
+        num_sent = sum(len(part) for _, parts in stretches[::2] for part in parts)
+        log.info("continued", seq=seq, num_bytes=num_sent, of=num_bytes)
+        begin = pb.Begin(num_bytes=num_bytes, codec=codec, in_shared_memory=payload.in_shared_memory, continues=seq)
         self._send([frame(pb.WorkerMessage(begin=begin)), frame(announced)])
-        for at, parts in rest:
-            for frames in carry(parts, at):
+        for start, parts in stretches[::2]:
+            for frames in carry(parts, start):
                 self._send(frames)
         return True
 
@@ -169,48 +182,11 @@ class Up:
                 self._send(frames)
 
 
-# ---- a payload whose stream broke off: `ps/wire/partial_transfers.py` is the server's side ---------
-
-
-def rest_of(
-    offered: pb.PartialTransfer, begin: pb.Begin, seq: int, pieces: list[memoryview]
-) -> list[tuple[int, list[memoryview]]] | None:
-    """The stretches of this payload that the server lacks, with their offsets. Sets `begin.continues`.
-
-    `offered`: what the server has, according to its Welcome. Returns None if these are bytes of another payload.
-    """
-    if (offered.seq, offered.payload_bytes, offered.codec) != (seq, begin.num_bytes, begin.codec):
-        return None
-    ranges = list(zip(offered.ranges[::2], offered.ranges[1::2], strict=False))
-    stretches, crc = list(divided(pieces, ranges)), 0
-    for part in (part for _, parts, is_there in stretches if is_there for part in parts):
-        crc = zlib.crc32(part, crc)
-    if crc != offered.crc:
-        log.warning("not_continued", seq=seq, meaning="the server's bytes are of another payload: all are sent")
-        return None
-    begin.continues = seq
-    rest = [(at, parts) for at, parts, is_there in stretches if not is_there]
-    num_bytes = sum(len(part) for _, parts in rest for part in parts)
-    log.info("continued", seq=seq, num_bytes=num_bytes, of=begin.num_bytes)
-    return rest
-
-
-def divided(
-    pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]
-) -> Iterator[tuple[int, list[memoryview], bool]]:
-    """Cut the pieces of a payload at the borders of `ranges` [start, end), which are ascending and disjoint.
-
-    Yields the offset of each stretch, its parts, and whether it is one of the ranges.
-    """
-    at, found = 0, list(pieces)[::-1]
-    borders = [border for start, end in ranges for border in ((start, False), (end, True))]
-    for border, is_in in [*borders, (sum(map(len, found)), False)]:
-        start, parts = at, []
-        while at < border and found:
-            piece = found.pop()
-            parts.append(piece[: border - at])
-            if len(piece) > border - at:
-                found.append(piece[border - at :])
-            at += len(parts[-1])
-        if parts:
-            yield start, parts, is_in
+def between(pieces: Iterable[memoryview], start: int, end: int) -> list[memoryview]:
+    """Bytes [start, end) of a payload, as parts of its pieces."""
+    found, at = [], 0
+    for piece in pieces:
+        if part := piece[max(0, start - at) : max(0, end - at)]:
+            found.append(part)
+        at += len(piece)
+    return found
