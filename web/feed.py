@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import count
 from typing import NamedTuple
 
 from ..common.reporting.view import About, Tick, View
@@ -45,7 +46,6 @@ class Feed:
         self.is_over = tick.is_over
         if self._num_viewers:  # later viewers begin with the complete view
             self._ticks.append(Message("tick", self._number, tick.model_dump_json()))
-        self._whole = None
         self._wake()
 
     def retell(self, about: About) -> None:
@@ -53,7 +53,6 @@ class Feed:
         self.view.about = about
         self._number += 1
         self._ticks.clear()
-        self._whole = None
         self._wake()
 
     def end(self) -> None:
@@ -73,15 +72,14 @@ class Feed:
     async def messages(self, again: Callable[[], Feed | None] | None = None) -> AsyncIterator[Message]:
         """Yields the messages for one viewer, at its pace, until the run is over. `again` rereads it each second."""
         if again is not None:
-            number, feed = 0, self
-            while not feed.is_over:
-                number += 1
+            feed = self
+            for number in count(1):
                 yield feed.whole()._replace(number=number)
+                if feed.is_over:
+                    yield Message("over", number, "{}")
+                    return
                 await asyncio.sleep(_AGAIN_S)
                 feed = again() or feed
-            yield feed.whole()._replace(number=number + 1)
-            yield Message("over", number + 1, "{}")
-            return
         seen = -1
         self._num_viewers += 1
         try:

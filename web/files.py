@@ -32,9 +32,9 @@ def static_routes(pages: Mapping[str, str]) -> list[Route]:
             if request.headers.get("if-none-match") == tag:
                 return Response(status_code=304, headers=headers)
             accepted = request.headers.get("accept-encoding", "").split(",")
-            if "gzip" not in [text.partition(";")[0].strip() for text in accepted]:
-                return Response(body, media_type=kind, headers=headers)
-            return Response(compressed, media_type=kind, headers={**headers, "Content-Encoding": "gzip"})
+            if "gzip" in [text.partition(";")[0].strip() for text in accepted]:
+                body, headers = compressed, {**headers, "Content-Encoding": "gzip"}
+            return Response(body, media_type=kind, headers=headers)
 
         return handle
 

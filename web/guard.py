@@ -57,6 +57,10 @@ class Rules:
     max_connections: int = 128
     share_of_descriptors: int = 8  # workers, snapshots and the history need the others
 
+    def payload_too_large(self) -> Response:
+        error = f"the body is longer than the limit of {self.max_body_bytes} bytes"
+        return self.refusal(413, error, "send a shorter body")
+
 
 class Guard:
     """Wraps the application. `hosts`: valid names, without ports; empty: any, and every request needs the token.
@@ -87,17 +91,10 @@ class Guard:
         try:
             await self._app(scope, request.receive, request.send)
         except Exception:  # an application that expects the whole body
-            if not (request.is_body_too_long or request.is_body_too_slow):
+            if request.refused is None:
                 raise
-        if request.is_body_too_long:
-            await self._payload_too_large()(scope, request.receive, request.reply)
-        elif request.is_body_too_slow:
-            error = f"the body did not arrive within {self._rules.body_s:g} s"
-            await self._rules.refusal(408, error, "send it at once")(scope, request.receive, request.reply)
-
-    def _payload_too_large(self) -> Response:
-        most = self._rules.max_body_bytes
-        return self._rules.refusal(413, f"the body is longer than the limit of {most} bytes", "send a shorter body")
+        if request.refused is not None:
+            await request.refused(scope, request.receive, request.reply)
 
     def _refusal(self, scope: Scope, connection: HTTPConnection) -> Response | None:
         refusal, headers = self._rules.refusal, connection.headers
@@ -107,13 +104,12 @@ class Guard:
         if origin is not None and _parts(origin).netloc != headers.get("host"):
             return refusal(403, f"a page of {origin[:100]} may not use this server", "open this server's own page")
         if int(headers.get("content-length") or 0) > self._rules.max_body_bytes:
-            return self._payload_too_large()
+            return self._rules.payload_too_large()
         token = connection.query_params.get("token")
         if token and scope["type"] == "http" and scope["path"] in self._rules.pages:
             if not self._is_token(token):
-                return refusal(
-                    403, "the token in this address is not this server's", "open the address that it printed last"
-                )
+                error = "the token in this address is not this server's"
+                return refusal(403, error, "open the address that it printed last")
             # To the page, without the token in the address bar and the history.
             response, cookie = RedirectResponse(scope["path"], 303), cookie_of(headers.get("host", ""))
             response.set_cookie(cookie, token, httponly=True, samesite="strict", secure=self._is_tls)
@@ -159,13 +155,13 @@ class _LimitedRequest:
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, rules: Rules) -> None:
-        self._receive, self._send, self._most_bytes = receive, send, rules.max_body_bytes
+        self._receive, self._send, self._rules = receive, send, rules
         self._until = asyncio.get_running_loop().time() + rules.body_s
         self._is_read_only = scope.get("method") in _READS
         self._is_body_complete = self._is_read_only or scope["type"] != "http"
         self._num_bytes = 0
         self._has_response_started = False
-        self.is_body_too_long = self.is_body_too_slow = False  # then no message of the application is sent
+        self.refused: Response | None = None  # for a body that is too long or too slow; then the application sends none
 
     async def receive(self) -> Message:
         """Receive a message. A body that is too long or too slow ends like one whose client is gone."""
@@ -174,19 +170,22 @@ class _LimitedRequest:
                 message = await self._receive()
         except TimeoutError:
             # Once a response has started there can be no 408: the application sees that the client is gone.
-            self.is_body_too_slow = not self._has_response_started
+            if not self._has_response_started:
+                error = f"the body did not arrive within {self._rules.body_s:g} s"
+                self.refused = self._rules.refusal(408, error, "send it at once")
             return {"type": "http.disconnect"}
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             self._is_body_complete = self._is_body_complete or not message.get("more_body", False)
-            if self._num_bytes > self._most_bytes:
-                self.is_body_too_long = not self._has_response_started
+            if self._num_bytes > self._rules.max_body_bytes:
+                if not self._has_response_started:
+                    self.refused = self._rules.payload_too_large()
                 return {"type": "http.disconnect"}
         return message
 
     async def send(self, message: Message) -> None:
         """Send a message of the application, unless the body is too long or too slow."""
-        if not (self.is_body_too_long or self.is_body_too_slow):
+        if self.refused is None:
             await self.reply(message)
 
     async def reply(self, message: Message) -> None:

@@ -185,10 +185,8 @@ class RedistributedTransfer(DirectTransfer):
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
         """Gather stretches. Each piece is valid until the next one is requested."""
-        return [
-            Stretch(start, (piece for _, piece in self._filled(kind, start, end)))
-            for start, end in self._stretches(indices)
-        ]
+        filled = [(start, self._filled(kind, start, end)) for start, end in self._stretches(indices)]
+        return [Stretch(start, (piece for _, piece in windows)) for start, windows in filled]
 
     def stream(self, kind: ContributionKind, indices: Indices = None) -> Iterator[Stretch]:
         for start, end in self._stretches(indices):

@@ -30,7 +30,7 @@ from ..tensors.transfer import ModelTensors, together
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation
 from .optimizer import ExchangeOptimizer
-from .pipeline import Example, LossFn, Pipeline, layers_of
+from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of
 from .position.data import DataPosition
 from .position.memory import Memory
 from .position.restarted import Restarted
@@ -147,7 +147,9 @@ class RemoteSession(Session):
             return super()._make_pipeline(layers, loss, example, init)
         self._chooses(pipeline=True)
         self._data_share = (0, 1)
-        return self._strategy.pipeline(*layers_of(layers), loss, example, init)
+        module, found = layers_of(layers)
+        check_weights(module, init)
+        return self._strategy.pipeline(module, found, loss, example, init)
 
     def _begin(self, offer: Offer) -> tuple[ExchangeOptimizer, ...]:
         model, optimizers, averaged_buffers, reduction = offer

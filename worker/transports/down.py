@@ -100,13 +100,10 @@ class Down:
             follow(codec, self._layout, difference.clone() if at else difference, payload)  # the clone is aligned
             at += size
             if number == info.checked and (found := check_sum(self._layout, payload)) != info.crc:
-                raise refusal(
-                    Reason.BAD_REQUEST,
-                    f"this worker's weights of reference {number} are not the server's: their CRC-32 is {found:08x}, "
-                    f"the server's {info.crc:08x}",
-                    fix="start the worker again, which receives them whole; if it happens again, check its memory, or "
-                    "use --set worker.reply_codec=bf16",
-                )
+                crcs = f"their CRC-32 is {found:08x}, the server's {info.crc:08x}"
+                message = f"this worker's weights of reference {number} are not the server's: {crcs}"
+                fix = "start the worker again, which receives them whole; if it happens again, check its memory, or "
+                raise refusal(Reason.BAD_REQUEST, message, fix=f"{fix}use --set worker.reply_codec=bf16")
         self._encoded.give_back(encoded)
         self.transfer.write(0, as_bytes(payload))
         self.reference = info.number

@@ -22,6 +22,8 @@ from ...proto import parameter_server_pb2 as pb
 from ..tensors.transfer import DirectTransfer, Indices
 
 Messages = Iterable[bytes | OutOfBand]
+Pieces = Iterable[memoryview]
+Carry = Callable[[Pieces, int], Messages]
 
 # One more than the versions that a server has on their way at once by default.
 _MAX_OPEN = 8
@@ -31,7 +33,6 @@ class Transport:
     """The plain transport: pieces of a payload are messages. `reason` is a sentence: why it is not open."""
 
     name: ClassVar[str] = "grpc"  # shown to people
-    carries_codecs: ClassVar[bool] = True  # can carry payloads of a codec other than raw
     is_beside_stream: ClassVar[bool] = False  # payloads of more than INLINE_BYTES are announced as in shared memory
     is_open = True
     reason = ""
@@ -64,16 +65,11 @@ class Transport:
         for stretch in transfer.stream(kind, indices):
             yield from self.raw(stretch.pieces, stretch.offset)
 
-    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
+    def raw(self, pieces: Pieces, offset: int) -> Iterator[Messages]:
         """Messages for the pieces of a raw payload from `offset` on."""
         return self.messages(pieces, offset)
 
-    def messages(
-        self,
-        pieces: Iterable[memoryview],
-        offset: int = 0,
-        carry: Callable[[Iterable[memoryview], int], Messages] = payload_frames,
-    ) -> Iterator[Messages]:
+    def messages(self, pieces: Pieces, offset: int = 0, carry: Carry = payload_frames) -> Iterator[Messages]:
         """Messages, made by `carry`, for the pieces of a payload from `offset` on.
 
         Zeros are left out if the server supports it: parts of other optimizers, and tensors that the loss does not
@@ -101,7 +97,7 @@ class DirectTransport(Transport):
         super().joined(welcome)
         self.is_open, self.reason = not why_not_direct, why_not_direct
 
-    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
+    def raw(self, pieces: Pieces, offset: int) -> Iterator[Messages]:
         return self.messages(pieces, offset, lambda *payload: list(out_of_band_messages(*payload)))
 
 
@@ -112,8 +108,6 @@ class SharedTransport(Transport):
     """
 
     name = "shared memory"
-    # A codec changes the result, so a worker that sets one uses another transport.
-    carries_codecs = False
     is_open = False
     _may_offer = False
     _is_broken = False  # a segment of the server could not be opened
@@ -181,14 +175,15 @@ class Transports:
 
     def __init__(self, config: WorkerConfig) -> None:
         by_name = {"shared": SharedTransport(), "direct": DirectTransport(), "grpc": Transport()}
-        self._all: list[Transport] = [by_name[name] for name in config.wanted_transports]
-        self.wants_direct = "direct" in config.wanted_transports
-        self.transport = self._all[-1]
+        wanted = list(config.wanted_transports)
+        self.wants_direct = "direct" in wanted
         self._off: list[str] = []  # why a transport is not tried
         codecs = [name for name in (config.codec, config.reply_codec) if name != "raw"]
-        if codecs and not all(transport.carries_codecs for transport in self._all):
-            self._all = [transport for transport in self._all if transport.carries_codecs]
+        if codecs and "shared" in wanted:  # a codec changes the result, so it is kept
+            wanted.remove("shared")
             self._off = [f"{SharedTransport.name}: off (worker.codec is {codecs[0]})"]
+        self._all: list[Transport] = [by_name[name] for name in wanted]
+        self.transport = self._all[-1]
 
     def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
         """A new stream is open. `why_not_direct` is empty if there is a direct connection."""

@@ -34,9 +34,7 @@ class Up:
     def __init__(
         self, codec: Codec, model: ModelTensors, transfer: DirectTransfer, send: Callable[[Messages], None]
     ) -> None:
-        self._layout, self._num_exchanged = model.layout, model.num_exchanged
-        self.transfer, self._stretches = transfer, model.stretches
-        self._send = send
+        self._model, self.transfer, self._send = model, transfer, send
         self.encoding = Encoding(codec, model.layout, model.num_exchanged)
         self._kind = ContributionKind.GRADIENT  # kind of the newest contribution
         self._offered: pb.PartialTransfer | None = None  # bytes that the server has of the next contribution
@@ -48,7 +46,7 @@ class Up:
         self.transport = transport
         is_offered = welcome is not None and welcome.HasField("partial_transfer")
         self._offered = welcome.partial_transfer if welcome is not None and is_offered else None
-        is_large = self._layout.exchange_bytes > INLINE_BYTES
+        is_large = self._model.layout.exchange_bytes > INLINE_BYTES
         self._is_out_of_band = transport.segment is not None or (transport.is_beside_stream and is_large)
         self.departed.clear()
         self.transfer.forget_copies()
@@ -88,7 +86,7 @@ class Up:
             self._begin()
 
     def _begin(self) -> None:
-        codec, num_bytes = self.encoding.codec, payload_bytes(self.encoding.codec, self._layout)
+        codec, num_bytes = self.encoding.codec, payload_bytes(self.encoding.codec, self._model.layout)
         is_out_of_band = codec.is_identity and self._is_out_of_band
         begin = pb.Begin(num_bytes=num_bytes, codec=codec.name, in_shared_memory=is_out_of_band)
         self._send([frame(pb.WorkerMessage(begin=begin))])
@@ -106,16 +104,16 @@ class Up:
             return
         rest: list[int] | None = None
         if self.departed:
-            rest = [index for index in range(self._num_exchanged) if index not in self.departed]
+            rest = [index for index in range(self._model.num_exchanged) if index not in self.departed]
             self.departed.clear()
-        codec, num_bytes, is_outside = self.encoding.codec, self._layout.exchange_bytes, self._is_out_of_band
+        codec, num_bytes, is_outside = self.encoding.codec, self._model.layout.exchange_bytes, self._is_out_of_band
         is_encoded = not codec.is_identity or self.encoding.residual is not None
         if is_encoded:
-            num_bytes, is_outside = payload_bytes(codec, self._layout), False
+            num_bytes, is_outside = payload_bytes(codec, self._model.layout), False
         payload = PayloadInfo(codec.name, num_bytes, is_outside, contribution.payload.without_gradient)
         announced = contribution_message(changed(contribution, **topics, payload=payload))
-        if is_encoded:
-            self._contribute_encoded(announced, kind, rest)
+        if is_encoded and rest is None:
+            self._contribute_encoded(announced, kind)
             return
         may_continue = rest is None and self._offered and self.transport.segment is None and self.transfer.lies_here
         if may_continue and self._continue(announced, list(self.transfer.gather(kind)[0].pieces), self.transport.raw):
@@ -125,13 +123,10 @@ class Up:
         else:
             self._send([frame(announced)])
             self._send_tensors(kind, rest)
+            if is_encoded:
+                self.encoding.completed()
 
-    def _contribute_encoded(self, announced: pb.WorkerMessage, kind: ContributionKind, rest: list[int] | None) -> None:
-        if rest is not None:
-            self._send([frame(announced)])
-            self._send_tensors(kind, rest)
-            self.encoding.completed()
-            return
+    def _contribute_encoded(self, announced: pb.WorkerMessage, kind: ContributionKind) -> None:
         payload = self.encoding.payload
         if payload is None:
             payload = self.encoding.whole(self.transfer.gather(kind, None)[0])
@@ -176,7 +171,7 @@ class Up:
             for frames in sent if self.transfer.lies_here else [chain.from_iterable(sent)]:
                 self._send(frames)
             return
-        for stretch, tensors in zip(self.transfer.gather(kind, indices), self._stretches(indices), strict=True):
+        for stretch, tensors in zip(self.transfer.gather(kind, indices), self._model.stretches(indices), strict=True):
             start, encoded = self.encoding.part(stretch, tensors)
             for frames in self.transport.messages([encoded], start):
                 self._send(frames)

@@ -35,6 +35,8 @@ import torch.distributed as dist
 from ....common.wire.json_text import read_json
 from .cut import Address
 
+Find = Callable[[], tuple[Address, bytes]]  # returns a server's address, and the secret of the generation
+
 NONCE_BYTES = PROOF_BYTES = 32
 _MAGIC = b"psr1"
 _HELLO = struct.Struct("!4sBH32s32s")
@@ -65,9 +67,7 @@ def digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def connect(
-    find: Callable[[], tuple[Address, bytes]], kind: Kind, rank: int, name: str, timeout_s: float
-) -> socket.socket:
+def connect(find: Find, kind: Kind, rank: int, name: str, timeout_s: float) -> socket.socket:
     """Return a blocking connection to a server, after both sides have proved that they know the secret.
 
     `find` returns the server's address and the secret. It is called before each attempt. Raises OSError if no attempt
@@ -154,12 +154,6 @@ class StoreServer:
         self._connections: dict[socket.socket, bool] = {}  # oldest first; True: its proof was checked
         self._is_closed = False
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
-
-    @property
-    def num_unproven(self) -> int:
-        """The number of connections without a proof."""
-        with self._changed:
-            return sum(not is_proven for is_proven in self._connections.values())
 
     def admit(self, name: str, secret: bytes) -> None:
         """Let members of this generation connect that know this secret."""
@@ -270,9 +264,7 @@ class Store(_Base):
     no reference to this object, so the caller must keep one.
     """
 
-    def __init__(
-        self, find: Callable[[], tuple[Address, bytes]], name: str, rank: int, timeout_s: float, prefix: str = ""
-    ) -> None:
+    def __init__(self, find: Find, name: str, rank: int, timeout_s: float, prefix: str = "") -> None:
         """`find`, `name`: as in `connect`. `timeout_s`: for the connection, and for each key. `prefix`: of all keys.
 
         Raises OSError.
