@@ -16,9 +16,8 @@ from ..common.reporting.findings import findings
 from ..common.reporting.report import comparison_table, report_console
 from ..common.reporting.summary import Summary
 from ..common.runstore.reading import IRRELEVANT_SETTINGS, RunStore, StoredRun, config_differences
-from ..web.compared import summary_of
 from ..web.report import write_report
-from ..web.stored import view_of
+from ..web.stored import summary_of, view_of
 from .showing import print_json
 
 _MOST_IN_A_LABEL = 2

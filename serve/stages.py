@@ -398,7 +398,7 @@ class SlotModel(nn.Module):
         """Return a transfer that writes windows of a payload to the memory of the stages."""
         return RedistributedTransfer(part, self)  # type: ignore[arg-type]
 
-    def spread(self, window: torch.Tensor, ranges: Sequence[Range]) -> Finish:
+    def move(self, window: torch.Tensor, ranges: Sequence[Range], _: str | None) -> Finish:
         """Write a window, as a Redistribution does."""
         for index, first, end, at in ranges:
             self.write(self._stages.divided.names[index], window[at : at + end - first], first)

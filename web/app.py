@@ -25,12 +25,11 @@ from ..common.reporting.worker_logs import last_lines
 from ..common.runstore.reading import StoredRun, relevant_settings
 from ..common.version import PROGRAM_VERSION
 from ..common.wire.json_text import finite, read_json
-from .compared import MAX_COMPARED, curves_of, described, differing, summary_of, tags_of
 from .feed import Feed, Message
 from .files import static_routes
 from .guard import refusal
 from .openapi import Done, Health, Session, WorkerLog, description
-from .stored import Store
+from .stored import MAX_COMPARED, Store, curves_of, described, differing, summary_of, tags_of
 
 MAX_VIEWERS = 32
 _KEEP_ALIVE_S = 15.0
@@ -40,10 +39,10 @@ _LIST = TypeAdapter(list[StoredRun])
 class Runs:
     """All runs by name: those of this process and those of the run store."""
 
-    def __init__(self, store: Store | None = None) -> None:
+    def __init__(self, store: Store, is_list: bool = False) -> None:
+        """`is_list`: these are of a run store, without a run of this process."""
         self.live: dict[str, Feed] = {}
-        self.is_list = False  # of a run store, without a run of its own
-        self.store = store
+        self.store, self.is_list = store, is_list
         self.max_viewers = MAX_VIEWERS
         self.num_viewers = 0
         self.stopped = asyncio.Event()
@@ -51,8 +50,7 @@ class Runs:
     def begin(self, feed: Feed, version: int) -> None:
         """Add a run of this process, which begins at `version`. The run store may have its earlier part."""
         about = feed.view.about
-        before = self.store.view(about.run) if self.store is not None and about.server_incarnation > 1 else None
-        if before is not None:
+        if about.server_incarnation > 1 and (before := self.store.view(about.run)) is not None:
             feed.view.continue_from(before, version)
         self.live[about.run] = feed
 
@@ -62,24 +60,25 @@ class Runs:
             return next(reversed(self.live.values()))
         if name in self.live:
             return self.live[name]
-        view = self.store.view(name) if self.store is not None else None
-        if view is None:
+        if (view := self.store.view(name)) is None:
             known = [*self.live, *(stored_run.id for stored_run in self.listed()[:20])]
             raise HTTPException(404, f"no run {name[:80]}; there are: {', '.join(dict.fromkeys(known)) or 'none'}")
-        return Feed.of(view)
+        return Feed(view, is_over=view.newest is None or view.newest.is_over)
 
     def listed(self) -> list[StoredRun]:
         """Returns all runs, the newest first."""
-        stored = self.store.runs() if self.store is not None else []
+        stored = self.store.runs()
         known = {run.id: run for run in stored}
-        live = [_with_names(_listed(feed), known.get(name)) for name, feed in reversed(self.live.items())]
+        live = []
+        for name, feed in reversed(self.live.items()):
+            names = known[name].model_dump(include={"key", "name", "note", "tags"}) if name in known else {}
+            live.append(_listed(feed).model_copy(update=names))
         return [*live, *(run for run in stored if run.id not in self.live)]
 
     def settings(self) -> dict[str, dict[str, Any]]:
         """Returns, for each run, the settings whose values differ between runs."""
-        found = self.store.settings() if self.store is not None else {}
         live = {name: relevant_settings(feed.view.about.settings) for name, feed in self.live.items()}
-        return differing({**found, **live})
+        return differing({**self.store.settings(), **live})
 
     def curves(self, name: str) -> dict[str, Any]:
         """Returns a run with its metrics over time. Raises HTTPException 404 as `feed` does."""
@@ -87,15 +86,21 @@ class Runs:
         listed = {run.id: run for run in self.listed()}
         return curves_of(listed.get(feed.view.about.run) or _listed(feed), feed.view, self.store)
 
-    def compared(self, groups: list[list[str]]) -> dict[str, Any]:
-        """Returns the results of groups of runs, whose rows have the groups' first runs as labels."""
+    def compared(self, text: str) -> dict[str, Any]:
+        """Returns the results of groups of runs, `a,b;c`, whose rows have the groups' first runs as labels.
+
+        Raises HTTPException 400, and 404 as `feed` does.
+        """
+        groups = [[name for name in part.split(",") if name] for part in text.split(";")]
+        if not all(groups) or sum(map(len, groups)) > MAX_COMPARED:
+            raise HTTPException(400, f"runs=A,B;C names 1 to {MAX_COMPARED} runs in groups")
         listed = {run.id: run for run in self.listed()}
         runs, works = [], set()
         for names in groups:
             for name in names:
                 feed = self.feed(name)
                 run = listed.get(feed.view.about.run) or _listed(feed)
-                stored = self.store.summary(run) if self.store is not None and name not in self.live else None
+                stored = self.store.summary(run) if name not in self.live else None
                 runs.append((names[0], stored or summary_of(run, feed.view)))
                 works.add(run.work)
         return compare(runs, same_task=len(works) < 2).model_dump()
@@ -125,19 +130,17 @@ def make_app(runs: Runs) -> Starlette:
     """Returns the application, to be wrapped in a `Guard`."""
 
     def reply(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """A route for these values, or for this JSON."""
+
         async def handle(request: Request) -> Response:
-            return JSONResponse(finite(answer(request)))
+            found = answer(request)
+            is_json = isinstance(found, str | bytes)
+            return Response(found, media_type="application/json") if is_json else JSONResponse(finite(found))
 
         return handle
 
     def of_run(answer: Callable[[Feed], Any]) -> Callable[[Request], Any]:
         return reply(lambda request: answer(runs.feed(request.path_params["run"])))
-
-    async def listed(request: Request) -> Response:
-        return Response(_LIST.dump_json(runs.listed()), media_type="application/json")
-
-    async def whole(request: Request) -> Response:
-        return Response(runs.feed(request.path_params["run"]).whole().data, media_type="application/json")
 
     async def events(request: Request) -> Response:
         feed = runs.feed(request.query_params.get("run", "live"))
@@ -145,10 +148,9 @@ def make_app(runs: Runs) -> Starlette:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(_sse(runs, feed), media_type="text/event-stream", headers=headers)
 
-    def session(request: Request) -> Any:
-        problem = runs.store.problem() if runs.store is not None else ""
-        found = Session(may_control=request.state.may_control, program=PROGRAM_VERSION, store_problem=problem)
-        return found.model_dump()
+    def session(request: Request) -> str:
+        may_control, problem = request.state.may_control, runs.store.problem()
+        return Session(may_control=may_control, program=PROGRAM_VERSION, store_problem=problem).model_dump_json()
 
     def metrics(request: Request) -> Any:
         found = {
@@ -182,10 +184,10 @@ def make_app(runs: Runs) -> Starlette:
             Route("/api/health", reply(lambda _: Health(runs=len(runs.live), viewers=runs.num_viewers).model_dump())),
             Route("/api/session", reply(session)),
             Route("/api/metrics", reply(metrics)),
-            Route("/api/runs", listed),
+            Route("/api/runs", reply(lambda _: _LIST.dump_json(runs.listed()))),
             Route("/api/settings", reply(lambda _: runs.settings())),
-            Route("/api/compare", reply(lambda request: runs.compared(_groups(request.query_params.get("runs", ""))))),
-            Route(run, whole),
+            Route("/api/compare", reply(lambda request: runs.compared(request.query_params.get("runs", "")))),
+            Route(run, of_run(lambda feed: feed.whole().data)),
             Route(f"{run}/status", of_run(newest)),
             Route(f"{run}/workers", of_run(workers)),
             Route(f"{run}/workers/{{rank:int}}/log", partial(_worker_log, runs)),
@@ -202,14 +204,6 @@ def make_app(runs: Runs) -> Starlette:
     )
 
 
-def _groups(text: str) -> list[list[str]]:
-    """Returns the runs of each group in `a,b;c`. Raises HTTPException 400."""
-    groups = [[name for name in part.split(",") if name] for part in text.split(";")]
-    if not all(groups) or sum(map(len, groups)) > MAX_COMPARED:
-        raise HTTPException(400, f"runs=A,B;C names 1 to {MAX_COMPARED} runs in groups")
-    return groups
-
-
 def _listed(feed: Feed) -> StoredRun:
     """Returns a run of this process in the form of the run store."""
     about, tick = feed.view.about, feed.view.newest
@@ -223,12 +217,6 @@ def _listed(feed: Feed) -> StoredRun:
     metrics = tick.final or (status.evaluated.metrics if status.evaluated else {})
     known |= {"waiting": status.waiting_reason(), "metrics": metrics, "recorded": status.recorded, **status.row()}
     return StoredRun(**known | ({"num_workers": status.num_ranks} if feed.is_over else {}))
-
-
-def _with_names(run: StoredRun, stored: StoredRun | None) -> StoredRun:
-    """Returns the run with its name, note, tags and number of the run store."""
-    names = ("key", "name", "note", "tags")
-    return run if stored is None else run.model_copy(update={name: getattr(stored, name) for name in names})
 
 
 async def _worker_log(runs: Runs, request: Request) -> Response:
@@ -250,7 +238,7 @@ async def _tag(runs: Runs, request: Request) -> Response:
     except (ValueError, ClientDisconnect) as error:
         return refusal(400, str(error) or "the body is incomplete", 'e.g. {"tags": "baseline quick"}')
     try:
-        is_known = runs.store is not None and await asyncio.to_thread(runs.store.set_tags, name, tags)
+        is_known = await asyncio.to_thread(runs.store.set_tags, name, tags)
     except (ParamServerError, sqlite3.Error) as error:
         return refusal(409, f"the tags cannot be written: {error}")
     if not is_known:

@@ -33,34 +33,31 @@ _CHECK_S = 0.5
 _ACCEPT_AGAIN_S = 0.1
 
 Address = tuple[str, int]
+MakeProtocol = Callable[[], asyncio.Protocol]
 
 
 class _Connection:
     """One accepted socket. `until`: the loop's time at which it ends without progress."""
 
-    def __init__(self, accepted: socket.socket, until: float) -> None:
-        self.socket = accepted
-        self.until = until
+    def __init__(
+        self, accepted: socket.socket, until: float, opening: asyncio.Task[asyncio.Transport], is_refused: bool
+    ) -> None:
+        self.socket, self.until, self.opening = accepted, until, opening
         self.is_idle = True
-        self.is_refused = False  # there are too many
-        self.opening: asyncio.Task[asyncio.Transport] | None = None
+        self.is_refused = is_refused  # there are too many
 
     @property
     def transport(self) -> asyncio.Transport | None:
         """The transport; None during a TLS handshake and after a failed handshake."""
         opening = self.opening
-        is_open = opening and opening.done() and not opening.cancelled() and opening.exception() is None
-        return opening.result() if opening and is_open else None
-
-    @property
-    def is_gone(self) -> bool:
-        return self.socket.fileno() < 0
+        is_open = opening.done() and not opening.cancelled() and opening.exception() is None
+        return opening.result() if is_open else None
 
     def end(self) -> None:
         """End the connection at once, without sending the rest."""
         if (transport := self.transport) is not None:
             transport.abort()
-        elif self.opening is not None:
+        else:
             self.opening.cancel()
 
 
@@ -98,9 +95,7 @@ class Door:
         response.headers["connection"] = "close"
         await response(scope, receive, send)
 
-    async def accept(
-        self, listening: socket.socket, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None
-    ) -> None:
+    async def accept(self, listening: socket.socket, make: MakeProtocol, tls: ssl.SSLContext | None) -> None:
         """Accept connections until this is cancelled. `make`: creates the protocol of a connection."""
         loop = asyncio.get_running_loop()
         listening.setblocking(False)
@@ -117,13 +112,12 @@ class Door:
                 self._take(accepted, make, tls)
         finally:
             checking.cancel()
-            tasks = (connection.opening for connection in self._connections.values())
-            opening = [task for task in tasks if task is not None and not task.done()]
+            opening = [item.opening for item in self._connections.values() if not item.opening.done()]
             for task in opening:
                 task.cancel()
             await asyncio.gather(*opening, return_exceptions=True)
 
-    def _take(self, accepted: socket.socket, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None) -> None:
+    def _take(self, accepted: socket.socket, make: MakeProtocol, tls: ssl.SSLContext | None) -> None:
         loop = asyncio.get_running_loop()
         self._forget_gone()
         is_full = len(self._connections) >= self.max and not self._end_longest_idle()
@@ -135,24 +129,19 @@ class Door:
         except OSError:  # closed already
             accepted.close()
             return
-        connection = _Connection(accepted, loop.time() + _IDLE_S)
-        connection.is_refused = is_full
-        connection.opening = loop.create_task(_opened(accepted, make, tls))
-        self._connections[ends] = connection
+        opening = loop.create_task(_opened(accepted, make, tls))
+        self._connections[ends] = _Connection(accepted, loop.time() + _IDLE_S, opening, is_full)
 
     def _forget_gone(self) -> None:
-        self._connections = {
-            ends: connection for ends, connection in self._connections.items() if not connection.is_gone
-        }
+        self._connections = {ends: item for ends, item in self._connections.items() if item.socket.fileno() >= 0}
 
     def _end_longest_idle(self) -> bool:
         """End the connection that is idle longest. Returns False if every connection has a request."""
         them = self._connections.items()
         idle = [(item.until, ends) for ends, item in them if item.is_idle and not item.is_refused]
-        if not idle:
-            return False
-        self._connections.pop(min(idle)[1]).end()
-        return True
+        if idle:
+            self._connections.pop(min(idle)[1]).end()
+        return bool(idle)
 
     async def _check(self) -> None:
         """End connections that are over their time."""
@@ -169,9 +158,7 @@ class Door:
                     connection.end()
 
 
-async def _opened(
-    accepted: socket.socket, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None
-) -> asyncio.Transport:
+async def _opened(accepted: socket.socket, make: MakeProtocol, tls: ssl.SSLContext | None) -> asyncio.Transport:
     of_tls: dict[str, Any] = {"ssl": tls, "ssl_handshake_timeout": _IDLE_S} if tls is not None else {}
     try:
         transport, _ = await asyncio.get_running_loop().connect_accepted_socket(make, accepted, **of_tls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import count
 from typing import NamedTuple
 
 from ..common.reporting.view import About, Tick, View
@@ -31,22 +32,13 @@ class Message(NamedTuple):
 class Feed:
     """The messages of one run."""
 
-    def __init__(self, view: View, control: Control | None = None) -> None:
-        self.view = view
-        self.control = control
-        self.is_over = False
+    def __init__(self, view: View, control: Control | None = None, is_over: bool = False) -> None:
+        self.view, self.control, self.is_over = view, control, is_over
         self._number = 0
         self._ticks: deque[Message] = deque(maxlen=_KEPT)
         self._whole: Message | None = None
         self._changed = asyncio.Event()
         self._num_viewers = 0
-
-    @classmethod
-    def of(cls, view: View) -> Feed:
-        """Returns the feed of a run of the run store, as it was read."""
-        feed = cls(view)
-        feed.is_over = view.newest is None or view.newest.is_over
-        return feed
 
     def push(self, tick: Tick) -> None:
         self.view.add(tick)
@@ -54,7 +46,6 @@ class Feed:
         self.is_over = tick.is_over
         if self._num_viewers:  # later viewers begin with the complete view
             self._ticks.append(Message("tick", self._number, tick.model_dump_json()))
-        self._whole = None
         self._wake()
 
     def retell(self, about: About) -> None:
@@ -62,7 +53,6 @@ class Feed:
         self.view.about = about
         self._number += 1
         self._ticks.clear()
-        self._whole = None
         self._wake()
 
     def end(self) -> None:
@@ -82,34 +72,26 @@ class Feed:
     async def messages(self, again: Callable[[], Feed | None] | None = None) -> AsyncIterator[Message]:
         """Yields the messages for one viewer, at its pace, until the run is over. `again` rereads it each second."""
         if again is not None:
-            number, feed = 0, self
-            while not feed.is_over:
-                number += 1
+            feed = self
+            for number in count(1):
                 yield feed.whole()._replace(number=number)
+                if feed.is_over:
+                    yield Message("over", number, "{}")
+                    return
                 await asyncio.sleep(_AGAIN_S)
                 feed = again() or feed
-            yield feed.whole()._replace(number=number + 1)
-            yield Message("over", number + 1, "{}")
-            return
+        seen = -1
         self._num_viewers += 1
         try:
-            async for message in self._changes():
-                yield message
+            while not (self.is_over and seen == self._number):
+                late = [tick for tick in self._ticks if tick.number > seen]
+                if seen < self._number and (seen < 0 or not late or late[0].number > seen + 1):
+                    late = [self.whole()]
+                for message in late:
+                    seen = message.number
+                    yield message
+                if seen == self._number and not self.is_over:
+                    await self._changed.wait()
+            yield Message("over", self._number, "{}")
         finally:
             self._num_viewers -= 1
-
-    async def _changes(self) -> AsyncIterator[Message]:
-        """Yields the complete view, then ticks until the run is over."""
-        seen = -1
-        while True:
-            late = [tick for tick in self._ticks if tick.number > seen]
-            if seen < self._number and (seen < 0 or not late or late[0].number > seen + 1):
-                late = [self.whole()]
-            for message in late:
-                seen = message.number
-                yield message
-            if seen == self._number:
-                if self.is_over:
-                    yield Message("over", self._number, "{}")
-                    return
-                await self._changed.wait()

@@ -7,7 +7,7 @@ from gzip import compress
 from hashlib import sha256
 from mimetypes import guess_type
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,16 +27,14 @@ def static_routes(pages: Mapping[str, str]) -> list[Route]:
             name = page or request.path_params["name"]
             if name not in files:
                 raise HTTPException(404, f"no file {name[:80]}")
-            found, kind = files[name], guess_type(name)[0]
-            headers = {"Cache-Control": "no-cache", "ETag": found.tag, "Vary": "Accept-Encoding"}
-            if request.headers.get("if-none-match") == found.tag:
+            (body, compressed, tag), kind = files[name], guess_type(name)[0]
+            headers = {"Cache-Control": "no-cache", "ETag": tag, "Vary": "Accept-Encoding"}
+            if request.headers.get("if-none-match") == tag:
                 return Response(status_code=304, headers=headers)
-            accepted = [
-                text.partition(";")[0].strip() for text in request.headers.get("accept-encoding", "").split(",")
-            ]
-            if "gzip" not in accepted:
-                return Response(found.body, media_type=kind, headers=headers)
-            return Response(found.compressed, media_type=kind, headers={**headers, "Content-Encoding": "gzip"})
+            accepted = request.headers.get("accept-encoding", "").split(",")
+            if "gzip" in [text.partition(";")[0].strip() for text in accepted]:
+                body, headers = compressed, {**headers, "Content-Encoding": "gzip"}
+            return Response(body, media_type=kind, headers=headers)
 
         return handle
 
@@ -44,20 +42,13 @@ def static_routes(pages: Mapping[str, str]) -> list[Route]:
     return [Route(path, file(name)) for path, name in found.items()]
 
 
-class _File(NamedTuple):
-    """A static file: its bytes, its compressed bytes, and its ETag."""
+def read_files() -> dict[str, tuple[bytes, bytes, str]]:
+    """Returns the static files by name: the bytes, the compressed bytes, and the ETag.
 
-    body: bytes
-    compressed: bytes
-    tag: str
-
-
-def read_files() -> dict[str, _File]:
-    """Returns the static files by name. Each page has the style inline, so it renders at once."""
+    Each page has the style inline, so it renders at once.
+    """
     found = {path.relative_to(_STATIC).as_posix(): path.read_bytes() for path in _STATIC.rglob("*") if path.is_file()}
     link = f'<link rel="stylesheet" href="/static/{_STYLE}">'.encode()
     style = b"<style>\n" + found[_STYLE] + b"</style>"
     whole = {name: body.replace(link, style) if name.endswith(".html") else body for name, body in found.items()}
-    return {
-        name: _File(body, compress(body, mtime=0), f'"{sha256(body).hexdigest()[:16]}"') for name, body in whole.items()
-    }
+    return {name: (body, compress(body, mtime=0), f'"{sha256(body).hexdigest()[:16]}"') for name, body in whole.items()}

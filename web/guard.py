@@ -19,9 +19,9 @@ import contextlib
 import hmac
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from urllib.parse import SplitResult, parse_qs, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -57,6 +57,10 @@ class Rules:
     max_connections: int = 128
     share_of_descriptors: int = 8  # workers, snapshots and the history need the others
 
+    def payload_too_large(self) -> Response:
+        error = f"the body is longer than the limit of {self.max_body_bytes} bytes"
+        return self.refusal(413, error, "send a shorter body")
+
 
 class Guard:
     """Wraps the application. `hosts`: valid names, without ports; empty: any, and every request needs the token.
@@ -75,10 +79,9 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request = _LimitedRequest(scope, receive, send, self._rules)
-        scope.setdefault("state", {})["may_control"] = self._has_token(headers)
-        refused = self._refusal(scope, headers)
+        connection, request = HTTPConnection(scope), _LimitedRequest(scope, receive, send, self._rules)
+        scope.setdefault("state", {})["may_control"] = self._has_token(connection)
+        refused = self._refusal(scope, connection)
         if refused is not None:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
@@ -88,33 +91,25 @@ class Guard:
         try:
             await self._app(scope, request.receive, request.send)
         except Exception:  # an application that expects the whole body
-            if not (request.is_body_too_long or request.is_body_too_slow):
+            if request.refused is None:
                 raise
-        if request.is_body_too_long:
-            await self._payload_too_large()(scope, request.receive, request.reply)
-        elif request.is_body_too_slow:
-            error = f"the body did not arrive within {self._rules.body_s:g} s"
-            await self._rules.refusal(408, error, "send it at once")(scope, request.receive, request.reply)
+        if request.refused is not None:
+            await request.refused(scope, request.receive, request.reply)
 
-    def _payload_too_large(self) -> Response:
-        most = self._rules.max_body_bytes
-        return self._rules.refusal(413, f"the body is longer than the limit of {most} bytes", "send a shorter body")
-
-    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        refusal = self._rules.refusal
+    def _refusal(self, scope: Scope, connection: HTTPConnection) -> Response | None:
+        refusal, headers = self._rules.refusal, connection.headers
         if self._hosts and (_parts(f"//{headers.get('host', '')}").hostname or "") not in self._hosts:
             return refusal(421, "this server is not known by that name", f"ask for it as {sorted(self._hosts)[0]}")
         origin = headers.get("origin")
         if origin is not None and _parts(origin).netloc != headers.get("host"):
             return refusal(403, f"a page of {origin[:100]} may not use this server", "open this server's own page")
         if int(headers.get("content-length") or 0) > self._rules.max_body_bytes:
-            return self._payload_too_large()
-        query = parse_qs(scope.get("query_string", b"").decode("ascii", "replace"))
-        if scope["type"] == "http" and scope["path"] in self._rules.pages and (token := query.get("token", [""])[0]):
+            return self._rules.payload_too_large()
+        token = connection.query_params.get("token")
+        if token and scope["type"] == "http" and scope["path"] in self._rules.pages:
             if not self._is_token(token):
-                return refusal(
-                    403, "the token in this address is not this server's", "open the address that it printed last"
-                )
+                error = "the token in this address is not this server's"
+                return refusal(403, error, "open the address that it printed last")
             # To the page, without the token in the address bar and the history.
             response, cookie = RedirectResponse(scope["path"], 303), cookie_of(headers.get("host", ""))
             response.set_cookie(cookie, token, httponly=True, samesite="strict", secure=self._is_tls)
@@ -125,14 +120,12 @@ class Guard:
             return refusal(401, "this needs the token", fix)
         return None
 
-    def _has_token(self, headers: Headers) -> bool:
-        scheme, _, rest = headers.get("authorization", "").partition(" ")
+    def _has_token(self, connection: HTTPConnection) -> bool:
+        scheme, _, rest = connection.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self._is_token(rest.strip()):
             return True
-        # One by one: SimpleCookie drops all for one with an odd name, which another program of this host may have set.
-        cookies = (text.strip().partition("=") for text in headers.get("cookie", "").split(";"))
         # The cookie of any port will do, as the token is checked: so the dashboard may link to ps-serve.
-        return any(name.startswith(_COOKIE) and self._is_token(value.strip('"')) for name, _, value in cookies)
+        return any(name.startswith(_COOKIE) and self._is_token(value) for name, value in connection.cookies.items())
 
     def _is_token(self, value: str) -> bool:
         found = [hmac.compare_digest(value.encode(), token.encode()) for token in self._tokens]  # constant time
@@ -162,13 +155,13 @@ class _LimitedRequest:
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, rules: Rules) -> None:
-        self._receive, self._send, self._most_bytes = receive, send, rules.max_body_bytes
+        self._receive, self._send, self._rules = receive, send, rules
         self._until = asyncio.get_running_loop().time() + rules.body_s
         self._is_read_only = scope.get("method") in _READS
         self._is_body_complete = self._is_read_only or scope["type"] != "http"
         self._num_bytes = 0
         self._has_response_started = False
-        self.is_body_too_long = self.is_body_too_slow = False  # then no message of the application is sent
+        self.refused: Response | None = None  # for a body that is too long or too slow; then the application sends none
 
     async def receive(self) -> Message:
         """Receive a message. A body that is too long or too slow ends like one whose client is gone."""
@@ -177,19 +170,22 @@ class _LimitedRequest:
                 message = await self._receive()
         except TimeoutError:
             # Once a response has started there can be no 408: the application sees that the client is gone.
-            self.is_body_too_slow = not self._has_response_started
+            if not self._has_response_started:
+                error = f"the body did not arrive within {self._rules.body_s:g} s"
+                self.refused = self._rules.refusal(408, error, "send it at once")
             return {"type": "http.disconnect"}
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             self._is_body_complete = self._is_body_complete or not message.get("more_body", False)
-            if self._num_bytes > self._most_bytes:
-                self.is_body_too_long = not self._has_response_started
+            if self._num_bytes > self._rules.max_body_bytes:
+                if not self._has_response_started:
+                    self.refused = self._rules.payload_too_large()
                 return {"type": "http.disconnect"}
         return message
 
     async def send(self, message: Message) -> None:
         """Send a message of the application, unless the body is too long or too slow."""
-        if not (self.is_body_too_long or self.is_body_too_slow):
+        if self.refused is None:
             await self.reply(message)
 
     async def reply(self, message: Message) -> None:
@@ -202,14 +198,11 @@ class _LimitedRequest:
             self._is_body_complete or message.get("more_body", False)
         ):
             await self._send({**message, "more_body": True})
-            await self._drain()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_MAX_DRAIN_S):
+                    while not self._is_body_complete and self._num_bytes < _MAX_DRAIN_BYTES:
+                        received = await self._receive()
+                        self._num_bytes += len(received.get("body", b""))
+                        self._is_body_complete = not received.get("more_body", False)  # also if the client is gone
             message = {"type": "http.response.body"}
         await self._send(message)
-
-    async def _drain(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_MAX_DRAIN_S):
-                while not self._is_body_complete and self._num_bytes < _MAX_DRAIN_BYTES:
-                    message = await self._receive()
-                    self._num_bytes += len(message.get("body", b""))
-                    self._is_body_complete = not message.get("more_body", False)  # also if the client is gone

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from functools import partial
 from threading import Thread
@@ -29,12 +30,11 @@ _TOKEN = secrets.token_urlsafe(16)  # made if none is given; a restarted server 
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that handles no signals. Its `door` accepts the connections."""
+    """A uvicorn server whose `door` accepts the connections. It handles no signals, because it runs on a thread."""
 
     def __init__(self, config: uvicorn.Config, door: Door, listening: socket.socket) -> None:
         super().__init__(config)
         self._door, self._listening = door, listening
-        self._accepting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
@@ -43,14 +43,10 @@ class _Server(uvicorn.Server):
         self._accepting = asyncio.create_task(self._door.accept(self._listening, protocol, self.config.ssl))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.wait({self._accepting})
+        self._accepting.cancel()
+        await asyncio.wait({self._accepting})
         self._listening.close()
         await super().shutdown(sockets=[])
-
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        return contextlib.nullcontext()
 
 
 class HttpServer:
@@ -66,26 +62,28 @@ class HttpServer:
         self.is_open = not is_loopback(host)
         if self.is_open and not config.server.insecure and (config.security.cert is None or run_token is None):
             lacks = "TLS (--cert, --key)" if config.security.cert is None else "a token (--token-file, or PS_TOKEN)"
-            raise AuthError(
-                f"{name} at {address} could be opened from other machines, and lacks {lacks}",
-                fix=f"ps-certs init makes certificates and a token; on one machine use {flag} 127.0.0.1:8080, "
-                "and from elsewhere ssh -L 8080:127.0.0.1:8080; on a network you trust add --insecure",
-            )
+            here = f"on one machine use {flag} 127.0.0.1:8080, and from elsewhere ssh -L 8080:127.0.0.1:8080"
+            fix = f"ps-certs init makes certificates and a token; {here}; on a network you trust add --insecure"
+            raise AuthError(f"{name} at {address} could be opened from other machines, and lacks {lacks}", fix=fix)
         self._token = os.environ.get(WEB_TOKEN_VARIABLE) or _TOKEN
-        self._tokens = [self._token, *([run_token] if run_token else [])]
-        self._hosts = [] if self.is_open else ["localhost", "127.0.0.1", "::1", host]
+        hosts = [] if self.is_open else ["localhost", "127.0.0.1", "::1", host]
+        tokens, is_tls = [self._token, *([run_token] if run_token else [])], config.security.cert is not None
+        self._guard = partial(Guard, hosts=hosts, tokens=tokens, is_tls=is_tls, rules=rules)
         self._thread: Thread | None = None
-        self.address = ""
-        self.loop: asyncio.AbstractEventLoop
 
     def start(self, app: ASGIApp) -> Door:
         """Listen, and serve the application. Raises BindError."""
-        listening = self._bind()
+        host, port = split_address(self._address)
+        try:
+            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            listening = socket.create_server(where[:2], family=family, backlog=128)
+        except OSError as error:
+            message = f"cannot listen on {self._address} for {self._name}: {error.strerror or error}"
+            fix = f"choose {self._flag} HOST:PORT with another port (0 takes a free one)"
+            raise BindError(message, fix=fix) from None
         self.loop = asyncio.new_event_loop()
-        host, port = split_address(self._address)[0], listening.getsockname()[1]
-        self.address = join_address(host, port)
-        is_tls = self._security.cert is not None
-        door = Door(Guard(app, self._hosts, self._tokens, is_tls, self._rules), self._rules)
+        self.address = join_address(host, listening.getsockname()[1])
+        door = Door(self._guard(app), self._rules)
         self._server = _Server(
             uvicorn.Config(
                 door, http="h11",
@@ -110,17 +108,6 @@ class HttpServer:
         """The address of a page with the token, for the terminal only: logs are stored and forwarded."""
         return f"{self.url(path)}?token={self._token}"
 
-    def _bind(self) -> socket.socket:
-        host, port = split_address(self._address)
-        try:
-            family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            return socket.create_server(where[:2], family=family, backlog=128)
-        except OSError as error:
-            raise BindError(
-                f"cannot listen on {self._address} for {self._name}: {error.strerror or error}",
-                fix=f"choose {self._flag} HOST:PORT with another port (0 takes a free one)",
-            ) from None
-
     def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
         with contextlib.suppress(ssl.SSLError, OSError):
@@ -132,8 +119,6 @@ class HttpServer:
         if self._thread is None or not self._thread.is_alive():
             return
         self.loop.call_soon_threadsafe(before)
-        self.loop.call_soon_threadsafe(self.loop.call_later, delay_s, self._stop)
-        self._thread.join(_STOP_S + 2.0)
-
-    def _stop(self) -> None:
+        time.sleep(delay_s)
         self._server.should_exit = True
+        self._thread.join(_STOP_S + 2.0)

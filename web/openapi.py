@@ -13,7 +13,9 @@ from ..common.reporting.status import Status
 from ..common.reporting.view import Event, Snapshot, Tick, View, series_columns
 from ..common.runstore.reading import StoredRun
 from ..common.version import PROGRAM_VERSION
-from .compared import Curves
+from .stored import Curves
+
+Json = dict[str, Any]
 
 
 class Session(BaseModel):
@@ -56,8 +58,7 @@ _RUN = {"name": "run", "in": "path", "required": True, "schema": {"type": "strin
         "description": "its name, or `live`: the newest in progress"}  # fmt: skip
 
 
-_RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer"},
-         "description": "of the worker"}  # fmt: skip
+_RANK = {**_RUN, "name": "rank", "schema": {"type": "integer"}, "description": "of the worker"}
 _QUERY = {**_RUN, "in": "query", "required": False}
 _GROUPS = {"name": "runs", "in": "query", "required": True, "schema": {"type": "string"},
            "description": "`A,B;C`: ids, those that differ only in their seed in one group"}  # fmt: skip
@@ -77,7 +78,7 @@ _CONTROL = {
 
 
 @cache
-def description() -> dict[str, Any]:
+def description() -> Json:
     """Returns the document at /api/openapi.json."""
     kinds = [(kind, "serialization") for kind in _KINDS]
     _, definitions = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
@@ -121,49 +122,46 @@ def description() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _series() -> dict[str, Any]:
+def _series() -> Json:
     """Columns of one length."""
-    column = {"type": "array", "items": {"type": ["number", "null"]}}
-    return {"type": "object", "required": series_columns(), "properties": dict.fromkeys(series_columns(), column)}
+    return _object({key: {"type": "array", "items": {"type": ["number", "null"]}} for key in series_columns()})
 
 
-def _metrics() -> dict[str, Any]:
+def _metrics() -> Json:
     """The metrics of a run and the metrics of a worker."""
-    names = ["name", "label", "help", "unit"]
-    properties = {**{name: {"type": "string"} for name in names}, "is_rare": {"type": "boolean"}}
-    item = {"type": "object", "required": [*properties], "properties": properties}
-    metrics = {"type": "array", "items": item}
-    directions = {"type": "object", "additionalProperties": {"type": "boolean"},
-                  "description": "whether higher is better"}  # fmt: skip
-    scopes = {"run": metrics, "worker": metrics, "curves": metrics, "recorded": metrics, "is_up": directions}
-    return {"type": "object", "required": [*scopes], "properties": scopes}
+    texts = {key: {"type": "string"} for key in ("name", "label", "help", "unit")}
+    metrics = {"type": "array", "items": _object({**texts, "is_rare": {"type": "boolean"}})}
+    is_up = {"type": "object", "additionalProperties": {"type": "boolean"}, "description": "whether higher is better"}
+    return _object({**dict.fromkeys(("run", "worker", "curves", "recorded"), metrics), "is_up": is_up})
 
 
-def _message() -> dict[str, Any]:
+def _message() -> Json:
     """The first message is whole, then ticks follow. A slow viewer gets whole again. The last message is over."""
-
-    def of(kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        properties = {"event": {"const": kind}, "number": {"type": "integer"}, "data": data}
-        return {"type": "object", "required": [*properties], "properties": properties}
-
-    return {"oneOf": [of("whole", _ref("View")), of("tick", _ref("Tick")), of("over", {"type": "object"})]}
+    kinds = {"whole": _ref("View"), "tick": _ref("Tick"), "over": {"type": "object"}}
+    return {"oneOf": [_object({"event": {"const": kind}, "number": {"type": "integer"}, "data": data})
+                      for kind, data in kinds.items()]}  # fmt: skip
 
 
-def _ref(name: str) -> dict[str, str]:
+def _object(properties: Json, *required: str) -> Json:
+    """An object with these properties, all of which are required if none is named."""
+    return {"type": "object", "required": list(required or properties), "properties": properties}
+
+
+def _ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _many(name: str) -> dict[str, Any]:
+def _many(name: str) -> Json:
     return {"type": "array", "items": _ref(name)}
 
 
-def _responses(description: str, schema: dict[str, Any], media: str, refusals: dict[str, str]) -> dict[str, Any]:
+def _responses(description: str, schema: Json, media: str, refusals: dict[str, str]) -> Json:
     why = {"application/json": {"schema": _ref("Refusal")}}
     refused = {code: {"description": text, "content": why} for code, text in (_REFUSALS | refusals).items()}
     return {"200": {"description": description, "content": {media: {"schema": schema}}}, **refused}
 
 
-def _get(summary: str, schema: dict[str, Any], *parameters: dict[str, Any], media: str = "application/json") -> Any:
+def _get(summary: str, schema: Json, *parameters: Json, media: str = "application/json") -> Json:
     refusals = {"404": "no such run"} if parameters else {}
     if _QUERY in parameters:
         refusals["503"] = "the maximum of viewers is reached"
@@ -172,15 +170,9 @@ def _get(summary: str, schema: dict[str, Any], *parameters: dict[str, Any], medi
                     "responses": responses}}  # fmt: skip
 
 
-def _post(
-    summary: str, result: str, needed: str, properties: dict[str, Any], refusals: dict[str, str]
-) -> dict[str, Any]:
-    body = {"schema": {"type": "object", "required": [needed], "properties": properties}}
+def _post(summary: str, result: str, needed: str, properties: Json, refusals: dict[str, str]) -> Json:
+    body = {"required": True, "content": {"application/json": {"schema": _object(properties, needed)}}}
     refusals = {"400": "the body is not a JSON object", "413": "the body is too long", **refusals}
-    return {
-        "post": {
-            "summary": summary, "parameters": [_RUN], "security": [{"token": []}],
-            "requestBody": {"required": True, "content": {"application/json": body}},
-            "responses": _responses(result, _ref("Done"), "application/json", refusals),
-        }
-    }  # fmt: skip
+    responses = _responses(result, _ref("Done"), "application/json", refusals)
+    return {"post": {"summary": summary, "parameters": [_RUN], "security": [{"token": []}], "requestBody": body,
+                     "responses": responses}}  # fmt: skip

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..common.config.conditions import Condition
 from ..common.errors import OutputError
 from ..common.reporting import markdown
 from ..common.reporting.comparison import IS_UP, Runs, compare, comparison_cells
-from ..common.reporting.curve import TRAINED, Point
+from ..common.reporting.curve import TRAINED
 from ..common.reporting.findings import findings, target_of
 from ..common.reporting.output import check_writable, write_whole
 from ..common.reporting.pictures import Curves, png
@@ -25,29 +25,24 @@ from ..common.reporting.pictures.words import size
 from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary
 from ..common.wire.json_text import finite, to_json
-from .compared import described
+from .stored import described
 
 _FILES = ("report.html", "report.md")
 _TRAINED = "Some runs have no evaluations (run.eval_every), so train_loss is drawn, which workers report."
 _MOST_ROWS = 50  # rows of a curve in Markdown
-_UNITS: dict[str, Callable[[Point], float | None]] = {
-    "s": lambda point: point.elapsed_s,
-    "steps": lambda point: float(point.step),
-    "bytes": lambda point: point.num_bytes,
-}
+_UNITS = {"s": "elapsed_s", "steps": "step", "bytes": "num_bytes"}  # of the x axis: attributes of Point
 Table = tuple[list[str], list[list[str]]]  # names of the columns, rows
 Picture = tuple[str, str, str, Curves]  # name of the PNG, metric, unit of the x axis, curves
 STATIC = Path(__file__).parent / "static"
 _IMPORT = re.compile(r"^import \{ (.+) \} from '\./(\w+\.js)';$", re.M)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) ([\w$]+))", re.M)
-_MAIN = "report.js"
 _MOST_POINTS = 500  # of a run's series: the file stays small
 
 
 def write_report(
     directory: str,
     title: str,
-    runs: Sequence[tuple[str, Summary]],
+    runs: Runs,
     notes: Sequence[str] = (),
     differences: Mapping[str, Sequence[object]] | None = None,
     extra: tuple[Sequence[Table], Sequence[Picture]] = ((), ()),
@@ -81,17 +76,24 @@ def write_report(
     for file, name, unit, curves, line in drawn:
         if png(Path(directory) / file, f"{name} over {unit}", curves, unit, line):
             lines += markdown.image(f"{name} over {unit}", file)
-    for label, run, name in _drawn(runs):
+    for name, (label, run) in product(_shown(runs), runs):
         points = run.points_of(name)
-        rows = [
-            [f"{point.elapsed_s:,.1f}", f"{point.step:,}", f"{point.metrics[name]:.4f}", _bytes(point)]
-            for point in points[:: -(-len(points) // _MOST_ROWS)]
-        ]  # fmt: skip
+        if len(points) < 2:
+            continue
+        rows = []
+        for point in points[:: -(-len(points) // _MOST_ROWS)]:
+            traffic = "" if point.num_bytes is None else size(point.num_bytes)
+            rows.append([f"{point.elapsed_s:,.1f}", f"{point.step:,}", f"{point.metrics[name]:.4f}", traffic])
         lines += [*markdown.heading(2, f"{label}: {name}"), *markdown.table(["s", "step", name, "traffic"], rows)]
-    _write(directory, html, "\n".join([*lines, *markdown.items(remarks)]) + "\n")
+    whole = "\n".join([*lines, *markdown.items(remarks)]) + "\n"
+    for file, text in zip(_FILES, (html, whole), strict=True):
+        try:
+            write_whole(Path(directory) / file, text.encode(), is_synced=False)
+        except OSError as error:
+            raise OutputError(f"{directory}/{file} cannot be written: {error.strerror}") from None
 
 
-def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
+def _shown(runs: Runs) -> list[str]:
     """Returns the metrics with curves: those of evaluations, or of training if a run has no evaluations."""
     names = list(dict.fromkeys(name for _, run in runs for point in run.curve for name in point.metrics))
     shown: list[str] = [name for name in ("loss", "accuracy") if name in names] or names[:1]
@@ -99,24 +101,17 @@ def _shown(runs: Sequence[tuple[str, Summary]]) -> list[str]:
     return [*shown, TRAINED] if is_bare and any(len(run.points_of(TRAINED)) > 1 for _, run in runs) else shown
 
 
-def _drawn(runs: Sequence[tuple[str, Summary]]) -> list[tuple[str, Summary, str]]:
-    """Returns the runs that have a curve, by metric."""
-    return [(label, run, name) for name in _shown(runs) for label, run in runs if len(run.points_of(name)) > 1]
-
-
-def _pictures(
-    runs: Sequence[tuple[str, Summary]], target: Condition | None
-) -> list[tuple[str, str, str, Curves, float | None]]:
+def _pictures(runs: Runs, target: Condition | None) -> list[tuple[str, str, str, Curves, float | None]]:
     """Returns the file, the metric, the unit of the x axis, the curves, and a value to mark."""
     found: list[tuple[str, str, str, Curves, float | None]] = []
     for name in _shown(runs):
         line = target.bound if target is not None and target.metric == name else None
-        for unit, get in _UNITS.items():
+        for unit, attribute in _UNITS.items():
             curves = []
-            for label, run, metric in _drawn(runs):
-                points = [(get(point), point.metrics[name]) for point in run.points_of(name)]
+            for label, run in runs:
+                points = [(getattr(point, attribute), point.metrics[name]) for point in run.points_of(name)]
                 known = [(x, y) for x, y in points if x is not None and math.isfinite(y)]
-                if metric == name and len(known) > 1:
+                if len(known) > 1:
                     curves.append((label, known))
             if curves:
                 files = [picture[0] for picture in found]
@@ -131,10 +126,6 @@ def _file_of(name: str, others: Sequence[str]) -> str:
     return next(found for found in names if found not in others)
 
 
-def _bytes(point: Point) -> str:
-    return "" if point.num_bytes is None else size(point.num_bytes)
-
-
 def prepare_report(directory: str) -> None:
     """Create the directory. Raises OutputError if a report cannot be written there.
 
@@ -147,15 +138,6 @@ def prepare_report(directory: str) -> None:
         raise OutputError(message, fix="name a directory that you may write to (--report DIR)") from None
     for name in _FILES:
         check_writable(str(Path(directory) / name))
-
-
-def _write(directory: str, *texts: str) -> None:
-    prepare_report(directory)
-    for name, text in zip(_FILES, texts, strict=True):
-        try:
-            write_whole(Path(directory) / name, text.encode(), is_synced=False)
-        except OSError as error:
-            raise OutputError(f"{directory}/{name} cannot be written: {error.strerror}") from None
 
 
 def comparison_data(
@@ -188,7 +170,7 @@ def _series(run: Summary) -> dict[str, list[float | None]]:
     points = run.trained[::-1][:: -(-len(run.trained) // _MOST_POINTS) or 1][::-1]
     names = dict.fromkeys(name for point in points for name in point.metrics)
     columns = {name: [point.metrics.get(name) for point in points] for name in names}
-    of_points = {name: [getattr(point, name) for point in points] for name in ("step", "elapsed_s", "num_bytes")}
+    of_points = {name: [getattr(point, name) for point in points] for name in _UNITS.values()}
     return {**columns, "loss": columns.get(TRAINED, []), **of_points}
 
 
@@ -197,7 +179,7 @@ def page(title: str, sentences: Sequence[str], data: Mapping[str, Any]) -> str:
     parts = {
         "title": escape(title), "style": _text("style.css") + _text("vendor/uPlot.min.css"),
         "findings": "".join(f"<li>{escape(text)}</li>" for text in sentences),
-        "uplot": _text("vendor/uPlot.iife.min.js"), "code": bundled(_MAIN),
+        "uplot": _text("vendor/uPlot.iife.min.js"), "code": bundled("report.js"),
         "data": to_json(finite(data)).replace("<", "\\u003c"),  # no text of the data ends the script
     }  # fmt: skip
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _text("report.html"))

@@ -35,12 +35,10 @@ class Dashboard:
         self._store = store or Path(config.output.track_dir) / FILE
         self._opens = opens
         self._feed: Feed | None = None
-        self.address = self.url = ""
 
     def start(self) -> None:
         """Listen. Raises BindError."""
-        self._runs = Runs(Store(self._store))
-        self._runs.is_list = self._opens != "/"
+        self._runs = Runs(Store(self._store), is_list=self._opens != "/")
         door = self._http.start(make_app(self._runs))
         self._runs.max_viewers = min(MAX_VIEWERS, door.max // 2)
         self.address, self.url = self._http.address, self._http.url_with_token(self._opens)

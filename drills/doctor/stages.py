@@ -29,7 +29,7 @@ from paramserver.worker.replica_group.pipeline import StagedPipeline  # noqa: E4
 from paramserver.worker.replica_group.rendezvous import find_member  # noqa: E402
 from paramserver.worker.trainer import choose_device  # noqa: E402
 from paramserver.worker.training.data import to_device  # noqa: E402
-from paramserver.worker.training.pipeline import Pipeline, layers_of  # noqa: E402
+from paramserver.worker.training.pipeline import Pipeline, inputs_of, layers_of  # noqa: E402
 from paramserver.worker.training.tasks.loading import load_task  # noqa: E402
 
 _STEPS = 5  # measured steps, after a first step that loads and allocates
@@ -53,7 +53,7 @@ def main(plan: dict[str, Any]) -> None:
     group.gather([0.0])  # the other processes wait, and use no cores
     stages = StagedPipeline(*layers_of(model), task.loss, group, worker, ContributionKind.GRADIENT, first)
     measured_s = steps_s(stages, first(1))
-    border_bytes = max(item.nbytes for item in stages.borders(first(num))[1:-1])
+    border_bytes = max(item.nbytes for item in stages.borders(inputs_of(task.loss, first(num)))[1:-1])
     link_s = trip_s(group, border_bytes, device)
     if not group.rank:
         print("STAGES", json.dumps({

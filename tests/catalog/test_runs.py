@@ -37,8 +37,7 @@ from paramserver.common.runstore.reading import RunStore, StoredRun, relevant_se
 from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import VERSION
 from paramserver.tests.cluster import Cluster, run_forked
-from paramserver.web.compared import summary_of
-from paramserver.web.stored import Store, view_of
+from paramserver.web.stored import Store, summary_of, view_of
 
 EVIL = "<script>alert(1)</script> [bold red]x[/] \x1b[2J"
 

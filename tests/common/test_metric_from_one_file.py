@@ -36,6 +36,7 @@ from starlette.testclient import TestClient
 
 from paramserver.web.app import Runs, make_app
 from paramserver.web.feed import Feed
+from paramserver.web.stored import Store
 
 
 def record_in(folder: Path) -> Record:
@@ -101,7 +102,7 @@ def test_the_page_has_it() -> None:
     status, _, _ = taken()
     view = View(about=About(run="r1"))
     view.add(Tick(at=1.0, status=status))
-    runs = Runs()
+    runs = Runs(Store(Path("nowhere")))
     runs.begin(Feed(view), 0)
     client = TestClient(make_app(runs))
     assert [worker["crumb_s"] for worker in client.get("/api/runs/r1/workers").json()] == [2.5, 5.0]

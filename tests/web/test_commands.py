@@ -14,6 +14,7 @@ pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 from starlette.testclient import TestClient
 
 from paramserver.web.app import Runs, make_app
+from paramserver.web.stored import Store
 
 SHOWN = {"Authorization": "Bearer secret"}
 SET_SCALE = b'{"do": "set", "name": "lr_scale", "value": %s}'
@@ -77,8 +78,8 @@ def test_no_command_ends_the_run(cluster: Cluster) -> None:
     assert sum('"done":true' in line for line in done) == 11, done
 
 
-def test_a_dashboard_without_a_run_of_its_own_begins_with_the_list() -> None:
-    runs = Runs()
+def test_a_dashboard_without_a_run_of_its_own_begins_with_the_list(tmp_path: Any) -> None:
+    runs = Runs(Store(tmp_path / "runs.sqlite"))
     client = TestClient(make_app(runs))
     assert "<title>paramserver</title>" in client.get("/").text
     runs.is_list = True

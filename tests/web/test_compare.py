@@ -20,7 +20,7 @@ from paramserver.tests.web.conftest import Client, Tab
 from paramserver.tests.web.test_page import until
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
-from paramserver.web import compared, serve
+from paramserver.web import serve, stored
 
 SYNC, AGAIN, ASYNC, GPT = "aaaa00000001", "aaaa00000002", "bbbb00000003", "cccc00000004"
 TOKEN = {"Authorization": "Bearer secret"}
@@ -326,7 +326,7 @@ def test_names_are_text(file: Path, dashboard: Any, tab: Callable[..., Tab]) -> 
 
 def test_settings_are_those_that_differ() -> None:
     settings = {"a": {"x": 1, "y": [1], "z": 1}, "b": {"x": 1, "y": [2], "z": 1, "new": float("inf")}, "c": {}}
-    assert compared.differing(settings) == {"a": {"y": "[1]"}, "b": {"y": "[2]", "new": "inf"}, "c": {}}
+    assert stored.differing(settings) == {"a": {"y": "[1]"}, "b": {"y": "[2]", "new": "inf"}, "c": {}}
 
 
 def test_a_run_that_goes_on_is_compared_as_it_is(page: Any, client: Client) -> None:

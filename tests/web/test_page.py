@@ -414,7 +414,7 @@ def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.Monk
 
 def test_what_a_page_weighs() -> None:
     """All that is sent for the page of a run, compressed and before its metrics; docs/page.md says it."""
-    files = {name: len(file.compressed) for name, file in read_files().items()}
+    files = {name: len(compressed) for name, (_, compressed, _) in read_files().items()}
     index = (Path(app.__file__).parent / "static/index.html").read_text()
     asked = {"index.html", *re.findall(r'(?:href|src)="/static/([^"]+)"', index)} - {"style.css"}
     weight = sum(files[name] for name in asked)

@@ -33,7 +33,7 @@ def test_no_stretch_of_time_passes_more_than_the_rate_and_a_burst() -> None:
     for _ in range(300):
         time.now += draw.choice([0.0, 0.0, 0.3]) * draw.random()
         begun, num_bytes = time.now, draw.choice([100, 10_000, 200_000])
-        limit.sent(num_bytes)
+        limit.passed("up", num_bytes)
         passed.append((begun, time.now, num_bytes))
     for first in range(0, 300, 17):
         num_bytes = 0
@@ -46,16 +46,16 @@ def test_who_sends_all_the_time_gets_the_rate_and_the_way_back_is_another_one() 
     time = _Time()
     limit = Limit(8.0, lambda: time.now, time.sleep)
     for _ in range(100):
-        limit.sent(100_000)
+        limit.passed("up", 100_000)
     assert abs(time.now - 100.0 - 10.0) <= BURST_S + 1e-6
-    limit.received(10_000)
+    limit.passed("down", 10_000)
     assert abs(time.now - 110.0) <= BURST_S + 1e-6
 
 
 def test_without_a_limit_nothing_waits() -> None:
     limit = Limit(None, lambda: 0.0, lambda seconds: 1 / 0)
-    limit.sent(1 << 40)
-    limit.received(1 << 40)
+    limit.passed("up", 1 << 40)
+    limit.passed("down", 1 << 40)
     assert limit.at_once == 0
 
 
@@ -67,11 +67,8 @@ class _Counted(Limit):
         self.up: list[int] = []
         self.down: list[int] = []
 
-    def sent(self, num_bytes: int) -> None:
-        self.up.append(num_bytes)
-
-    def received(self, num_bytes: int) -> None:
-        self.down.append(num_bytes)
+    def passed(self, way: str, num_bytes: int) -> None:
+        {"up": self.up, "down": self.down}[way].append(num_bytes)
 
 
 def test_a_direct_connection_counts_every_byte_in_small_pieces_both_ways() -> None:

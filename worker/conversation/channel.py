@@ -285,7 +285,7 @@ def next_frame(call: Any, limit: Limit = NO_LIMIT) -> Frame:
     except grpc.RpcError as error:
         raise translated(error) from None
     if limit.at_once:
-        limit.received(len(raw))
+        limit.passed("down", len(raw))
     return parse(pb.ServerMessage, raw)
 
 

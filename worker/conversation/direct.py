@@ -132,7 +132,7 @@ class DirectConnection:
                 else:
                     num_bytes = self._socket.sendmsg(now)
                 if self._limit.at_once:
-                    self._limit.sent(num_bytes)
+                    self._limit.passed("up", num_bytes)
                 pieces = drop_front(pieces, num_bytes)
 
     # ---- in ---------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class DirectConnection:
         if not num_bytes:
             raise EOFError
         if self._limit.at_once:
-            self._limit.received(num_bytes)
+            self._limit.passed("down", num_bytes)
         return num_bytes
 
     def _receive_large(self, target: memoryview) -> int:

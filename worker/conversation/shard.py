@@ -193,7 +193,7 @@ class Shard:
         if not self.up.encoding.is_raw:
             self.up.encoding.ready(self._progress.version)
         if outcome is Outcome.START:
-            self.down.started()
+            self.down.reference = 0  # the server has lost its memory of earlier replies
         if reply.weights is not None:
             self._receive_weights(received, reply.weights)
         return reply

@@ -174,4 +174,4 @@ def _drain(outgoing: queue.SimpleQueue[Iterable[bytes] | None], limit: Limit) ->
         for raw in frames:
             yield raw
             if limit.at_once:
-                limit.sent(len(raw))
+                limit.passed("up", len(raw))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -100,16 +100,14 @@ def with_gradient(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
     `torch.autograd.backward(output, gradient)` would import sympy, which takes 0.5 s in each stage that starts.
     """
-    scalar: torch.Tensor = _WithGradient.apply(output, gradient)
-    return scalar
+    return cast(torch.Tensor, _WithGradient.apply(output, gradient))
 
 
 class _Inbox:
     """Receives the tensors of `num` microbatches from another stage. Each receive begins one microbatch early."""
 
     def __init__(self, channel: Channel, source: int, border: Border, num: int) -> None:
-        self._channel, self._source, self._border, self._num = channel, source, border, num
-        self._begun = 0
+        self._channel, self._source, self._border, self._numbers = channel, source, border, iter(range(num))
         self._pending: deque[tuple[torch.Tensor, Any]] = deque()  # with the works of torch
         self._begin()
 
@@ -121,10 +119,12 @@ class _Inbox:
         return tensor
 
     def _begin(self) -> None:
-        if self._begun < self._num:
+        if (number := next(self._numbers, None)) is not None:
             tensor = self._border.empty()
-            self._pending.append((tensor, self._channel.receive(tensor, self._source, self._begun)))
-            self._begun += 1
+            self._pending.append((tensor, self._channel.receive(tensor, self._source, number)))
+
+
+Loss = Callable[[torch.Tensor, int], torch.Tensor]  # of an output and the number of its microbatch
 
 
 class Chain:
@@ -133,10 +133,7 @@ class Chain:
     `loss(output, number)` returns the loss of a microbatch; only the last stage calls it.
     """
 
-    def __init__(
-        self, piece: nn.Module, channel: Channel, num: int, ahead: int,
-        loss: Callable[[torch.Tensor, int], torch.Tensor],
-    ) -> None:  # fmt: skip
+    def __init__(self, piece: nn.Module, channel: Channel, num: int, ahead: int, loss: Loss) -> None:
         """`num` microbatches, of which this stage keeps `ahead` at once."""
         self._piece, self._channel, self._num, self._ahead, self._loss = piece, channel, num, ahead, loss
         self._rank, self._is_last = channel.rank, channel.rank == channel.size - 1
@@ -160,10 +157,16 @@ class Chain:
                 kept[number] = taken, self._forward(taken, number)
                 if gradients is None and self._outgoing is not None and self._outgoing.requires_grad:
                     gradients = _Inbox(channel, self._rank + 1, self._outgoing, num)
-            else:
-                self._backward(*kept.pop(number), gradients, number)
-        while self._sent:
-            self._arrived()
+                continue
+            taken, output = kept.pop(number)
+            if self._is_last:
+                output.backward()
+            elif gradients is not None:
+                with_gradient(output, gradients.take()).backward()
+            if self._incoming is not None and self._incoming.requires_grad:
+                gradient = taken.grad if taken.grad is not None else torch.zeros_like(taken)
+                self._send(gradient, self._rank - 1, number)
+        self._await_sent(num_left=0)
 
     def _forward(self, inputs: torch.Tensor, number: int) -> torch.Tensor:
         output: torch.Tensor = self._piece(inputs)
@@ -179,21 +182,11 @@ class Chain:
         self._send(output.detach(), self._rank + 1, number)
         return output
 
-    def _backward(self, inputs: torch.Tensor, output: torch.Tensor, gradients: _Inbox | None, number: int) -> None:
-        if self._is_last:
-            output.backward()
-        elif gradients is not None:
-            with_gradient(output, gradients.take()).backward()
-        if self._incoming is not None and self._incoming.requires_grad:
-            gradient = inputs.grad if inputs.grad is not None else torch.zeros_like(inputs)
-            self._send(gradient, self._rank - 1, number)
-
     def _send(self, tensor: torch.Tensor, rank: int, number: int) -> None:
         tensor = tensor.contiguous()
         self._sent.append((self._channel.send(tensor, rank, number), tensor))
-        if len(self._sent) > _WINDOW:
-            self._arrived()
+        self._await_sent(num_left=_WINDOW)
 
-    def _arrived(self) -> None:
-        work, _ = self._sent.popleft()
-        self._channel.wait([work])
+    def _await_sent(self, num_left: int) -> None:
+        while len(self._sent) > num_left:
+            self._channel.wait([self._sent.popleft()[0]])

@@ -11,8 +11,7 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,16 +25,15 @@ from ...common.wire.json_text import read_json
 from ..conversation.security import check_plaintext
 from ..strategies.buckets import Plan, packed, unpack
 from ..strategies.collectives import backends
-from ..strategies.collectives.cut import Address
 from ..strategies.collectives.rendezvous import collected, first_line
-from ..strategies.collectives.store import Kind, Store, StoreServer, connect
+from ..strategies.collectives.store import Find, Kind, Store, StoreServer, connect
 from .rendezvous import Member, Rendezvous, interface_of
 from .watch import Watch
 
 log = get_logger()
 
 _HEAD_BYTES = 2048  # first part of a message of group rank 0; a longer message takes a second broadcast
-_WATCH_S = 1.0
+WATCH_S = 1.0  # in which the watch ends this process with a message that names a lost one
 # For one collective. The watch notices a dead process much earlier.
 _TIMEOUT_S = 6 * 3600.0
 
@@ -59,12 +57,9 @@ class Channel:
     def send_all(self, message: Mapping[str, Any]) -> None:
         """Send a message from group rank 0 to all others."""
         payload = json.dumps(message).encode()
-        first = torch.zeros(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
-        begin = len(payload).to_bytes(8, "little") + payload[: _HEAD_BYTES - 8]
-        first[: len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
-        self.broadcast(first, self._torch_group)
-        if rest := payload[_HEAD_BYTES - 8 :]:
-            self.broadcast(torch.frombuffer(bytearray(rest), dtype=torch.uint8), self._torch_group)
+        payload = len(payload).to_bytes(8, "little") + payload.ljust(_HEAD_BYTES - 8)
+        for part in filter(None, (payload[:_HEAD_BYTES], payload[_HEAD_BYTES:])):
+            self.broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8), self._torch_group)
 
     def receive_message(self) -> dict[str, Any]:
         """Receive the next message of group rank 0. If the message is an error, raise it."""
@@ -109,10 +104,9 @@ class Channel:
         try:
             return collective()
         except RuntimeError as error:
-            time.sleep(_WATCH_S)  # the watch ends this process first and names the lost rank
-            raise UnreachableError(
-                f"group rank {self.rank}: the {self.size} processes of this worker lost each other: {first_line(error)}"
-            ) from None
+            time.sleep(WATCH_S)
+            message = f"the {self.size} processes of this worker lost each other: {first_line(error)}"
+            raise UnreachableError(f"group rank {self.rank}: {message}") from None
 
 
 class Group(Channel):
@@ -131,9 +125,8 @@ class Group(Channel):
         Raises UnreachableError (it names missing processes), MismatchError, AuthError.
         """
         if not (dist.is_available() and dist.is_gloo_available()):
-            raise UsageError(
-                f"worker.group: torch {torch.__version__} is without Gloo", fix="install a torch with Gloo"
-            )
+            message = f"worker.group: torch {torch.__version__} is without Gloo"
+            raise UsageError(message, fix="install a torch with Gloo")
         self._memory: dict[int, dict[torch.dtype, torch.Tensor]] = {}  # for averages, by the number of tensors
         self.rank, self.size = member.rank, member.size
         self.device = torch.device(device)
@@ -144,9 +137,8 @@ class Group(Channel):
         check_plaintext(host, "the processes of this worker", trusts_network, "or keep them on one host")
         self._server = server = StoreServer(host) if member.rank == 0 else None
         try:
-            self._store = self._store_of(member, rendezvous, server, wait_s)
-            info = {"device": backends.device_name(torch.device(device)), "settings": settings}
-            found = self._collect(self._store, json.dumps(info, default=str), until - time.monotonic(), wait_s)
+            info = {"device": backends.device_name(self.device), "settings": settings}
+            found = self._meet(member, rendezvous, json.dumps(info, default=str), wait_s)
             _compare([item["settings"] for item in found], self.rank)
             left_s = max(1.0, until - time.monotonic())
             if server is not None:
@@ -162,56 +154,48 @@ class Group(Channel):
         # for tensors that travel between processes
         self._device = torch.device(device if self.backend == "nccl" else "cpu")
         at = dist.ProcessGroupGloo.create_device(hostname=host)
-        self._open = lambda name: backends.gloo(self.apart(name), self.rank, self.size, at, _TIMEOUT_S)
-        super().__init__(self._open("metadata"), self.rank, self.size)
-        self._data = self._torch_group
+        part_of = partial(dist.PrefixStore, store=self._store)  # that no other torch group uses
+        self._open = lambda name: backends.gloo(part_of(name), self.rank, self.size, at, _TIMEOUT_S)
+        self._torch_group = self._data = self._open("metadata")
         if self.backend == "nccl":
-            apart = self.apart("data")
             undo = backends.without_watchdog()
             try:
-                self._data = backends.nccl(apart, self.rank, self.size, self._device, _TIMEOUT_S)
+                self._data = backends.nccl(part_of("data"), self.rank, self.size, self._device, _TIMEOUT_S)
             except RuntimeError as error:
-                raise UnreachableError(
-                    f"group rank {self.rank}: NCCL could not group {self.size} processes: {first_line(error)}",
-                    fix="NCCL_DEBUG=WARN in the environment shows more; each process needs its own GPU",
-                ) from None
+                message = f"group rank {self.rank}: NCCL could not group {self.size} processes: {first_line(error)}"
+                fix = "NCCL_DEBUG=WARN in the environment shows more; each process needs its own GPU"
+                raise UnreachableError(message, fix=fix) from None
             finally:
                 undo()
         if reason := backends.why_not_nccl([item["device"] for item in found]):
             log.info("not_over_nccl", inner=self.rank, reason=reason)
         log.routine("worker_group", inner=self.rank, of=self.size, backend=self.backend)
 
-    def _store_of(self, member: Member, rendezvous: Rendezvous, server: StoreServer | None, wait_s: float) -> Store:
-        """A client of group rank 0's store. Raises UnreachableError."""
-        find: Callable[[], tuple[Address, bytes]] = partial(rendezvous.look_up, wait_s)
+    def _meet(self, member: Member, rendezvous: Rendezvous, info: str, wait_s: float) -> list[dict[str, Any]]:
+        """Connect to group rank 0's store. Returns the info of each process, by group rank. Raises UnreachableError."""
+        until = time.monotonic() + wait_s
+        find: Find = partial(rendezvous.look_up, wait_s)
         try:
-            if server is not None:
-                found = server.address, rendezvous.publish(server.address)
-                server.admit(member.name, found[1])
-                find = lambda: found  # noqa: E731
-            return Store(find, member.name, member.rank, wait_s)
+            if self._server is not None:
+                address = self._server.address, rendezvous.publish(self._server.address)
+                self._server.admit(member.name, address[1])
+                find = lambda: address  # noqa: E731
+            store = self._store = Store(find, member.name, member.rank, wait_s)
         except (OSError, RuntimeError) as error:
-            raise UnreachableError(
-                f"group rank {member.rank}: no reply from group rank 0 at {member.store[0]}:{member.store[1]} "
-                f"(MASTER_ADDR, MASTER_PORT) for {wait_s:g} s: {first_line(error)}",
-                fix="start all processes of the worker, including group rank 0",
-            ) from None
-
-    def _collect(self, store: Store, info: str, left_s: float, wait_s: float) -> list[dict[str, Any]]:
-        """Collect the info of each process, by group rank. Raises UnreachableError."""
+            at = f"{member.store[0]}:{member.store[1]} (MASTER_ADDR, MASTER_PORT) for {wait_s:g} s"
+            message = f"group rank {member.rank}: no reply from group rank 0 at {at}: {first_line(error)}"
+            raise UnreachableError(message, fix="start all processes of the worker, including group rank 0") from None
         try:
             store.set(f"here/{self.rank}", info)
-            found, missing = collected(store, "here", range(self.size), self.rank, left_s)
+            found, missing = collected(store, "here", range(self.size), self.rank, until - time.monotonic())
         except RuntimeError as error:  # also if group rank 0 found a difference and ended with its store
-            raise UnreachableError(
-                f"group rank {self.rank}: the other processes ended: {first_line(error)}", fix="see their own log lines"
-            ) from None
+            message = f"group rank {self.rank}: the other processes ended: {first_line(error)}"
+            raise UnreachableError(message, fix="see their own log lines") from None
         if missing:
-            raise UnreachableError(
-                f"group rank {', '.join(map(str, missing))} of {self.size} did not come in {wait_s:g} s "
-                f"(worker.give_up_s), so group rank {self.rank} gives up",
-                fix="see that each process reaches connect(), and what the missing one logs",
-            )
+            late = f"group rank {', '.join(map(str, missing))} of {self.size} did not come in {wait_s:g} s"
+            message = f"{late} (worker.give_up_s), so group rank {self.rank} gives up"
+            fix = "see that each process reaches connect(), and what the missing one logs"
+            raise UnreachableError(message, fix=fix)
         return [read_json(item, nan=True) for item in found]
 
     # ---- tensors ------------------------------------------------------------------------------
@@ -245,40 +229,29 @@ class Group(Channel):
         """Open another channel, for another thread. All processes must call it."""
         return Channel(self._open(name), self.rank, self.size)
 
-    def apart(self, name: str) -> dist.Store:
-        """A part of the store that no other torch group uses."""
-        return dist.PrefixStore(name, self._store)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Make torch's new groups listen on this group's address, not on the host name's. Main thread only."""
-        name = "GLOO_SOCKET_IFNAME"
-        found = None if name in os.environ else interface_of(self._host)
-        if found is not None:
-            os.environ[name] = found
-        try:
-            yield
-        finally:
-            if found is not None:
-                del os.environ[name]
-
     def init_torch(self, timeout: timedelta | None = None) -> None:
-        """Let torch's default process group be of these processes, if the script has made none."""
-        if not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            store, hook = self.apart("model"), sys.excepthook
-            with self.listening():
-                dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-            sys.excepthook = hook  # torch's would lose what ours says: it ends the process
+        """Let torch's default process group be of these processes, if the script has made none. Main thread only."""
+        if dist.is_initialized():
+            return
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store, hook, variable = dist.PrefixStore("model", self._store), sys.excepthook, "GLOO_SOCKET_IFNAME"
+        # It listens on this group's address, not on the host name's.
+        interface = None if variable in os.environ else interface_of(self._host)
+        if interface is not None:
+            os.environ[variable] = interface
+        try:
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+        finally:
+            if interface is not None:
+                del os.environ[variable]
+        sys.excepthook = hook  # torch's would lose what ours says: it ends the process
 
 
 def _compare(settings: Sequence[Mapping[str, Any]], rank: int) -> None:
     """Raises MismatchError, in every process, if settings differ."""
+    first = settings[0]
     for other, theirs in enumerate(settings):
-        for key in sorted({*theirs, *settings[0]}):
-            if theirs.get(key) != settings[0].get(key):
-                raise MismatchError(
-                    f"group rank {rank}: the processes of one worker have different settings: {key} is "
-                    f"{theirs.get(key)} in group rank {other} and {settings[0].get(key)} in group rank 0",
-                    fix="give all of them the same options and variables",
-                )
+        if key := next((key for key in sorted({*theirs, *first}) if theirs.get(key) != first.get(key)), None):
+            message = f"group rank {rank}: the processes of one worker have different settings: {key} is"
+            message += f" {theirs.get(key)} in group rank {other} and {first.get(key)} in group rank 0"
+            raise MismatchError(message, fix="give all of them the same options and variables")

@@ -10,20 +10,25 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ...common.config.schema import Config
 from ...common.errors import ParamServerError, UsageError
 from ...common.kinds import ContributionKind
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.messages import read_reply, reply_message
-from ...common.wire.records import Position, RateInfo, Reply, Row
+from ...common.wire.records import GroupInfo, Position, RateInfo, Reply, Row
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Begun, Final, Goodbye, Outgoing, ReplyMessage, Settings
+from ..conversation.heartbeat import GroupView
+from ..conversation.messages import Begun, Final, Goodbye, Outgoing, ReplyMessage, Settings, loses_replies
+from ..conversation.security import worker_credentials
 from ..session import Progress
 from ..tensors.transfer import ModelTensors
-from .redistribution import Redistribution
+
+if TYPE_CHECKING:
+    from .sharded import Sharded
 
 Result = TypeVar("Result", ReplyMessage, Final)
 
@@ -36,50 +41,41 @@ class ProgressLink:
         self.begun: Begun | None = None
         self._num_starts = -1  # at the newest message
 
-    def message(self, begun: Callable[[], Begun | None], **fields: Any) -> dict[str, Any]:
+    def message(self, begun: Begun | None, **fields: Any) -> dict[str, Any]:
         """Build group rank 0's message, as JSON values."""
         found = {"progress": vars(self.progress), **fields}
         if self._num_starts != self.progress.num_starts:
-            self._num_starts, self.begun = self.progress.num_starts, begun()
-            found["begun"] = self.begun and {
-                "position": asdict(self.begun.position), "payload": b64encode(self.begun.payload).decode()
-            }  # fmt: skip
+            self._num_starts, self.begun = self.progress.num_starts, begun
+            payload = b64encode(begun.payload).decode() if begun else ""
+            found["begun"] = begun and {"position": asdict(begun.position), "payload": payload}
         return found
 
     def take(self, message: Mapping[str, Any]) -> None:
         """Load a message of group rank 0 in another process."""
         found = message["progress"]
-        replay, rates = found["after_replay"], RateInfo(*found["rates"])
-        read = {"row": Row(*found["row"]), "rates": rates, "after_replay": tuple(replay) if replay else None}
+        replay = tuple(found["after_replay"] or ()) or None
+        read = {"row": Row(*found["row"]), "rates": RateInfo(*found["rates"]), "after_replay": replay}
         self.progress.become(Progress(**{**found, **read}))
         if "begun" in message:
             begun = message["begun"]
             self.begun = begun and Begun(Position(**begun["position"]), b64decode(begun["payload"]))
 
 
-class GroupMember:
-    """An `Exchanger`. `exchange` is group rank 0's, and `whole` is the model as the server sees it."""
+class GroupMember(ProgressLink):
+    """An `Exchanger`. `exchange` is group rank 0's, and `sharded.whole` is the model as the server sees it."""
 
-    def __init__(
-        self, exchange: Exchange | None, whole: ModelTensors, redistribution: Redistribution, settings: Settings,
-        replies_lose: bool,
-    ) -> None:  # fmt: skip
-        self._exchange, self._whole, self._redistribution = exchange, whole, redistribution
-        self.settings, self.replies_lose = settings, replies_lose
-        self.progress = exchange.progress if exchange is not None else Progress()
-        self._link = ProgressLink(self.progress)
+    def __init__(self, exchange: Exchange | None, sharded: Sharded, settings: Settings, config: Config) -> None:
+        self._exchange, self._whole, self._redistribution = exchange, sharded.whole, sharded.redistribution
+        self.settings, self.replies_lose, self.stop_reason = settings, loses_replies(config.worker, settings), ""
+        super().__init__(exchange.progress if exchange is not None else Progress())
         self.measured: list[dict[str, Any]] = exchange.measured if exchange is not None else []
         self._local: ModelTensors  # this process's part
-        redistribution.find = self._find
+        self._redistribution.find = self._find
 
     def _find(self, kind: str, index: int) -> torch.Tensor | None:
         if not kind or index >= self._local.num_exchanged:
             return self._local.tensors[index]
         return self._local.sources(ContributionKind(kind), range(index, index + 1))[0]
-
-    @property
-    def begun(self) -> Begun | None:
-        return self._link.begun
 
     # ---- together -----------------------------------------------------------------------------
 
@@ -87,9 +83,10 @@ class GroupMember:
         """Run `work` in group rank 0. Returns its result, or raises its error, in all processes."""
         if self._exchange is None:
             message = self._redistribution.follow()
-            self._take(message)
+            self.take(message)
             return None if message["result"] is None else kind.FromString(b64decode(message["result"]))
         exchange = self._exchange
+        exchange.stop_reason = self.stop_reason
         self._redistribution.begin()
         try:
             result = work(exchange)
@@ -97,14 +94,8 @@ class GroupMember:
             self._redistribution.fail(error)
             raise
         payload = None if result is None else b64encode(result.SerializeToString()).decode()
-        self._redistribution.end(self._message(exchange, result=payload))
+        self._redistribution.end(self.message(exchange.begun, result=payload))
         return result
-
-    def _message(self, exchange: Exchange, **fields: Any) -> dict[str, Any]:
-        return self._link.message(lambda: exchange.begun, **fields)
-
-    def _take(self, message: Mapping[str, Any]) -> None:
-        self._link.take(message)
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec) -> None:
         self._local = model
@@ -125,15 +116,6 @@ class GroupMember:
 
     # ---- group rank 0's alone -----------------------------------------------------------------
 
-    @property
-    def stop_reason(self) -> str:
-        return self._exchange.stop_reason if self._exchange is not None else ""
-
-    @stop_reason.setter
-    def stop_reason(self, reason: str) -> None:
-        if self._exchange is not None:
-            self._exchange.stop_reason = reason
-
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
         if self._exchange is None:
             raise no_optimizer_here(self._redistribution.rank)
@@ -144,11 +126,38 @@ class GroupMember:
 
     def leave(self, goodbye: Goodbye) -> None:
         if self._exchange is not None:
+            self._exchange.stop_reason = self.stop_reason
             self._exchange.leave(goodbye)
 
     def drop(self) -> None:
         if self._exchange is not None:
             self._exchange.drop()
+
+
+class StageMember(GroupMember):
+    """A GroupMember that knows the server's facts about peers."""
+
+    def __init__(self, exchange: Exchange | None, sharded: Sharded, settings: Settings, config: Config) -> None:
+        super().__init__(exchange, sharded, settings, config)
+        self.config, self.server = config.worker, config.worker.server
+        self.credentials = exchange.credentials if exchange is not None else worker_credentials(config)
+        self.group_view = exchange.group_view if exchange is not None else GroupView()
+
+    def message(self, begun: Begun | None, **fields: Any) -> dict[str, Any]:
+        info = self.group_view.info
+        return super().message(begun, **fields, peers={**asdict(info), "secret": info.secret.hex()})
+
+    def take(self, message: Mapping[str, Any]) -> None:
+        super().take(message)
+        info = message["peers"]
+        secret, members = bytes.fromhex(info["secret"]), tuple(info["members"])
+        self.group_view.info = GroupInfo(**{**info, "secret": secret, "members": members})
+
+    def contribute(self, outgoing: Outgoing) -> Reply:
+        return super().contribute(outgoing._replace(optimizer=None))
+
+    def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {}
 
 
 def no_optimizer_here(rank: int) -> UsageError:

@@ -16,7 +16,7 @@ import copy
 import importlib
 import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -37,25 +37,15 @@ from ..conversation.messages import Settings
 from ..strategies.base import Strategy
 from ..tensors.transfer import named_tensors
 from ..training.evaluation import untouched
-from ..training.pipeline import (
-    Example,
-    LossFn,
-    Once,
-    Pipeline,
-    check_weights,
-    compute,
-    inputs_of,
-    on_meta,
-    output_of,
-    reseed,
-)
+from ..training.pipeline import Example, LossFn, Once, Pipeline, compute, inputs_of, on_meta, output_of, reseed
 from ..training.tasks.init import read_tensors
 from . import chain
 from .chain import Border, Chain, with_gradient
 from .cut import Costs, Stage, bubble, cut
-from .group import Group
-from .sharded import Local, Sharded
-from .staged_all_reduce import Placement, StagedAllReduce, StageMember
+from .group import WATCH_S, Group
+from .member import StageMember
+from .sharded import Sharded
+from .staged_all_reduce import Placement, StagedAllReduce
 
 log = get_logger()
 
@@ -64,7 +54,6 @@ _ALL_UNDER_WAY = ("gpipe", "loopedbfs")  # these schedules keep the activations 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 _REPEATS = 5  # runs of each layer in a measurement
 _TIMEOUT = timedelta(hours=6)  # of one message; the group's watch notices a dead process much earlier
-_WATCH_S = 1.0
 _OF_A_LAYER = "failed to run forward"  # torch's schedules wrap an exception of a layer in a RuntimeError with this text
 
 
@@ -101,18 +90,6 @@ def ranks_of(schedule: str, size: int) -> list[int]:
     return [*once, *reversed(once)] if schedule.lower() in _V_SHAPED else once * 2
 
 
-def schedule_for(schedule: str, size: int, num: int) -> str:
-    """Returns `schedule`, or a schedule with the same pieces that accepts only `num` microbatches."""
-    match schedule.lower():
-        case "1f1b" if num < size:
-            return "GPipe"
-        case "dualpipev" if num < 2 * size:
-            return "ZBVZeroBubble"
-        case "interleaved1f1b" | "interleavedzerobubble" if num % max(1, num // size):
-            return "LoopedBFS"
-    return schedule
-
-
 # ---- costs ------------------------------------------------------------------------------------
 
 
@@ -134,10 +111,8 @@ def measure(module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, batch:
             for _ in range(_REPEATS):
                 storages: dict[int, int] = {}
 
-                def keep(tensor: torch.Tensor, storages: dict[int, int] = storages, known: set[int] = known) -> Any:
-                    storage = tensor.untyped_storage()
-                    if storage.data_ptr() not in known:
-                        storages[storage.data_ptr()] = storage.nbytes()
+                def keep(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
                     return tensor
 
                 leaf = inputs.detach().requires_grad_(inputs.is_floating_point())
@@ -149,7 +124,7 @@ def measure(module: nn.Module, layers: Sequence[nn.Module], loss: LossFn, batch:
                     torch.autograd.grad(with_gradient(output, torch.ones_like(output)), wanted, allow_unused=True)
                 times.append(time.perf_counter() - began)
             seconds.append(min(times))  # other load on the machine can only make a run slower
-            saved.append(sum(storages.values()) + output.nbytes)
+            saved.append(sum(storages[pointer] for pointer in storages.keys() - known) + output.nbytes)
             kept.append(sum(item.nbytes for item in layer.parameters()))
             inputs = output.detach()
     return Costs(seconds, kept, saved)
@@ -189,12 +164,10 @@ class StagedPipeline(Pipeline):
     ) -> None:  # fmt: skip
         """Blocks until all processes have measured their layers. Raises UsageError if the layers cannot be cut."""
         super().__init__(module, layers, loss, config.microbatches or 2 * group.size)
-        self._group, self._schedule_name, self._memory = group, config.schedule, config.memory
-        self.seed = 0
+        self._group, self._config = group, config
         group.init_torch(_TIMEOUT)
-        check_weights(module, init)
         self.device = group.device if on_meta(module) else next(module.parameters()).device
-        self.placement = self._assign(config, kind, example)
+        self.placement = self._assign(kind, example)
         self._shapes = [
             {name: (item.shape, item.dtype, item.requires_grad) for name, item in named_tensors(layer).items()}
             for layer in layers
@@ -203,29 +176,27 @@ class StagedPipeline(Pipeline):
         self.owners = self._owners(found)
         self.whole = {name: torch.empty_like(item, device="meta") for name, item in found.items()}
         self._keep_own(found, init)
-        self._pieces = {
-            index: Piece(self, layers[first:end], first)
-            for index, ((first, end), rank) in enumerate(zip(*self.placement, strict=True))
-            if rank == group.rank
-        }
+        self._pieces: dict[int, Piece] = {}
+        for index, ((first, end), rank) in enumerate(zip(*self.placement, strict=True)):
+            if rank == group.rank:
+                self._pieces[index] = Piece(self, layers[first:end], first)
         self._schedules: dict[Any, Any] = {}
-        self._loss_of: Any = None  # the current step's function of (output, number of the microbatch)
+        # The seed, the microbatches, the factor of their losses, and the losses of the current step.
+        self.seed, self._parts, self._scale, self._losses = 0, list[Any](), 1.0, list[float]()
 
     # ---- the cut ------------------------------------------------------------------------------
 
-    def _assign(self, config: WorkerConfig, kind: ContributionKind, example: Example | None) -> Placement:
-        group, num = self._group, len(self.layers)
+    def _assign(self, kind: ContributionKind, example: Example | None) -> Placement:
+        group, config, num = self._group, self._config, len(self.layers)
         example = None if kind.has_peers else example  # all workers have the same cut
         ranks = ranks_of(config.schedule, group.size)
         if num < len(ranks):
             stages = f"{len(ranks)} stages" if len(ranks) == group.size else f"{len(ranks)} stages, 2 in each process"
             message = f"the model has {num} layers, but {config.schedule} with {group.size} processes needs {stages}"
             raise UsageError(message, fix=f"--group {max(1, num * group.size // len(ranks))} or less, or more layers")
-        here = (
-            estimate(self.layers)
-            if example is None
-            else measure(self.module, self.layers, self._loss, example(self._microbatches))
-        )
+        here = estimate(self.layers)
+        if example is not None:
+            here = measure(self.module, self.layers, self._loss, example(self._microbatches))
         times = group.gather(here.seconds)
         medians = [statistics.median(item) for item in zip(*times, strict=True)]
         extra = kind.holds_differences or kind.has_peers  # the anchor, or the mean
@@ -234,10 +205,8 @@ class StagedPipeline(Pipeline):
         speeds = [sum(medians) / max(1e-9, sum(item)) for item in times]
         if config.cut == "auto":
             limit = (config.memory or float("inf")) * group.size / len(ranks)
-            stages_ = [
-                Stage(speeds[rank], self._in_flight(config.schedule, index), limit) for index, rank in enumerate(ranks)
-            ]
-            counts = cut(costs, stages_)
+            limits = [Stage(speeds[rank], self._in_flight(index), limit) for index, rank in enumerate(ranks)]
+            counts = cut(costs, limits)
             if counts is None:
                 needed = sum(costs.kept_bytes) + sum(costs.batch_bytes)
                 message = f"no cut of the {num} layers fits each process into {config.memory:,} bytes (worker.memory)"
@@ -266,74 +235,55 @@ class StagedPipeline(Pipeline):
             )  # fmt: skip
         return Placement(ranges, ranks)
 
-    def _in_flight(self, schedule: str, index: int) -> int:
+    def _in_flight(self, index: int) -> int:
+        """The most microbatches whose activations a piece keeps at once."""
+        schedule, num = self._config.schedule, self._microbatches
         if is_chain(schedule, self.device):
-            return self._ahead(index, self._microbatches)
+            return self._ahead(index, num)
         if schedule.lower() in _ALL_UNDER_WAY:
-            return self._microbatches
-        return min(self._microbatches, len(ranks_of(schedule, self._group.size)) - index)
+            return num
+        return min(num, len(ranks_of(schedule, self._group.size)) - index)
 
     def _ahead(self, index: int, num: int) -> int:
-        return chain.num_ahead(self._schedule_name, self._group.size, index, num, is_eager=self._memory is None)
+        return chain.num_ahead(self._config.schedule, self._group.size, index, num, self._config.memory is None)
 
-    def _owners(self, found: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    def _owners(self, found: dict[str, torch.Tensor]) -> dict[str, int]:
         """Returns the group rank that owns each tensor. Raises UsageError if two stages share a tensor."""
-        names, owners, users = {id(item): name for name, item in found.items()}, dict[str, int](), dict[str, int]()
+        names = {id(item): name for name, item in found.items()}
+        users: dict[int, tuple[int, int]] = {}  # the first layer that has a tensor, and its group rank
         for (first, end), rank in zip(*self.placement, strict=True):
             for index in range(first, end):
                 for item in (*self.layers[index].parameters(), *self.layers[index].buffers()):
-                    if (name := names.get(id(item))) is None:  # each process keeps buffers that are not saved
-                        continue
-                    if owners.setdefault(name, rank) != rank:
-                        raise UsageError(
-                            f"'{name}' is in layers {users[name]} and {index} of the pipeline (tied weights), but "
-                            f"these are in the stages of group ranks {owners[name]} and {rank}",
-                            fix="untie them, or keep both layers in one stage (--set worker.cut=[...])",
-                        )
-                    users.setdefault(name, index)
-        return {name: owners.get(names[id(item)], 0) for name, item in found.items()}
+                    user, owner = users.setdefault(id(item), (index, rank))
+                    if owner != rank and id(item) in names:  # each process keeps buffers that are not saved
+                        where = f"layers {user} and {index} of the pipeline (tied weights)"
+                        ranks = f"the stages of group ranks {owner} and {rank}"
+                        fix = "untie them, or keep both layers in one stage (--set worker.cut=[...])"
+                        raise UsageError(f"'{names[id(item)]}' is in {where}, but these are in {ranks}", fix=fix)
+        return {name: users.get(id(item), (0, 0))[1] for name, item in found.items()}
 
-    def _keep_own(self, found: Mapping[str, torch.Tensor], init: str | None) -> None:
+    def _keep_own(self, found: dict[str, torch.Tensor], init: str | None) -> None:
         """Replace tensors of other processes by empty tensors. Read this process's tensors from `init`."""
-        names = {id(item): name for name, item in reversed(list(found.items()))}  # tied tensors have their first name
-        local = [name for name in names.values() if self.owners[name] == self._group.rank]
-        shapes = {name: found[name].shape for name in names.values()}
+        firsts = {id(item): name for name, item in reversed(found.items())}  # tied tensors have their first name
+        shapes = {name: found[name].shape for name in firsts.values()}
+        local = [name for name in shapes if self.owners[name] == self._group.rank]
         read = read_tensors(init, shapes, local) if init is not None else {}
-        empty: dict[int, torch.Tensor] = {}
-        for name in names.values():
-            item = found[name]
-            if self.owners[name] != self._group.rank:
-                tensor = torch.empty((0, *item.shape[1:]), device="cpu")
-            elif name in read:
-                tensor = read.pop(name)
-            else:
-                continue
-            tensor = tensor.to(self.device, item.dtype)
-            is_parameter = isinstance(item, nn.Parameter)
-            empty[id(item)] = nn.Parameter(tensor, item.requires_grad) if is_parameter else tensor
+        read |= {name: torch.empty((0, *shapes[name][1:]), device="cpu") for name in shapes.keys() - {*local}}
+        new: dict[int, torch.Tensor] = {}
+        while read:  # each is freed when it is on the device
+            name, tensor = read.popitem()
+            item, tensor = found[name], tensor.to(self.device, found[name].dtype)
+            new[id(item)] = nn.Parameter(tensor, item.requires_grad) if isinstance(item, nn.Parameter) else tensor
         for module in (item for whole in (self.module, *self.layers) for item in whole.modules()):
             for registry in (module._parameters, module._buffers):
                 for key, tensor_or_none in registry.items():
-                    registry[key] = empty.get(id(tensor_or_none), tensor_or_none)  # type: ignore[assignment]
+                    registry[key] = new.get(id(tensor_or_none), tensor_or_none)  # type: ignore[assignment]
 
     # ---- a step -------------------------------------------------------------------------------
 
     def _accumulate(self, batch: Any, parts: list[Any], scale: float, seed: int) -> float:
         inputs = inputs_of(self._loss, batch)
-        losses: list[float] = []
-        self.seed = seed
-
-        def loss_of(output: torch.Tensor, number: int) -> torch.Tensor:
-            def through(_: torch.Tensor) -> torch.Tensor:
-                reseed(seed, number, len(self.layers))
-                return output
-
-            with self._casting():
-                loss = self._loss(Once(through), parts[number])
-            losses.append(float(loss.detach()))
-            return loss * scale
-
-        self._loss_of = loss_of
+        self.seed, self._parts, self._scale, self._losses = seed, parts, scale, []
         for piece in self._pieces.values():
             piece.number = 0
         schedule = self._schedule(inputs, len(parts))
@@ -345,43 +295,49 @@ class StagedPipeline(Pipeline):
                 is_last = len(self.placement.ranks) - 1 in self._pieces
                 target = torch.arange(len(parts), device="cpu") if is_last else None
                 schedule.step(*arguments, target=target, return_outputs=False)
-        self._loss_of = None
-        mean = sum(losses) / len(losses) if losses else 0.0
+        self._parts = []
+        mean = sum(self._losses) / len(self._losses) if self._losses else 0.0
         return self._group.gather([mean])[self.placement.ranks[-1]][0]
+
+    def _loss_of(self, output: torch.Tensor, number: Any) -> torch.Tensor:
+        """Returns the loss of microbatch `number` of the current step, in the process of the last piece."""
+
+        def through(_: torch.Tensor) -> torch.Tensor:
+            reseed(self.seed, int(number), len(self.layers))
+            return output
+
+        with self._casting():
+            loss = self._loss(Once(through), self._parts[int(number)])
+        self._losses.append(float(loss.detach()))
+        return loss * self._scale
 
     def _schedule(self, inputs: torch.Tensor, num: int) -> Any:
         key = (inputs.shape, inputs.dtype, num, self._autocast)
         if key in self._schedules:
             return self._schedules[key]
-
-        def loss(output: torch.Tensor, number: Any) -> torch.Tensor:
-            found: torch.Tensor = self._loss_of(output, int(number))
-            return found
-
-        if is_chain(self._schedule_name, self.device):
-            rank = self._group.rank
+        name, rank, size, loss = self._config.schedule, self._group.rank, self._group.size, self._loss_of
+        if is_chain(name, self.device):
             self._schedules[key] = Chain(self._pieces[rank], self._group, num, self._ahead(rank, num), loss)
-        else:
-            from torch.distributed.pipelining import PipelineStage
-            from torch.distributed.pipelining.schedules import get_schedule_class
+            return self._schedules[key]
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
 
-            borders = self._borders_of(inputs[: len(inputs) // num])
-            size, total = self._group.size, len(self.placement.ranks)
-            stages = [
-                PipelineStage(piece, index, total, self.device, borders[index], borders[index + 1])
-                for index, piece in self._pieces.items()
-            ]
-            name = schedule_for(self._schedule_name, size, num)
-            given = stages[0] if num_pieces(name) == 1 else stages
-            self._schedules[key] = get_schedule_class(name)(given, num, loss_fn=loss, scale_grads=False)
+        match name.lower():  # another schedule with the same pieces, if this one does not accept `num` microbatches
+            case "1f1b" if num < size:
+                name = "GPipe"
+            case "dualpipev" if num < 2 * size:
+                name = "ZBVZeroBubble"
+            case "interleaved1f1b" | "interleavedzerobubble" if num % max(1, num // size):
+                name = "LoopedBFS"
+        borders, total = self.borders(inputs[: len(inputs) // num]), len(self.placement.ranks)
+        pieces = self._pieces.items()
+        stages = [PipelineStage(piece, at, total, self.device, borders[at], borders[at + 1]) for at, piece in pieces]
+        given = stages[0] if num_pieces(name) == 1 else stages
+        self._schedules[key] = get_schedule_class(name)(given, num, loss_fn=loss, scale_grads=False)
         return self._schedules[key]
 
-    def borders(self, batch: Any) -> list[torch.Tensor]:
-        """Returns the inputs of each piece for a microbatch, and the last outputs, as meta tensors."""
-        return self._borders_of(inputs_of(self._loss, batch))
-
-    def _borders_of(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the inputs of each piece for these inputs, and the last outputs, as meta tensors.
+    def borders(self, inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the inputs of each piece for a microbatch with these inputs, and the last outputs, as meta tensors.
 
         It runs the layers on fake tensors. Raises UsageError if a layer does not return a tensor.
         """
@@ -436,7 +392,7 @@ class StagedPipeline(Pipeline):
             if error.__cause__ is not None and _OF_A_LAYER in str(error):
                 raise error.__cause__ from None
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                time.sleep(_WATCH_S)
+                time.sleep(WATCH_S)
                 message = f"group rank {self._group.rank}: this worker's stages lost their connection: {error}"
                 raise UnreachableError(message) from None
             raise
@@ -445,44 +401,18 @@ class StagedPipeline(Pipeline):
 class Staged(Sharded):
     """The model of a pipeline. Each tensor is in one process, as a whole."""
 
-    def __init__(
-        self, pipeline: StagedPipeline, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str]
-    ) -> None:
-        self._pipeline = pipeline
-        super().__init__(pipeline, group, stepped, averaged_buffers)
+    model: StagedPipeline
 
     def strategy(self, exchange: Exchange | None, settings: Settings, config: Config) -> Strategy:
         if not settings.kind.has_peers:
             return super().strategy(exchange, settings, config)
-        member = StageMember(exchange, config, self.whole, self._redistribution, settings)
-        return StagedAllReduce(member, self._group, self._pipeline.placement)
+        member = StageMember(exchange, self, settings, config)
+        return StagedAllReduce(member, self._group, self.model.placement)
 
     def _shape(self, name: str, item: torch.Tensor) -> torch.Size:
-        return self._pipeline.whole[name].shape
-
-    def _local(self, *arguments: Any) -> Local:
-        self.stage = LocalStage(*arguments)
-        return self.stage
+        return self.model.whole[name].shape
 
     def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int]:
         """Returns the bounds of each group rank's part of the tensor: its owner has all bytes."""
-        owner, size = self._pipeline.owners[entry.spec.name], self._group.size
+        owner, size = self.model.owners[entry.spec.name], self._group.size
         return [0] * (owner + 1) + [entry.num_bytes] * (size - owner)
-
-
-class LocalStage(Local):
-    """The tensors of this stage.
-
-    `absent`: positions, in the layout's specs, of the parameters of any stage that have no gradient.
-    """
-
-    absent: tuple[int, ...] = ()
-
-    def note_gradients(self, group: Group) -> None:
-        """Gather from all stages which parameters have no gradient. Call this before each contribution."""
-        mine = [float(self.gradient(index) is not None) for index in range(self.num_trained)]
-        found = [any(column) for column in zip(*group.gather(mine), strict=True)]
-        self.absent = tuple(position for position, has in zip(self.positions, found, strict=True) if not has)
-
-    def without_gradient(self) -> tuple[int, ...]:
-        return self.absent

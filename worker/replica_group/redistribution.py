@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +35,10 @@ class Range(NamedTuple):
     first: int
     end: int
     at: int
+
+    def of(self, window: torch.Tensor) -> torch.Tensor:
+        """The bytes in a window."""
+        return window[self.at :][: self.end - self.first]
 
 
 class Redistribution:
@@ -63,11 +66,12 @@ class Redistribution:
         self._is_open = True
 
     def end(self, message: Mapping[str, Any]) -> None:
+        """The others follow no more. `message` is what `follow` returns to them."""
         with self._lock:
             self._is_open = False
-            for tag in list(self._under_way):  # works of a connection that was lost
-                self._done(tag)
-            self._channel.send_all({"do": "end", **message})
+            while self._under_way:  # works of a connection that was lost
+                self._channel.wait(self._under_way.popitem()[1])
+            self._channel.send_all(message)
 
     def fail(self, error: ParamServerError) -> None:
         """End the others with this error."""
@@ -75,93 +79,72 @@ class Redistribution:
             self._is_open = False
             self._channel.send_error(error)
 
-    def fill(self, window: torch.Tensor, ranges: Sequence[Range], kind: str) -> Finish | None:
-        """Start filling a window, uint8. Returns a function that waits for it.
+    def move(self, window: torch.Tensor, ranges: Sequence[Range], kind: str | None) -> Finish | None:
+        """Start filling a window, uint8, with bytes of this kind; None: start writing the window to the tensors.
 
-        Returns None if the others no longer follow, because a lost connection may still request frames.
+        After the returned function, the window may be read or filled again. Returns None if the others no longer
+        follow, because a lost connection may still request frames.
         """
+        received: list[tuple[torch.Tensor, list[Range]]] = []  # pieces that are no neighbours in the window
         with self._lock:
             if not self._is_open:
                 return None
-            tag, coming = self._request("fill", ranges, kind), []
+            self._channel.send_all({"kind": kind, "ranges": ranges})
+            self._num_requests = tag = self._num_requests + 1
+            works = self._under_way[tag] = []
             for rank in range(1, self._channel.size):
-                if pieces := self._pieces(ranges, rank, is_down=False):
-                    part = _together(window, pieces)
-                    if part is None:
-                        part = torch.empty(_num_bytes(pieces), dtype=torch.uint8, device="cpu")
-                        coming.append((part, pieces))
-                    self._under_way[tag].append(self._channel.receive(part, rank, tag))
-        for piece in self._pieces(ranges, 0, is_down=False):
-            self._copy(window[piece.at :][: piece.end - piece.first], piece, kind)
+                if not (pieces := self._pieces(ranges, rank, kind)):
+                    continue
+                first, last, num_bytes = pieces[0], pieces[-1], _num_bytes(pieces)
+                if last.at + last.end - last.first - first.at == num_bytes:
+                    part = window[first.at :][:num_bytes]
+                elif kind is None:
+                    part = torch.cat([piece.of(window) for piece in pieces])
+                else:
+                    part = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                    received.append((part, pieces))
+                works.append((self._channel.send if kind is None else self._channel.receive)(part, rank, tag))
+        for piece in self._pieces(ranges, 0, kind):
+            self._copy(piece.of(window), piece, kind)
 
         def finish() -> None:
-            self._done(tag)
-            for part, pieces in coming:
+            self._channel.wait(self._under_way.pop(tag, []))
+            for part, pieces in received:
                 for here, piece in zip(_split(part, pieces), pieces, strict=True):
-                    window[piece.at :][: len(here)].copy_(here)
+                    piece.of(window).copy_(here)
 
         return finish
-
-    def spread(self, window: torch.Tensor, ranges: Sequence[Range]) -> Finish:
-        """Start writing a window to the tensors. After the returned function the window may be filled again."""
-        with self._lock:
-            tag = self._request("spread", ranges)
-            for rank in range(1, self._channel.size):
-                if pieces := self._pieces(ranges, rank, is_down=True):
-                    part = _together(window, pieces)
-                    if part is None:
-                        part = torch.cat([window[piece.at :][: piece.end - piece.first] for piece in pieces])
-                    self._under_way[tag].append(self._channel.send(part, rank, tag))
-        for piece in self._pieces(ranges, 0, is_down=True):
-            self._tensor_at(piece).copy_(window[piece.at :][: piece.end - piece.first])
-        return partial(self._done, tag)
-
-    def _done(self, tag: int) -> None:
-        self._channel.wait(self._under_way.pop(tag, []))
-
-    def _request(self, action: str, ranges: Sequence[Range], kind: str = "") -> int:
-        self._channel.send_all({"do": action, "kind": kind, "ranges": ranges})
-        self._num_requests += 1
-        self._under_way[self._num_requests] = []
-        return self._num_requests
 
     # ---- the others ---------------------------------------------------------------------------
 
     def follow(self) -> dict[str, Any]:
         """Carry out group rank 0's requests. Returns its last message, or raises the error that ended it."""
-        while (message := self._channel.receive_message())["do"] != "end":
+        while "ranges" in (message := self._channel.receive_message()):
             self._num_requests += 1
-            is_down, kind = message["do"] == "spread", message["kind"]
-            pieces = self._pieces([Range(*item) for item in message["ranges"]], self._channel.rank, is_down)
+            kind: str | None = message["kind"]
+            pieces = self._pieces([Range(*item) for item in message["ranges"]], self._channel.rank, kind)
             if not pieces:
                 continue
-            flat = self._memory_for(pieces, kind, is_down)
-            is_apart = flat is self._memory
-            if is_apart:
-                flat = flat[: _num_bytes(pieces)]
-            if is_down:
+            num_bytes, copies = _num_bytes(pieces), list[tuple[torch.Tensor, Range]]()
+            part = self.find(kind or "", pieces[0].tensor) if len(pieces) == 1 else None
+            if part is not None and part.device.type == "cpu" and part.is_contiguous():
+                flat = _bytes(part)[pieces[0].first : pieces[0].end]
+            else:
+                if len(self._memory) < num_bytes:  # it is kept, as memory of freed windows may be
+                    self._memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                flat = self._memory[:num_bytes]
+                copies = list(zip(_split(flat, pieces), pieces, strict=True))
+            if kind is None:
                 self._channel.wait([self._channel.receive(flat, 0, self._num_requests)])
-            for here, piece in zip(_split(flat, pieces), pieces, strict=True) if is_apart else ():
-                if is_down:
-                    self._tensor_at(piece).copy_(here)
-                else:
-                    self._copy(here, piece, kind)
-            if not is_down:
+            for here, piece in copies:
+                self._copy(here, piece, kind)
+            if kind is not None:
                 self._channel.wait([self._channel.send(flat, 0, self._num_requests)])
         return message
 
-    def _memory_for(self, pieces: Sequence[Range], kind: str, is_down: bool) -> torch.Tensor:
-        """The bytes of a single piece on the CPU; else `_memory`, which is kept, as memory of freed windows may be."""
-        part = self.find("" if is_down else kind, pieces[0].tensor) if len(pieces) == 1 else None
-        if part is not None and part.device.type == "cpu" and part.is_contiguous():
-            return _bytes(part)[pieces[0].first : pieces[0].end]
-        if len(self._memory) < _num_bytes(pieces):
-            self._memory = torch.empty(_num_bytes(pieces), dtype=torch.uint8, device="cpu")
-        return self._memory
-
     # ---- where bytes lie ----------------------------------------------------------------------
 
-    def _pieces(self, ranges: Iterable[Range], rank: int, is_down: bool) -> list[Range]:
+    def _pieces(self, ranges: Iterable[Range], rank: int, kind: str | None) -> list[Range]:
         """The ranges of one process, as bytes of its part.
 
         Group rank 0 sends tensors that all processes have, and all processes receive them.
@@ -170,7 +153,7 @@ class Redistribution:
         for index, first, end, at in ranges:
             borders = self._borders[index]
             if borders is None:
-                if is_down or rank == 0:
+                if kind is None or rank == 0:
                     found.append(Range(index, first, end, at))
                 continue
             begin, stop = max(first, borders[rank]), min(end, borders[rank + 1])
@@ -178,17 +161,14 @@ class Redistribution:
                 found.append(Range(index, begin - borders[rank], stop - borders[rank], at + begin - first))
         return found
 
-    def _copy(self, target: torch.Tensor, piece: Range, kind: str) -> None:
-        part = self.find(kind, piece.tensor)
+    def _copy(self, here: torch.Tensor, piece: Range, kind: str | None) -> None:
+        """Copy the bytes of a piece here; with kind None, from here."""
+        part = self.find(kind or "", piece.tensor)
         if part is None:
-            target.zero_()
-        else:
-            target.copy_(_bytes(part.contiguous())[piece.first : piece.end])
-
-    def _tensor_at(self, piece: Range) -> torch.Tensor:
-        part = self.find("", piece.tensor)
-        assert part is not None
-        return _bytes(part)[piece.first : piece.end]
+            here.zero_()
+            return
+        local = _bytes(part)[piece.first : piece.end]
+        local.copy_(here) if kind is None else here.copy_(local)
 
 
 class RedistributedTransfer(DirectTransfer):
@@ -205,24 +185,23 @@ class RedistributedTransfer(DirectTransfer):
 
     def gather(self, kind: ContributionKind, indices: Indices = None) -> list[Stretch]:
         """Gather stretches. Each piece is valid until the next one is requested."""
-        return [
-            Stretch(start, (piece for stretch in self._filled(kind, start, end) for piece in stretch.pieces))
-            for start, end in self._stretches(indices)
-        ]
+        filled = [(start, self._filled(kind, start, end)) for start, end in self._stretches(indices)]
+        return [Stretch(start, (piece for _, piece in windows)) for start, windows in filled]
 
     def stream(self, kind: ContributionKind, indices: Indices = None) -> Iterator[Stretch]:
         for start, end in self._stretches(indices):
-            yield from self._filled(kind, start, end)
+            for at, piece in self._filled(kind, start, end):
+                yield Stretch(at, [piece])
 
     def gather_all(self) -> Iterator[memoryview]:
-        return (piece for stretch in self._filled("", 0, self._model.layout.total_bytes) for piece in stretch.pieces)
+        return (piece for _, piece in self._filled("", 0, self._model.layout.total_bytes))
 
     def gather_into(
         self, kind: ContributionKind, segment: torch.Tensor, indices: Indices = None
     ) -> Iterator[tuple[int, int]]:
         for start, end in self._stretches(indices):
             for at, stop in _windows(start, end):
-                finish = self._redistribution.fill(segment[at:stop], self._ranges(at, stop, segment[at:stop]), kind)
+                finish = self._redistribution.move(segment[at:stop], self._ranges(at, stop, segment[at:stop]), kind)
                 if finish is None:
                     return
                 finish()
@@ -232,41 +211,47 @@ class RedistributedTransfer(DirectTransfer):
         starts = self._model.starts
         return [(starts[stretch.start], starts[stretch.stop]) for stretch in self._model.stretches(indices)]
 
-    def _filled(self, kind: str, start: int, end: int) -> Iterator[Stretch]:
-        """Yield filled windows. Each is valid until the next one is requested, and the next fills meanwhile."""
-        coming: list[tuple[Finish, int, torch.Tensor, int]] = []
+    def _filled(self, kind: str, start: int, end: int) -> Iterator[tuple[int, memoryview]]:
+        """Yield filled windows and where they begin.
+
+        Each is valid until the next one is requested, and the next fills meanwhile.
+        """
+        coming: list[tuple[Finish, int, torch.Tensor, torch.Tensor]] = []
         windows = _windows(start, end)
         while windows or coming:
             while windows and len(coming) < 2:
                 at, stop = windows.pop(0)
-                window, num_bytes = self._window(), stop - at
-                finish = self._redistribution.fill(window[:num_bytes], self._ranges(at, stop, window[:num_bytes]), kind)
+                window = self._window()
+                part = window[: stop - at]
+                finish = self._redistribution.move(part, self._ranges(at, stop, part), kind)
                 if finish is None:
                     return
-                coming.append((finish, at, window, num_bytes))
-            finish, at, window, num_bytes = coming.pop(0)
+                coming.append((finish, at, window, part))
+            finish, at, window, part = coming.pop(0)
             finish()
-            yield Stretch(at, [as_bytes(window[:num_bytes])])
+            yield at, as_bytes(part)
             self._spare.append(window)
 
     # ---- in -----------------------------------------------------------------------------------
 
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         for at, stop in _windows(offset, offset + num_bytes):
-            if len(self._going) > 1:
-                self._finish_window(self._going.pop(0))
-            window, num_bytes = self._window(), stop - at
-            yield as_bytes(window[:num_bytes])
-            self._going.append((self._redistribution.spread(window[:num_bytes], self._ranges(at, stop)), window))
+            self._finish_windows(num_left=1)
+            window = self._window()
+            part = window[: stop - at]
+            yield as_bytes(part)
+            finish = self._redistribution.move(part, self._ranges(at, stop, part), None)
+            assert finish is not None  # weights arrive while the others follow
+            self._going.append((finish, window))
 
     def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
-        while self._going:
-            self._finish_window(self._going.pop(0))
+        self._finish_windows(num_left=0)
 
-    def _finish_window(self, going: tuple[Finish, torch.Tensor]) -> None:
-        finish, window = going
-        finish()
-        self._spare.append(window)
+    def _finish_windows(self, num_left: int) -> None:
+        while len(self._going) > num_left:
+            finish, window = self._going.pop(0)
+            finish()
+            self._spare.append(window)
 
     def leave_segment(self) -> None:
         """Does nothing: no tensor of the model is in the segment."""
@@ -280,18 +265,16 @@ class RedistributedTransfer(DirectTransfer):
         except IndexError:
             return torch.empty(min(_WINDOW_BYTES, self._model.layout.total_bytes), dtype=torch.uint8, device="cpu")
 
-    def _ranges(self, start: int, end: int, window: torch.Tensor | None = None) -> list[Range]:
+    def _ranges(self, start: int, end: int, window: torch.Tensor) -> list[Range]:
         """The tensors' bytes among bytes [start, end) of the payload. Gaps between tensors are zeros in the window."""
         found, at = [], start
         for index, first, last in self._model.overlaps(start, end):
-            if window is not None:
-                window[at - start : first - start].zero_()
+            window[at - start : first - start].zero_()
             whole, before = self._model.place_of(index)
             before -= self._model.layout.entries[index].offset
             found.append(Range(whole, first + before, last + before, first - start))
             at = last
-        if window is not None:
-            window[at - start :].zero_()
+        window[at - start :].zero_()
         return found
 
 
@@ -306,13 +289,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _num_bytes(pieces: Iterable[Range]) -> int:
     return sum(piece.end - piece.first for piece in pieces)
-
-
-def _together(window: torch.Tensor, pieces: Sequence[Range]) -> torch.Tensor | None:
-    """The bytes of neighbouring pieces in a window; None: there are others between them."""
-    num_bytes = _num_bytes(pieces)
-    is_stretch = pieces[-1].at + pieces[-1].end - pieces[-1].first - pieces[0].at == num_bytes
-    return window[pieces[0].at :][:num_bytes] if is_stretch else None
 
 
 def _split(flat: torch.Tensor, pieces: Sequence[Range]) -> Sequence[torch.Tensor]:

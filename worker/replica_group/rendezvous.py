@@ -27,13 +27,13 @@ import torch.distributed as dist
 
 from ...common.config.addresses import join_address
 from ...common.errors import AuthError, UsageError
+from ...common.reporting.output import write_whole
 from ...common.wire.json_text import read_json
 from ..strategies.collectives.cut import Address
 from ..strategies.group import own_address
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MOST = 254
-_HERE = "127.0.0.1"
 _KEY = "rendezvous"
 _SIOCGIFADDR = 0x8915  # sockios.h
 
@@ -82,7 +82,9 @@ class Rendezvous:
     def __init__(self, member: Member, token: str | None) -> None:
         """`token`: the run's."""
         self._member = member
-        self._token = token
+        self._secret = b""  # derived from the token; empty without a token, or on one host
+        if token is not None and not member.is_on_one_host:
+            self._secret = hmac.digest(token.encode(), member.name.encode(), "sha256")
         self._file = Path()
         if member.is_on_one_host:
             self._file = _folder() / hashlib.sha256(member.name.encode()).hexdigest()[:24]
@@ -91,17 +93,18 @@ class Rendezvous:
     @property
     def host(self) -> str:
         """The address of this process that the others can reach."""
-        return _HERE if self._member.is_on_one_host else own_address(join_address(*self._member.store))
+        return "127.0.0.1" if self._member.is_on_one_host else own_address(join_address(*self._member.store))
 
     def publish(self, address: Address) -> bytes:
         """Publish the rendezvous store's address. Returns its secret. Raises RuntimeError."""
         if self._member.is_on_one_host:
             secret = secrets.token_bytes(32)
-            _write(self._file, {"address": address, "secret": secret.hex()})
+            value = json.dumps({"address": address, "secret": secret.hex()})
+            write_whole(self._file, value.encode(), mode=0o600, is_synced=False)
             return secret
-        secret = self._secret() or secrets.token_bytes(32)
-        value = {"address": address, "secret": "" if self._secret() else secret.hex()}
-        self._named_store(timeout_s=60.0).set(_KEY, json.dumps(value))
+        secret = self._secret or secrets.token_bytes(32)
+        value = json.dumps({"address": address, "secret": "" if self._secret else secret.hex()})
+        self._named_store(timeout_s=60.0).set(_KEY, value)
         return secret
 
     def look_up(self, timeout_s: float) -> tuple[Address, bytes]:
@@ -118,19 +121,13 @@ class Rendezvous:
                 raise FileNotFoundError("group rank 0 has not published its address")
             value = read_json(store.get(_KEY))
         host, port = value["address"]
-        return (str(host), int(port)), self._secret() or bytes.fromhex(value["secret"])
+        return (str(host), int(port)), self._secret or bytes.fromhex(value["secret"])
 
     def leave(self) -> None:
         """All processes have arrived: remove what was published."""
         self._store = None
         if self._member.rank == 0 and self._member.is_on_one_host:
             self._file.unlink(missing_ok=True)
-
-    def _secret(self) -> bytes:
-        """A secret derived from the token; empty without a token, or on one host."""
-        if self._token is None or self._member.is_on_one_host:
-            return b""
-        return hmac.digest(self._token.encode(), self._member.name.encode(), "sha256")
 
     def _named_store(self, timeout_s: float) -> dist.Store:
         """Connect to the store that the environment names, and serve it if this process should.
@@ -176,11 +173,3 @@ def _folder() -> Path:
         message = f"{folder}, where the processes of a worker find each other, can be read or written by other users"
         raise AuthError(message, fix="remove it, or set TMPDIR to a folder of your own")
     return folder
-
-
-def _write(path: Path, value: Any) -> None:
-    """Write a file completely or not at all."""
-    number, temporary = tempfile.mkstemp(dir=path.parent)  # readable by this user only
-    with os.fdopen(number, "w") as file:
-        json.dump(value, file)
-    os.replace(temporary, path)

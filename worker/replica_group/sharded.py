@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Entry, Layout
 from ...common.tensors.statistics import statistics_of
 from ..conversation.exchange import Exchange
-from ..conversation.messages import Settings, loses_replies
+from ..conversation.messages import Settings
 from ..strategies.base import Strategy, divided_tensor
 from ..strategies.choice import make_server_strategy
 from ..tensors.sharing import is_divided
@@ -33,35 +33,91 @@ from .redistribution import RedistributedTransfer, Redistribution
 log = get_logger()
 
 
+class Local(ModelTensors):
+    """This process's part of each tensor, in a separate layout, with names and order of the whole model.
+
+    `absent`: positions, in the layout's specs, of the parameters of any stage of a pipeline that have no gradient.
+    """
+
+    absent: tuple[int, ...] | None = None
+
+    def __init__(self, model: nn.Module, whole: Layout, found: Mapping[str, torch.Tensor]) -> None:
+        self.module = model
+        homes = homes_of(model)
+        names = [entry.spec.name for entry in whole.entries]
+        self.parts = [found[name] for name in names]
+        # A module may replace an unsharded tensor. FSDP2 replaces sharded tensors temporarily.
+        homes |= {id(tensor): ({"": tensor}, "") for tensor in self.parts if is_divided(tensor)}
+        self._homes = [homes.get(id(tensor), ({"": tensor}, "")) for tensor in self.parts]
+        self.names = {id(tensor): name for tensor, name in zip(self.parts, names, strict=True)}
+        self.tensors = [_local(tensor) for tensor in self.parts]
+        self.places = [tensor.data_ptr() for tensor in self.tensors]
+        shapes = {name: tuple(tensor.shape) for tensor, name in zip(self.tensors, names, strict=True)}
+        self.layout = Layout(replace(spec, shape=shapes[spec.name]) for spec in whole.specs)
+        assert [entry.spec.name for entry in self.layout.entries] == names
+
+    def has_moved(self) -> bool:
+        for index, (kept, key) in enumerate(self._homes):
+            tensor = kept.get(key)
+            if tensor is not self.parts[index]:
+                check_still(self.layout.entries[index].spec, tensor, self.parts[index])
+                assert tensor is not None
+                self.parts[index] = tensor
+        self.tensors = [_local(tensor) for tensor in self.parts]
+        places = [tensor.data_ptr() for tensor in self.tensors]
+        if places == self.places:
+            return False
+        self.places = places  # another list, because `Watch` compares it by identity
+        for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
+            check_still(entry.spec, tensor, tensor)
+        return True
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        gradient = self.parts[index].grad
+        return None if gradient is None else _local(gradient)
+
+    def note_gradients(self, group: Group) -> None:
+        """Gather from all stages which parameters have no gradient. Call this before each contribution of a stage."""
+        mine = [float(self.gradient(index) is not None) for index in range(self.num_trained)]
+        found = [any(column) for column in zip(*group.gather(mine), strict=True)]
+        self.absent = tuple(position for position, has in zip(self.positions, found, strict=True) if not has)
+
+    def without_gradient(self) -> tuple[int, ...]:
+        return super().without_gradient() if self.absent is None else self.absent
+
+
 class Sharded:
     """A sharded model: `tensors` is this process's part, `whole` is the model's layout without memory."""
 
+    model: nn.Module
+
     def __init__(
-        self, model: nn.Module, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str] = ()
+        self, model: nn.Module, group: Group, stepped: Iterable[torch.Tensor], averaged_buffers: Collection[str]
     ) -> None:
+        self.model, self._group = model, group
         self._modules: list[Any] = []
         if divided_tensor(model) is not None:  # the stages of a pipeline need no FSDP, which takes 0.8 s to import
             from torch.distributed.fsdp import FSDPModule
 
             self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._group = group
         trained = {id(tensor) for tensor in stepped}
         whole, made = nn.Module(), dict[int, torch.Tensor]()
         found = named_tensors(model)
         for name, item in found.items():
+            is_parameter, module = isinstance(item, nn.Parameter), cast(Any, whole)
             if id(item) not in made:
                 shape = torch.empty(self._shape(name, item), dtype=item.dtype, device="meta")
-                is_parameter = isinstance(item, nn.Parameter)
                 needs = item.requires_grad or id(item) in trained
                 made[id(item)] = nn.Parameter(shape, requires_grad=needs) if is_parameter else shape
-            registry, key = _place_of(whole, name, isinstance(item, nn.Parameter))
-            registry[key] = made[id(item)]
+            *path, key = name.split(".")
+            for part in path:
+                module = module._modules.setdefault(part, nn.Module())
+            (module._parameters if is_parameter else module._buffers)[key] = made[id(item)]
         self.whole = ModelTensors(whole, statistics=statistics_of(model, found, averaged_buffers))
-        self.tensors = self._local(model, self.whole.layout, found)
-        borders = [
-            self._borders(entry, self.tensors.parts[index]) for index, entry in enumerate(self.whole.layout.entries)
-        ]
-        self._redistribution = redistribution = Redistribution(group.channel("exchange"), borders)
+        self.tensors = Local(model, self.whole.layout, found)
+        entries = zip(self.whole.layout.entries, self.tensors.parts, strict=True)
+        borders = [self._borders(entry, part) for entry, part in entries]
+        self.redistribution = redistribution = Redistribution(group.channel("exchange"), borders)
         self.whole.transfer_of = lambda part: RedistributedTransfer(part, redistribution)
         num_bytes, model_bytes = sum(tensor.nbytes for tensor in self.tensors.tensors), self.whole.layout.total_bytes
         log.routine("sharded", inner=group.rank, of=group.size, bytes=num_bytes, model_bytes=model_bytes)
@@ -70,14 +126,9 @@ class Sharded:
         """Of the whole tensor."""
         return item.shape
 
-    def _local(self, *arguments: Any) -> Local:
-        return Local(*arguments)
-
     def strategy(self, exchange: Exchange | None, settings: Settings, config: Config) -> Strategy:
         """Return this process's strategy. `exchange` is group rank 0's."""
-        return make_server_strategy(
-            GroupMember(exchange, self.whole, self._redistribution, settings, loses_replies(config.worker, settings))
-        )
+        return make_server_strategy(GroupMember(exchange, self, settings, config))
 
     def _borders(self, entry: Entry, tensor: torch.Tensor) -> Sequence[int] | None:
         """Where each process's bytes of a tensor begin, as torch.chunk splits rows.
@@ -93,11 +144,10 @@ class Sharded:
             return None
         mesh = tensor.device_mesh
         if mesh.mesh.flatten().tolist() != list(range(size)) or mesh.ndim != 1:
-            raise UsageError(
-                f"'{name}' is sharded over a mesh of shape {tuple(mesh.mesh.shape)}, but the {size} processes of "
-                "this worker need a one-dimensional mesh",
-                fix="fully_shard(model) over all of them: no replicas (HSDP), no tensor parallelism",
-            )
+            needed = f"the {size} processes of this worker need a one-dimensional mesh"
+            message = f"'{name}' is sharded over a mesh of shape {tuple(mesh.mesh.shape)}, but {needed}"
+            fix = "fully_shard(model) over all of them: no replicas (HSDP), no tensor parallelism"
+            raise UsageError(message, fix=fix)
         (placement,) = tensor.placements
         if isinstance(placement, Replicate):
             return None
@@ -116,52 +166,6 @@ class Sharded:
             module.reshard()
 
 
-class Local(ModelTensors):
-    """This process's part of each tensor, in a separate layout, with names and order of the whole model."""
-
-    def __init__(self, model: nn.Module, whole: Layout, found: Mapping[str, torch.Tensor]) -> None:
-        self.module = model
-        homes = homes_of(model)
-        self.parts = [found[entry.spec.name] for entry in whole.entries]
-        # A module may replace an unsharded tensor. FSDP2 replaces sharded tensors temporarily.
-        self._homes = [
-            ({"": tensor}, "") if is_divided(tensor) else homes.get(id(tensor), ({"": tensor}, ""))
-            for tensor in self.parts
-        ]
-        self.names = {id(tensor): entry.spec.name for tensor, entry in zip(self.parts, whole.entries, strict=True)}
-        self.tensors, self.places = list[torch.Tensor](), list[int]()
-        self._look()
-        shapes = {
-            entry.spec.name: tuple(tensor.shape) for tensor, entry in zip(self.tensors, whole.entries, strict=True)
-        }
-        self.layout = Layout(replace(spec, shape=shapes[spec.name]) for spec in whole.specs)
-        assert [entry.spec.name for entry in self.layout.entries] == [entry.spec.name for entry in whole.entries]
-
-    def _look(self) -> None:
-        self.tensors = [_local(tensor) for tensor in self.parts]
-        self.places = [tensor.data_ptr() for tensor in self.tensors]
-
-    def has_moved(self) -> bool:
-        for index, (kept, key) in enumerate(self._homes):
-            tensor = kept.get(key)
-            if tensor is not self.parts[index]:
-                check_still(self.layout.entries[index].spec, tensor, self.parts[index])
-                assert tensor is not None
-                self.parts[index] = tensor
-        before = self.places
-        self._look()
-        if self.places == before:
-            self.places = before  # `Watch` compares the list by identity
-            return False
-        for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
-            check_still(entry.spec, tensor, tensor)
-        return True
-
-    def gradient(self, index: int) -> torch.Tensor | None:
-        gradient = self.parts[index].grad
-        return None if gradient is None else _local(gradient)
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     if not is_divided(tensor):
         return tensor
@@ -170,13 +174,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
         return tensor.to_local()
-
-
-def _place_of(root: nn.Module, name: str, is_parameter: bool) -> tuple[dict[str, Any], str]:
-    *path, key = name.split(".")
-    for item in path:
-        root = root._modules.setdefault(item, nn.Module())  # type: ignore[assignment]
-    return (root._parameters if is_parameter else root._buffers), key
 
 
 def divide(model: nn.Module, group: Group) -> nn.Module:

@@ -10,28 +10,21 @@ for none. The server gets weights, but not the moments, which no process has who
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 from zlib import crc32
 
 import torch
 
-from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.tensors.clipping import scale
-from ...common.wire.records import GroupInfo, Reply
 from ..conversation.exchange import Exchange
-from ..conversation.heartbeat import GroupView
-from ..conversation.messages import Outgoing, Settings, loses_replies
-from ..conversation.security import worker_credentials
+from ..conversation.messages import Outgoing
 from ..strategies.all_reduce import AllReduceStrategy
 from ..strategies.group import Group as Peers
 from ..strategies.peer_state import Mean
-from ..tensors.transfer import ModelTensors
 from .group import Group
-from .member import GroupMember
-from .redistribution import Redistribution
+from .member import StageMember
 
 
 class Placement(NamedTuple):
@@ -39,35 +32,6 @@ class Placement(NamedTuple):
 
     ranges: Sequence[tuple[int, int]]
     ranks: Sequence[int]
-
-
-class StageMember(GroupMember):
-    """A GroupMember that knows the server's facts about peers."""
-
-    def __init__(
-        self, exchange: Exchange | None, config: Config, whole: ModelTensors, redistribution: Redistribution,
-        settings: Settings,
-    ) -> None:  # fmt: skip
-        super().__init__(exchange, whole, redistribution, settings, loses_replies(config.worker, settings))
-        self.config, self.server = config.worker, config.worker.server
-        self.credentials = exchange.credentials if exchange is not None else worker_credentials(config)
-        self.group_view = exchange.group_view if exchange is not None else GroupView()
-
-    def _message(self, exchange: Exchange, **fields: Any) -> dict[str, Any]:
-        info = self.group_view.info
-        return super()._message(exchange, **fields, peers={**asdict(info), "secret": info.secret.hex()})
-
-    def _take(self, message: Mapping[str, Any]) -> None:
-        super()._take(message)
-        info = message["peers"]
-        secret, members = bytes.fromhex(info["secret"]), tuple(info["members"])
-        self.group_view.info = GroupInfo(**{**info, "secret": secret, "members": members})
-
-    def contribute(self, outgoing: Outgoing) -> Reply:
-        return super().contribute(outgoing._replace(optimizer=None))
-
-    def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {}
 
 
 class StagedAllReduce(AllReduceStrategy):
@@ -88,11 +52,9 @@ class StagedAllReduce(AllReduceStrategy):
         cuts = self._lifecycle.run(lambda: group.gather_numbers(crc32(repr(self._placement).encode())))
         if cuts[group.index] != cuts[0]:
             rank, counts = group.generation.members[group.index], [end - at for at, end in self._placement.ranges]
-            raise UsageError(
-                f"rank {rank} has cut the layers into {counts}, and rank {group.generation.members[0]}, with which it "
-                "averages stage by stage, in another way",
-                fix="give all workers the same --group, worker.schedule and worker.cut",
-            )
+            lowest = f"rank {group.generation.members[0]}, with which it averages stage by stage"
+            message = f"rank {rank} has cut the layers into {counts}, and {lowest}, in another way"
+            raise UsageError(message, fix="give all workers the same --group, worker.schedule and worker.cut")
         super()._joined(group)
 
     def _mean_of(self, gradients: Sequence[torch.Tensor | None], outgoing: Outgoing, is_right: bool) -> Mean | None:

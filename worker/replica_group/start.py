@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from types import FrameType
 
 from ...common.errors import UnreachableError
@@ -26,25 +25,16 @@ _SAY_S = 0.5  # for the others to notice and to log which process they lost
 _END_S = 5.0  # for the others to end in good order
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Exit with the code of the first process that fails."""
-    size, *command = sys.argv[1:] if arguments is None else arguments
-    raise SystemExit(run(int(size), command))
-
-
-def run(size: int, command: Sequence[str]) -> int:
-    """Start `size` processes and wait for them. Returns the exit code."""
-    with reserved_port() as reserved:
-        return _run(size, command, reserved.getsockname()[1])
-
-
-def _run(size: int, command: Sequence[str], port: int) -> int:
+def main() -> None:
+    """Start the processes and wait for them. Exit with the code of the first process that fails."""
+    size, argv = int(sys.argv[1]), [sys.executable, *sys.argv[2:]]
+    reserved = reserved_port()
     env = {
         **os.environ,
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(reserved.getsockname()[1]),
     }
     first = int(os.environ.get("PS_WORKER__LOCAL_RANK", 0)) * size
     started: list[subprocess.Popen[bytes]] = []
@@ -58,13 +48,11 @@ def _run(size: int, command: Sequence[str], port: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
     for rank in range(size):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PS_WORKER__LOCAL_RANK": str(first + rank)}
-        argv = [sys.executable, *command]
-        env |= variables
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "PS_WORKER__LOCAL_RANK": str(first + rank)}
         started.append(subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent))
         if received:
             _end(started, received)
-    return _wait(started)
+    raise SystemExit(_wait(started))
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:
@@ -78,19 +66,15 @@ def _wait(started: list[subprocess.Popen[bytes]]) -> int:
         is_over = None not in [popen.poll() for popen in started]  # polls all processes, also after one that hangs
         failed_s = time.monotonic() - failed_at
         if code in (0, UnreachableError.exit_code) and failed_s <= _SAY_S:
-            code = _cause(started)
+            # The failure that led to the others: not 15 if there is another, and a signal first.
+            codes = [popen.returncode for popen in started if popen.returncode]
+            code = min(codes, key=lambda code: (code == UnreachableError.exit_code, code), default=0)
             failed_at = min(failed_at, time.monotonic()) if code else failed_at
         if is_over:
             return code if code >= 0 else 128 - code
         if failed_s > _SAY_S:
             _end(started, signal.SIGTERM if failed_s <= _SAY_S + _END_S else signal.SIGKILL)
         time.sleep(_LOOK_S)
-
-
-def _cause(started: list[subprocess.Popen[bytes]]) -> int:
-    """Return the exit code of the failure that led to the others: not 15 if there is another, and a signal first."""
-    codes = [popen.returncode for popen in started if popen.returncode]
-    return min(codes, key=lambda code: (code == UnreachableError.exit_code, code), default=0)
 
 
 def _end(started: list[subprocess.Popen[bytes]], number: int) -> None:

@@ -39,20 +39,19 @@ from ..tensors.sharing import is_divided
 from ..tensors.transfer import ModelTensors
 from ..training.pipeline import Example, LossFn, Pipeline
 from .batch_norm import synchronize
-from .group import Group
+from .group import WATCH_S, Group
 from .member import ProgressLink, no_optimizer_here
 from .rendezvous import find_member
 from .staged_all_reduce import joint_norm
 
 if TYPE_CHECKING:
     from ...common.config.sections.processes import WorkerConfig
-    from .pipeline import LocalStage, StagedPipeline
-    from .sharded import Sharded
+    from .pipeline import StagedPipeline
+    from .sharded import Local, Sharded
 
 _STEP = 0xFFFFFFFF  # mask for the step in a position of `_meet`; the other bits count starts
 # Settings that may differ between the processes of one worker.
 _OWN = ("worker.local_rank", "worker.device", "worker.threads", "output.", "log.", "slowdown.", "launch.", "server.")
-_WATCH_S = 1.0
 _POINTS = ("session.optimizer()", "step()", "the end of its loop")
 _REASON_BYTES = 500
 
@@ -66,9 +65,8 @@ def join(config: Config) -> Group:
     settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     shared = {key: value for key, value in settings.items() if not key.startswith(_OWN)}
     token, trusts_network = read_token(config.security), config.server.insecure
-    return Group(
-        find_member(os.environ), chosen_device(config.worker), shared, config.worker.give_up_s, token, trusts_network
-    )
+    member, device = find_member(os.environ), chosen_device(config.worker)
+    return Group(member, device, shared, config.worker.give_up_s, token, trusts_network)
 
 
 def chosen_device(worker: WorkerConfig) -> str:
@@ -95,9 +93,8 @@ class Grouped(Strategy):
         An error there is raised in all processes.
         """
         self._group, self._config = group, config
-        self._divides = config.worker.zero == WITHIN_WORKER
         self._sharded: Sharded | None = None  # set if the model is sharded
-        self._stage: LocalStage | None = None  # set if the model is a pipeline
+        self._stage: Local | None = None  # set if the model is a pipeline
         self._inner: Strategy | None = None
         self._server: Exchange | None = None  # of group rank 0
         self._is_averaged = False  # the model's wrapper averages gradients
@@ -121,7 +118,7 @@ class Grouped(Strategy):
             self._link = ProgressLink(self.progress)
             group.watch.expect(self._server.welcome.lease_s)
             settings_bytes = b64encode(self._server.welcome.settings.SerializeToString()).decode()
-            group.send_all(self._link.message(self._inner.begun, settings=settings_bytes))
+            group.send_all(self._link.message(self._inner.begun(), settings=settings_bytes))
         self.kind = self.settings.kind
 
     # ---- together -----------------------------------------------------------------------------
@@ -148,19 +145,21 @@ class Grouped(Strategy):
         found = self._group.gather([point, position, *numbers, *([0.0] * (6 - len(numbers)))])
         for rank, item in enumerate(found):
             if item[:2] != found[0][:2]:
-                at, first = (_POINTS[int(words[0])] for words in (item, found[0]))
-                raise UsageError(
-                    f"the processes of a worker have diverged: group rank {rank} is at {at}, step "
-                    f"{int(item[1]) & _STEP}, group rank 0 at {first}, step {int(found[0][1]) & _STEP}",
-                    fix="make all processes take the same steps: end loops and skip steps in all of them alike",
-                )
+                here, there = (f"{_POINTS[int(at)]}, step {int(step) & _STEP}" for at, step, *_ in (item, found[0]))
+                message = f"the processes of a worker have diverged: group rank {rank} is at {here}, group rank 0 at"
+                fix = "make all processes take the same steps: end loops and skip steps in all of them alike"
+                raise UsageError(f"{message} {there}", fix=fix)
         return [words[2:] for words in found]
 
-    def _share(self, result: Any = None, *, has_weights: bool = True) -> Any:
-        """Send group rank 0's progress, its `result` and new weights to all processes. Returns the result.
+    def _together(self, work: Callable[[Strategy], Any], has_weights: bool = True) -> Any:
+        """Run `work` on this process's strategy. Then all processes have group rank 0's progress and new weights.
 
-        With a sharded model each process has its own result.
+        Returns the result of `work` in group rank 0; with a sharded model, that of this process.
         """
+        result = None
+        if self._inner is not None:
+            with self._sharing_errors():
+                result = work(self._inner)
         if self._sharded is not None:
             return result
         if self._inner is None:
@@ -171,7 +170,7 @@ class Grouped(Strategy):
             is_new = has_weights and (num_received != self._num_shared or self.kind.worker_steps)
             if is_new:
                 self._num_shared = num_received
-            message = self._link.message(self._inner.begun, result=result, weights=is_new)
+            message = self._link.message(self._inner.begun(), result=result, weights=is_new)
             self._group.send_all(message)
         if message["weights"]:
             self._model.has_moved()
@@ -187,9 +186,8 @@ class Grouped(Strategy):
         inside = [name for name, item in model.named_modules() if name and isinstance(item, data_parallel)]
         if inside:
             message = f"'{inside[0]}' is wrapped in DistributedDataParallel, but the whole model is not"
-            raise UsageError(
-                message, fix="wrap the whole model or nothing: the worker averages unwrapped models itself"
-            )
+            fix = "wrap the whole model or nothing: the worker averages unwrapped models itself"
+            raise UsageError(message, fix=fix)
         is_pipeline = isinstance(model, Pipeline)
         is_synchronized = not is_pipeline and synchronize(model, self._group)
         self._is_averaged = isinstance(model, data_parallel)
@@ -198,14 +196,13 @@ class Grouped(Strategy):
         # it.
         if self._is_averaged or (is_synchronized and divided is None):
             self._weigh_outputs(model)
-        if self._divides and divided is None and not is_pipeline:
-            raise UsageError(
-                "worker.zero is 3, but this script's model is whole in each process",
-                fix="call fully_shard(model) before the optimizer is made; or --set worker.zero=0",
-            )
+        if self._config.worker.zero == WITHIN_WORKER and divided is None and not is_pipeline:
+            message = "worker.zero is 3, but this script's model is whole in each process"
+            fix = "call fully_shard(model) before the optimizer is made; or --set worker.zero=0"
+            raise UsageError(message, fix=fix)
 
     def divided(self, model: nn.Module) -> nn.Module:
-        if not self._divides:
+        if self._config.worker.zero != WITHIN_WORKER:
             return model
         from .sharded import divide
 
@@ -225,16 +222,12 @@ class Grouped(Strategy):
         is_pipeline = isinstance(model, Pipeline)
         if not is_pipeline and divided_tensor(model) is None:
             return super().tensors(model, stepped, averaged_buffers)
-        from .sharded import Sharded
-
-        if is_pipeline:
-            from .pipeline import Staged, StagedPipeline
-
-            assert isinstance(model, StagedPipeline)
-            self._sharded = staged = Staged(model, self._group, stepped, averaged_buffers)
-            self._stage = staged.stage
+        if not is_pipeline:
+            from .sharded import Sharded
         else:
-            self._sharded = Sharded(model, self._group, stepped, averaged_buffers)
+            from .pipeline import Staged as Sharded
+        self._sharded = Sharded(model, self._group, stepped, averaged_buffers)
+        self._stage = self._sharded.tensors if is_pipeline else None
         if isinstance(self._inner, AllReduceStrategy):  # group rank 0's, for a whole model
             self._inner.end()
         self._inner = self._sharded.strategy(self._server, self.settings, self._config)
@@ -246,20 +239,20 @@ class Grouped(Strategy):
         return self._sharded.tensors
 
     def _weigh_outputs(self, model: nn.Module) -> None:
-        self._is_weighed = True
-        model.register_forward_hook(lambda _module, _args, output: self._weigh(output))
-
-    def _weigh(self, output: Any) -> Any:
         """Scale gradients by each process's samples, because the processes then take the unweighted mean."""
-        if not torch.is_grad_enabled():
-            return
-        weights = [item[0] for item in self._group.gather([float(self.num_samples_now())])]
-        share = weights[self._group.rank] / sum(weights) * len(weights) if sum(weights) else 1.0
-        share = len(weights) if self._sums else share
-        if share != 1.0:
-            for leaf in tree_leaves(output):
+
+        def weigh(_module: nn.Module, _args: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            weights = [item[0] for item in self._group.gather([float(self.num_samples_now())])]
+            share = weights[self._group.rank] / sum(weights) * len(weights) if sum(weights) else 1.0
+            share = len(weights) if self._sums else share
+            for leaf in tree_leaves(output) if share != 1.0 else ():
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(lambda gradient: gradient * share)
+
+        self._is_weighed = True
+        model.register_forward_hook(weigh)
 
     def start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool = False) -> None:
         self._model, self._sums = model, optimizer.reduction == "sum"
@@ -269,23 +262,15 @@ class Grouped(Strategy):
         if other := next((rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]), None):
             message = f"the models (tensors, shapes) of group rank 0 and {other} differ"
             raise MismatchError(message, fix="let all run the same script")
-        if self._inner is not None:
-            with self._sharing_errors():
-                self._inner.start(model, optimizer, is_parted)
-        self._share()
+        self._together(lambda inner: inner.start(model, optimizer, is_parted))
 
     def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         if self._sharded is not None and self._stage is None and not is_elementwise(type(optimizer)):  # type: ignore[arg-type]  # mypy takes no class for hashable
-            raise UsageError(
-                f"{type(optimizer).__name__} is not elementwise, but each process of this worker has only a part of "
-                "each tensor (fully_shard)",
-                fix="use an elementwise optimizer such as AdamW; or DistributedDataParallel or the unwrapped model",
-            )
+            message = "each process of this worker has only a part of each tensor (fully_shard)"
+            fix = "use an elementwise optimizer such as AdamW; or DistributedDataParallel or the unwrapped model"
+            raise UsageError(f"{type(optimizer).__name__} is not elementwise, but {message}", fix=fix)
         check_takes_dense(optimizer, "the processes of a worker", "or a worker of one process and --mode localsgd")
-        if self._inner is not None:
-            with self._sharing_errors():
-                self._inner.ready(optimizer, step)
-        self._share()
+        self._together(lambda inner: inner.ready(optimizer, step))
 
     def began(self) -> None:
         if self._inner is not None:
@@ -317,9 +302,7 @@ class Grouped(Strategy):
         return is_due if self._sharded is None else bool(self._group.gather([float(is_due)])[0][0])
 
     def replay(self, position: Position) -> None:
-        if self._inner is not None:
-            self._inner.replay(position)
-        self._share(has_weights=False)
+        self._together(lambda inner: inner.replay(position), has_weights=False)
 
     def pause(self) -> None:
         self._reshard()
@@ -332,7 +315,7 @@ class Grouped(Strategy):
     def replayed(self) -> int:
         self._samples, self._losses = [], []
         self._reshard()
-        num_steps: int = self._share(self._inner.replayed() if self._inner is not None else 0)
+        num_steps: int = self._together(lambda inner: inner.replayed())
         self._num_shared = -1
         return num_steps
 
@@ -398,13 +381,14 @@ class Grouped(Strategy):
         loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
         self._samples, self._losses = [], []
         self._reshard()
-        if self._inner is not None:
-            with self._sharing_errors():
-                self._inner.check_model()
-                counts = replace(contribution.counts, num_samples=samples)
-                training = replace(contribution.training, loss=loss)
-                self._inner.contribute(outgoing.changed(counts=counts, training=training), parameters)
-        self._share()
+        counts = replace(contribution.counts, num_samples=samples)
+        changed = outgoing.changed(counts=counts, training=replace(contribution.training, loss=loss))
+
+        def contribute(inner: Strategy) -> None:
+            inner.check_model()
+            inner.contribute(changed, parameters)
+
+        self._together(contribute)
 
     def cut_short(self) -> bool:
         found = self.progress.cut_short()
@@ -424,13 +408,11 @@ class Grouped(Strategy):
         self._inner.keep(changes)
 
     def went_on(self) -> None:
-        is_merging = self.settings.overlap_steps > 0  # a pending reply may have arrived
-        if is_merging:
+        if self.settings.overlap_steps > 0:  # a pending reply may have arrived
             self._reshard()
-        if self._inner is not None:
+            self._together(lambda inner: inner.went_on())
+        elif self._inner is not None:
             self._inner.went_on()
-        if is_merging:
-            self._share()
 
     # ---- evaluations, and the end -------------------------------------------------------------
 
@@ -438,13 +420,15 @@ class Grouped(Strategy):
         self._reshard()
         if any(item[3] for item in self._meet(2, 0, 0, 0, bool(self._stop_reason))):
             self._share_stop()
-        if self._inner is not None:
-            with self._sharing_errors():
-                final = self._inner.finish(can_evaluate)
-            self._share([final.evaluate] if final is not None else [])
-        else:
-            found = self._share()
-            final = Final(evaluate=found[0] and self._sharded is not None) if found else None
+        final: Final | None = None
+
+        def finish(inner: Strategy) -> bool:
+            nonlocal final
+            final = inner.finish(can_evaluate)
+            return final is not None
+
+        if self._together(finish) and final is None:
+            final = Final()  # group rank 0 evaluates for this process
         if final is not None and not (final.evaluate and self._sharded is not None):  # otherwise all processes evaluate
             self._group.watch.end()
         return final
@@ -473,6 +457,6 @@ class Grouped(Strategy):
 
     def drop(self) -> None:
         if self._sharded is not None:  # if another process ended, the watch should report it first
-            time.sleep(_WATCH_S)
+            time.sleep(WATCH_S)
         if self._inner is not None:
             self._inner.drop()

@@ -13,7 +13,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
 
 from ...common.errors import UnreachableError
 from ...common.standstill import Standstill
@@ -30,12 +29,11 @@ class Watch:
     """Watches the connections of a replica group.
 
     Group rank 0 calls `accept` for the connections of the others. Each of these calls `begin` with one connection. The
-    watching thread calls `give_up` with an error when a process is lost.
+    watching thread ends this process when another one is lost.
     """
 
-    def __init__(self, rank: int, size: int, give_up: Callable[[UnreachableError], None] | None = None) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
-        self._give_up = give_up or exit_at_once  # so that no other process waits for this one
         self._sockets: dict[int, socket.socket] = {}  # by group rank
         self._parts: dict[int, bytes] = {}  # incomplete messages, by group rank
         self._lease_s = 0.0  # 0: there is no lease yet, so silence is allowed
@@ -119,7 +117,8 @@ class Watch:
             lease = f"(server.lease_s is {self._lease_s:g})"
             message = f"{whom} was silent for {silent_s:.1f} s {lease}, so the worker ends"
             why = "see whether its host is reachable, and what has stopped it"
-        self._give_up(UnreachableError(message, fix=f"{why}; torchrun and ps-launch start all of them again"))
+        # At once, so that no other process waits for this one.
+        exit_at_once(UnreachableError(message, fix=f"{why}; torchrun and ps-launch start all of them again"))
 
     def _send(self, word: int, seconds: float = 0.0) -> None:
         with self._lock:

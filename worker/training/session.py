@@ -142,12 +142,14 @@ class Session(RunMember):
     ) -> Pipeline:
         from ..replica_group.strategy import Grouped
 
-        if isinstance(self._strategy, Grouped):
+        strategy = self._strategy
+        if isinstance(strategy, Grouped):
             self._chooses(pipeline=True)
             self._data_share = (0, 1)
-            return self._strategy.pipeline(*layers_of(layers), loss, example, init)
         module, found = layers_of(layers)
         check_weights(module, init)
+        if isinstance(strategy, Grouped):
+            return strategy.pipeline(module, found, loss, example, init)
         if init is not None:
             if on_meta(module):
                 module.to_empty(device="cpu" if self._worker.device == "auto" else self._worker.device)

@@ -79,7 +79,7 @@ class Encoding:
             self.part(stretch, range(self._num_exchanged))
         else:
             payload, out = self._memory()
-            _Gather(stretch, payload).until_end()
+            _Gather(stretch, payload).until()
             num_bytes = self.codec.encoded_bytes(self._layout)
             if self.residual is not None:
                 for values, residual in self._views(payload, self.residual):
@@ -100,19 +100,27 @@ class Encoding:
         payload, out = self._memory()
         of_tensors, gather = pieces_of(self.codec, self._layout), _Gather(stretch, payload)
         if not self._has_feedback and len(tensors) == self._num_exchanged and not self.codec.without:
-            gather.until_end()
+            gather.until()
             self._encoder.begin(payload, out[: self.codec.encoded_bytes(self._layout)])
         else:
             for pieces in of_tensors[tensors.start : tensors.stop]:
                 for piece in pieces:
                     gather.until(piece.offset_end)
                     self._write(piece, payload, out)
-            gather.until_end()
-        if tensors.stop > len(of_tensors):  # buffers are copied without encoding
-            first = max(self._layout.parameter_bytes, stretch.offset)
-            start, end = self._encoded_offset(first), self._encoded_offset(self._layout.entries[tensors.stop - 1].end)
-            out[start:end].copy_(payload[first : first + end - start])
-        start, end = self._start(tensors.start), self._start(tensors.stop)
+            gather.until()
+        # Where buffers begin in `out`, which are copied without encoding, beyond where they begin in the payload.
+        shift = self.codec.encoded_bytes(self._layout) - self._layout.parameter_bytes
+        if tensors.stop > len(of_tensors):
+            first, last = max(self._layout.parameter_bytes, stretch.offset), self._layout.entries[tensors.stop - 1].end
+            out[first + shift : last + shift].copy_(payload[first:last])
+
+        def begin(tensor: int) -> int:
+            """Where the bytes of a tensor begin in `out`, including the gap before it."""
+            if tensor > len(of_tensors):
+                return self._layout.entries[tensor - 1].end + shift
+            return next((pieces[-1].end for pieces in reversed(of_tensors[:tensor]) if pieces), 0)
+
+        start, end = begin(tensors.start), begin(tensors.stop)
         return start, as_bytes(out)[start:end]
 
     def _write(self, piece: Piece, payload: torch.Tensor, out: torch.Tensor) -> None:
@@ -139,12 +147,11 @@ class Encoding:
 
     @property
     def _has_feedback(self) -> bool:
-        if self.codec.has_feedback or self._preparation is not None:
-            return True
+        is_lossy = self.codec.has_feedback or self._preparation is not None
+        if is_lossy or self.residual is None:
+            return is_lossy
         # Whether the residual has tensors of the next contribution.
-        return self.residual is not None and (
-            not self._without or self._without in self._squares or frozenset() in self._squares
-        )
+        return not self._without or self._without in self._squares or frozenset() in self._squares
 
     def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         num_bytes = payload_bytes(self.codec, self._layout)
@@ -153,19 +160,6 @@ class Encoding:
         if self._out is None or len(self._out) != num_bytes:
             self._out = new_payload(num_bytes)
         return self._payload, self._out
-
-    def _start(self, tensor: int) -> int:
-        """Where the bytes of a tensor begin in the encoded payload, including the gap before it."""
-        assert isinstance(self.codec, ByTensor)
-        of_tensors = pieces_of(self.codec, self._layout)
-        if tensor > len(of_tensors):
-            return self._encoded_offset(self._layout.entries[tensor - 1].end)
-        ends = [pieces[-1].end for pieces in of_tensors[:tensor] if pieces]
-        return ends[-1] if ends else 0
-
-    def _encoded_offset(self, offset: int) -> int:
-        """Where a byte after the parameters is in the encoded payload."""
-        return self.codec.encoded_bytes(self._layout) + offset - self._layout.parameter_bytes
 
     # ---- the outcome --------------------------------------------------------------------------
 
@@ -177,17 +171,15 @@ class Encoding:
     def commit(self) -> None:
         """The contribution counts: update the residual."""
         self._encoder.commit()
-        if self._is_whole and self._has_feedback:
-            if isinstance(self.codec, ByTensor):
-                self._retain()
-            else:
-                # c was sent without loss, so the residual becomes zero.
-                assert self.residual is not None
-                self._squares.pop(self._without, None)
-                for (residual,) in self._views(self.residual):
-                    residual.zero_()
-                if not (self._without and self._squares):
-                    self.residual, self._squares = None, {}
+        has_feedback = self._is_whole and self._has_feedback
+        if has_feedback and isinstance(self.codec, ByTensor):
+            self._retain()
+        elif has_feedback and self.residual is not None:  # c was sent without loss, so the residual becomes zero
+            self._squares.pop(self._without, None)
+            for (residual,) in self._views(self.residual):
+                residual.zero_()
+            if not (self._without and self._squares):
+                self.residual, self._squares = None, {}
         self._forget_attempt()
 
     def rollback(self, work: Stretch | None = None) -> None:
@@ -196,7 +188,7 @@ class Encoding:
         if work is not None:
             if self._payload is None:
                 self._payload = new_payload(self._layout.exchange_bytes)
-            _Gather(work, self._payload).until_end()
+            _Gather(work, self._payload).until()
             self._square, residuals = 0.0, self._payload if self.residual is None else self.residual
             for values, residual in self._views(self._payload, residuals):
                 if self.residual is not None:
@@ -205,14 +197,12 @@ class Encoding:
             self._retain()
         self._forget_attempt()
 
-    def start(self) -> float:
-        """The server has forgotten earlier contributions. Returns the norm of the lost residual."""
+    def start(self) -> None:
+        """The server has forgotten earlier contributions, and the residual is lost."""
         self._encoder = self.codec.encoder(self._layout)
         self._forget_attempt()
-        norm = self._reset()
-        if norm > 0:
+        if (norm := self._reset()) > 0:
             self._lose(norm)
-        return norm
 
     def take_lost(self) -> float | None:
         """The norm of residuals discarded since the last call; None: there was none."""
@@ -286,25 +276,20 @@ def _square(values: torch.Tensor) -> float:
     return torch.dot(wide, wide).item()
 
 
-_NOTHING = memoryview(b"")
-
-
 class _Gather:
     """Copies a stretch into a payload, only as far as is encoded next, so that the bytes are still in the cache."""
 
     def __init__(self, stretch: Stretch, payload: torch.Tensor) -> None:
         self._target, self._at = as_bytes(payload), stretch.offset
-        self._pieces, self._rest = iter(stretch.pieces), _NOTHING
+        self._pieces = iter(stretch.pieces)
+        self._rest: memoryview | None = None
 
-    def until(self, end: int) -> None:
-        """Copy up to this byte of the payload."""
+    def until(self, end: int | None = None) -> None:
+        """Copy up to this byte of the payload; None: to its end."""
+        end = len(self._target) if end is None else end
         while self._at < end:
-            piece = self._rest or next(self._pieces, _NOTHING)
-            if piece is _NOTHING:
+            if (piece := self._rest or next(self._pieces, None)) is None:
                 return
             now, self._rest = piece[: end - self._at], piece[end - self._at :]
             copy_bytes(self._target[self._at : self._at + len(now)], now)
             self._at += len(now)
-
-    def until_end(self) -> None:
-        self.until(len(self._target))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 # Traffic that may pass at once after a pause, so that a small message is not delayed.
 _BURST_S = 0.05
@@ -29,15 +30,8 @@ class Limit:
         self._free_at = {"up": 0.0, "down": 0.0}  # when the bytes so far have passed
         self.at_once = _AT_ONCE_BYTES if mbit else 0  # bytes to write or read in one call; 0: any number
 
-    def sent(self, num_bytes: int) -> None:
-        """Count sent bytes. Returns when more may be sent."""
-        self._passed("up", num_bytes)
-
-    def received(self, num_bytes: int) -> None:
-        """Count received bytes. Returns when more may be read; meanwhile the sender sees a full window."""
-        self._passed("down", num_bytes)
-
-    def _passed(self, way: str, num_bytes: int) -> None:
+    def passed(self, way: Literal["up", "down"], num_bytes: int) -> None:
+        """Count sent or received bytes. Returns when more may pass; meanwhile a sender sees a full window."""
         with self._lock:
             now = self._clock()
             free_at = max(self._free_at[way], now - _BURST_S) + num_bytes * self._seconds_per_byte

@@ -22,6 +22,8 @@ from ...proto import parameter_server_pb2 as pb
 from ..tensors.transfer import DirectTransfer, Indices
 
 Messages = Iterable[bytes | OutOfBand]
+Pieces = Iterable[memoryview]
+Carry = Callable[[Pieces, int], Messages]
 
 # One more than the versions that a server has on their way at once by default.
 _MAX_OPEN = 8
@@ -31,19 +33,19 @@ class Transport:
     """The plain transport: pieces of a payload are messages. `reason` is a sentence: why it is not open."""
 
     name: ClassVar[str] = "grpc"  # shown to people
-    carries_codecs: ClassVar[bool] = True  # can carry payloads of a codec other than raw
     is_beside_stream: ClassVar[bool] = False  # payloads of more than INLINE_BYTES are announced as in shared memory
-
-    def __init__(self) -> None:
-        self.is_open = True
-        self.reason = ""
-        self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes], for contributions
-        self._may_leave_out = False  # whether zeros may be left out
+    is_open = True
+    reason = ""
+    segment: torch.Tensor | None = None  # uint8 [exchange_bytes], for contributions
+    _may_leave_out = False  # whether zeros may be left out
 
     # ---- agreed on once on every stream -------------------------------------------------------
 
-    def joined(self, welcome: pb.Welcome) -> None:
-        """A new stream is open. Nothing of an earlier stream is used any more."""
+    def joined(self, welcome: pb.Welcome, why_not_direct: str = "") -> None:
+        """A new stream is open. Nothing of an earlier stream is used any more.
+
+        `why_not_direct`: a phrase with the reason; empty if there is a direct connection.
+        """
         self._may_leave_out = welcome.takes_left_out
 
     def offer(self, model: pb.Model, num_bytes: int) -> bool:
@@ -63,16 +65,11 @@ class Transport:
         for stretch in transfer.stream(kind, indices):
             yield from self.raw(stretch.pieces, stretch.offset)
 
-    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
+    def raw(self, pieces: Pieces, offset: int) -> Iterator[Messages]:
         """Messages for the pieces of a raw payload from `offset` on."""
         return self.messages(pieces, offset)
 
-    def messages(
-        self,
-        pieces: Iterable[memoryview],
-        offset: int = 0,
-        carry: Callable[[Iterable[memoryview], int], Messages] = payload_frames,
-    ) -> Iterator[Messages]:
+    def messages(self, pieces: Pieces, offset: int = 0, carry: Carry = payload_frames) -> Iterator[Messages]:
         """Messages, made by `carry`, for the pieces of a payload from `offset` on.
 
         Zeros are left out if the server supports it: parts of other optimizers, and tensors that the loss does not
@@ -94,16 +91,13 @@ class DirectTransport(Transport):
 
     name = "direct"
     is_beside_stream = True
+    is_open = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_open = False
+    def joined(self, welcome: pb.Welcome, why_not_direct: str = "") -> None:
+        super().joined(welcome)
+        self.is_open, self.reason = not why_not_direct, why_not_direct
 
-    def reached(self, why_not: str) -> None:
-        """Set whether there is a direct connection. `why_not` is a phrase with the reason, or empty."""
-        self.is_open, self.reason = not why_not, why_not
-
-    def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
+    def raw(self, pieces: Pieces, offset: int) -> Iterator[Messages]:
         return self.messages(pieces, offset, lambda *payload: list(out_of_band_messages(*payload)))
 
 
@@ -114,18 +108,15 @@ class SharedTransport(Transport):
     """
 
     name = "shared memory"
-    # A codec changes the result, so a worker that sets one uses another transport.
-    carries_codecs = False
+    is_open = False
+    _may_offer = False
+    _is_broken = False  # a segment of the server could not be opened
+    _offered: Segment | None = None
 
     def __init__(self) -> None:
-        super().__init__()
-        self.is_open = False
-        self._may_offer = False
-        self._is_broken = False  # a segment of the server could not be opened
-        self._offered: Segment | None = None
         self._mapped: dict[str, Segment] = {}
 
-    def joined(self, welcome: pb.Welcome) -> None:
+    def joined(self, welcome: pb.Welcome, why_not_direct: str = "") -> None:
         # A segment of an earlier stream is not reused, because the server may still read a contribution from it.
         self.is_open, self.segment, self._offered, self._may_offer = False, None, None, False
         self._mapped.clear()
@@ -183,22 +174,21 @@ class Transports:
     """The transports that a worker may use, ordered by preference. `transport` is the one in use."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._direct = DirectTransport()
-        by_name = {"shared": SharedTransport(), "direct": self._direct, "grpc": Transport()}
-        self._all: list[Transport] = [by_name[name] for name in config.wanted_transports]
-        self.wants_direct = self._direct in self._all
-        self.transport = self._all[-1]
+        by_name = {"shared": SharedTransport(), "direct": DirectTransport(), "grpc": Transport()}
+        wanted = list(config.wanted_transports)
+        self.wants_direct = "direct" in wanted
         self._off: list[str] = []  # why a transport is not tried
         codecs = [name for name in (config.codec, config.reply_codec) if name != "raw"]
-        if codecs and not all(transport.carries_codecs for transport in self._all):
-            self._all = [transport for transport in self._all if transport.carries_codecs]
+        if codecs and "shared" in wanted:  # a codec changes the result, so it is kept
+            wanted.remove("shared")
             self._off = [f"{SharedTransport.name}: off (worker.codec is {codecs[0]})"]
+        self._all: list[Transport] = [by_name[name] for name in wanted]
+        self.transport = self._all[-1]
 
     def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
         """A new stream is open. `why_not_direct` is empty if there is a direct connection."""
         for transport in self._all:
-            transport.joined(welcome)
-        self._direct.reached(why_not_direct)
+            transport.joined(welcome, why_not_direct)
         self.agreed()
 
     def offer(self, model: pb.Model, num_bytes: int) -> Transport | None:
@@ -206,7 +196,7 @@ class Transports:
 
         Returns None if a better transport is open.
         """
-        for transport in self._all[: self._all.index(self._first())]:
+        for transport in self._all[: self._all.index(self.transport)]:
             if transport.offer(model, num_bytes):
                 self.transport = transport
                 return transport
@@ -214,10 +204,7 @@ class Transports:
 
     def agreed(self) -> None:
         """Choose the transport after the negotiation on this stream."""
-        self.transport = self._first()
-
-    def _first(self) -> Transport:
-        return next(transport for transport in self._all if transport.is_open)
+        self.transport = next(transport for transport in self._all if transport.is_open)
 
     @property
     def reason(self) -> str:

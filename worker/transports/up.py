@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from ...common.codecs.base import Codec, payload_bytes
@@ -34,9 +34,7 @@ class Up:
     def __init__(
         self, codec: Codec, model: ModelTensors, transfer: DirectTransfer, send: Callable[[Messages], None]
     ) -> None:
-        self._layout, self._num_exchanged = model.layout, model.num_exchanged
-        self.transfer, self._stretches = transfer, model.stretches
-        self._send = send
+        self._model, self.transfer, self._send = model, transfer, send
         self.encoding = Encoding(codec, model.layout, model.num_exchanged)
         self._kind = ContributionKind.GRADIENT  # kind of the newest contribution
         self._offered: pb.PartialTransfer | None = None  # bytes that the server has of the next contribution
@@ -46,9 +44,9 @@ class Up:
     def joined(self, transport: Transport, welcome: pb.Welcome | None = None) -> None:
         """A new stream is open. Everything sent on the old one may be lost, except for a partial transfer."""
         self.transport = transport
-        has_some = welcome is not None and welcome.HasField("partial_transfer")
-        self._offered = welcome.partial_transfer if has_some and welcome is not None else None
-        is_large = self._layout.exchange_bytes > INLINE_BYTES
+        is_offered = welcome is not None and welcome.HasField("partial_transfer")
+        self._offered = welcome.partial_transfer if welcome is not None and is_offered else None
+        is_large = self._model.layout.exchange_bytes > INLINE_BYTES
         self._is_out_of_band = transport.segment is not None or (transport.is_beside_stream and is_large)
         self.departed.clear()
         self.transfer.forget_copies()
@@ -88,7 +86,7 @@ class Up:
             self._begin()
 
     def _begin(self) -> None:
-        codec, num_bytes = self.encoding.codec, payload_bytes(self.encoding.codec, self._layout)
+        codec, num_bytes = self.encoding.codec, payload_bytes(self.encoding.codec, self._model.layout)
         is_out_of_band = codec.is_identity and self._is_out_of_band
         begin = pb.Begin(num_bytes=num_bytes, codec=codec.name, in_shared_memory=is_out_of_band)
         self._send([frame(pb.WorkerMessage(begin=begin))])
@@ -106,16 +104,16 @@ class Up:
             return
         rest: list[int] | None = None
         if self.departed:
-            rest = [index for index in range(self._num_exchanged) if index not in self.departed]
+            rest = [index for index in range(self._model.num_exchanged) if index not in self.departed]
             self.departed.clear()
-        codec, num_bytes, is_outside = self.encoding.codec, self._layout.exchange_bytes, self._is_out_of_band
+        codec, num_bytes, is_outside = self.encoding.codec, self._model.layout.exchange_bytes, self._is_out_of_band
         is_encoded = not codec.is_identity or self.encoding.residual is not None
         if is_encoded:
-            num_bytes, is_outside = payload_bytes(codec, self._layout), False
+            num_bytes, is_outside = payload_bytes(codec, self._model.layout), False
         payload = PayloadInfo(codec.name, num_bytes, is_outside, contribution.payload.without_gradient)
         announced = contribution_message(changed(contribution, **topics, payload=payload))
-        if is_encoded:
-            self._contribute_encoded(announced, kind, rest)
+        if is_encoded and rest is None:
+            self._contribute_encoded(announced, kind)
             return
         may_continue = rest is None and self._offered and self.transport.segment is None and self.transfer.lies_here
         if may_continue and self._continue(announced, list(self.transfer.gather(kind)[0].pieces), self.transport.raw):
@@ -125,13 +123,10 @@ class Up:
         else:
             self._send([frame(announced)])
             self._send_tensors(kind, rest)
+            if is_encoded:
+                self.encoding.completed()
 
-    def _contribute_encoded(self, announced: pb.WorkerMessage, kind: ContributionKind, rest: list[int] | None) -> None:
-        if rest is not None:
-            self._send([frame(announced)])
-            self._send_tensors(kind, rest)
-            self.encoding.completed()
-            return
+    def _contribute_encoded(self, announced: pb.WorkerMessage, kind: ContributionKind) -> None:
         payload = self.encoding.payload
         if payload is None:
             payload = self.encoding.whole(self.transfer.gather(kind, None)[0])
@@ -143,16 +138,29 @@ class Up:
             self._send(frames)
 
     def _continue(self, announced: pb.WorkerMessage, pieces: list[memoryview], carry: Carry) -> bool:
-        """Send the rest of a partial transfer. Returns False if there is none; then nothing was sent."""
-        payload = announced.contribution.payload
-        begin = pb.Begin(num_bytes=payload.num_bytes, codec=payload.codec, in_shared_memory=payload.in_shared_memory)
+        """Send what the server lacks of a payload whose stream broke off (`ps/wire/partial_transfers.py`).
+
+        Returns False if it has nothing of this payload. Then nothing was sent.
+        """
+        seq, payload = announced.contribution.seq, announced.contribution.payload
+        num_bytes, codec = payload.num_bytes, payload.codec
         offered, self._offered = self._offered, None  # for one attempt
-        rest = rest_of(offered, begin, announced.contribution.seq, pieces) if offered is not None else None
-        if rest is None:
+        if offered is None or (offered.seq, offered.payload_bytes, offered.codec) != (seq, num_bytes, codec):
             return False
+        # By turns what the server lacks and what it has.
+        borders = pairwise([0, *offered.ranges, num_bytes])
+        stretches, crc = [(start, between(pieces, start, end)) for start, end in borders], 0
+        for part in chain.from_iterable(parts for _, parts in stretches[1::2]):
+            crc = zlib.crc32(part, crc)
+        if crc != offered.crc:
+            log.warning("not_continued", seq=seq, meaning="the server's bytes are of another payload: all are sent")
+            return False
+        num_sent = sum(len(part) for _, parts in stretches[::2] for part in parts)
+        log.info("continued", seq=seq, num_bytes=num_sent, of=num_bytes)
+        begin = pb.Begin(num_bytes=num_bytes, codec=codec, in_shared_memory=payload.in_shared_memory, continues=seq)
         self._send([frame(pb.WorkerMessage(begin=begin)), frame(announced)])
-        for at, parts in rest:
-            for frames in carry(parts, at):
+        for start, parts in stretches[::2]:
+            for frames in carry(parts, start):
                 self._send(frames)
         return True
 
@@ -163,54 +171,17 @@ class Up:
             for frames in sent if self.transfer.lies_here else [chain.from_iterable(sent)]:
                 self._send(frames)
             return
-        for stretch, tensors in zip(self.transfer.gather(kind, indices), self._stretches(indices), strict=True):
+        for stretch, tensors in zip(self.transfer.gather(kind, indices), self._model.stretches(indices), strict=True):
             start, encoded = self.encoding.part(stretch, tensors)
             for frames in self.transport.messages([encoded], start):
                 self._send(frames)
 
 
-# ---- a payload whose stream broke off: `ps/wire/partial_transfers.py` is the server's side ---------
-
-
-def rest_of(
-    offered: pb.PartialTransfer, begin: pb.Begin, seq: int, pieces: list[memoryview]
-) -> list[tuple[int, list[memoryview]]] | None:
-    """The stretches of this payload that the server lacks, with their offsets. Sets `begin.continues`.
-
-    `offered`: what the server has, according to its Welcome. Returns None if these are bytes of another payload.
-    """
-    if (offered.seq, offered.payload_bytes, offered.codec) != (seq, begin.num_bytes, begin.codec):
-        return None
-    ranges = list(zip(offered.ranges[::2], offered.ranges[1::2], strict=False))
-    stretches, crc = list(divided(pieces, ranges)), 0
-    for part in (part for _, parts, is_there in stretches if is_there for part in parts):
-        crc = zlib.crc32(part, crc)
-    if crc != offered.crc:
-        log.warning("not_continued", seq=seq, meaning="the server's bytes are of another payload: all are sent")
-        return None
-    begin.continues = seq
-    rest = [(at, parts) for at, parts, is_there in stretches if not is_there]
-    num_bytes = sum(len(part) for _, parts in rest for part in parts)
-    log.info("continued", seq=seq, num_bytes=num_bytes, of=begin.num_bytes)
-    return rest
-
-
-def divided(
-    pieces: Iterable[memoryview], ranges: Iterable[tuple[int, int]]
-) -> Iterator[tuple[int, list[memoryview], bool]]:
-    """Cut the pieces of a payload at the borders of `ranges` [start, end), which are ascending and disjoint.
-
-    Yields the offset of each stretch, its parts, and whether it is one of the ranges.
-    """
-    at, found = 0, list(pieces)[::-1]
-    borders = [border for start, end in ranges for border in ((start, False), (end, True))]
-    for border, is_in in [*borders, (sum(map(len, found)), False)]:
-        start, parts = at, []
-        while at < border and found:
-            piece = found.pop()
-            parts.append(piece[: border - at])
-            if len(piece) > border - at:
-                found.append(piece[border - at :])
-            at += len(parts[-1])
-        if parts:
-            yield start, parts, is_in
+def between(pieces: Iterable[memoryview], start: int, end: int) -> list[memoryview]:
+    """Bytes [start, end) of a payload, as parts of its pieces."""
+    found, at = [], 0
+    for piece in pieces:
+        if part := piece[max(0, start - at) : max(0, end - at)]:
+            found.append(part)
+        at += len(piece)
+    return found

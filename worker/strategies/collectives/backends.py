@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,8 @@ def why_not_nccl(devices: Sequence[str]) -> str:
     if without := sum("/cuda/" not in device for device in devices):
         return f"{without} of {len(devices)} processes have no GPU, or a torch without NCCL"
     gpus = len(set(devices))
-    return (
-        f"{len(devices)} processes share {gpus} GPU{'s' if gpus > 1 else ''}, and NCCL takes one process for each GPU"
-    )
+    shared = f"{gpus} GPU{'s' if gpus > 1 else ''}"
+    return f"{len(devices)} processes share {shared}, and NCCL takes one process for each GPU"
 
 
 def gloo(store: dist.Store, rank: int, size: int, at: Any, timeout_s: float) -> Any:
@@ -67,7 +67,7 @@ def nccl(store: dist.Store, rank: int, size: int, device: torch.device, timeout_
     return group
 
 
-def without_watchdog() -> Callable[[], None]:
+def without_watchdog() -> Callable[[], object]:
     """Disable torch's watchdog for new NCCL groups until the returned function is called.
 
     The watchdog would end the process when a peer is gone. Call both functions on the main thread, before other threads
@@ -75,14 +75,7 @@ def without_watchdog() -> Callable[[], None]:
     """
     before = os.environ.get(_ERRORS)
     os.environ[_ERRORS] = "0"  # read by the constructor of a group
-
-    def undo() -> None:
-        if before is None:
-            os.environ.pop(_ERRORS, None)
-        else:
-            os.environ[_ERRORS] = before
-
-    return undo
+    return partial(os.environ.update, {_ERRORS: before}) if before else partial(os.environ.pop, _ERRORS, None)
 
 
 def computed(device: torch.device) -> None:

@@ -26,7 +26,7 @@ import queue
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,8 +61,8 @@ class Flight:
     norm: float
     tensors: list[torch.Tensor | None]  # the gradients; after the round, their mean
     is_made: bool = False
-    progress: Progress | None = None  # the progress after its reply
-    reply: Future[Reply | None] | None = None
+    progress: Progress = field(init=False)  # the progress after its reply
+    reply: Future[Reply | None] = field(init=False)
 
 
 class DelayedStep(UndoableStep):
@@ -70,18 +70,17 @@ class DelayedStep(UndoableStep):
 
     def numbers(self) -> Numbers:
         """A copy of the current hyperparameters."""
-        return [
-            {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            for group in self._groups()
-        ]
-
-    def _groups(self) -> Numbers:
-        groups = self.optimizer.param_groups
-        return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        found = []
+        for group in self.optimizer.param_groups:
+            values = {key: value for key, value in group.items() if key != "params"}
+            tensors = {key: value.clone() for key, value in values.items() if isinstance(value, torch.Tensor)}
+            found.append(values | tensors)
+        return found
 
     def apply_with(self, numbers: Numbers, mean: Mean, has_buffers: bool = False) -> None:
         """Step with these hyperparameters, because the script's schedule may have moved on."""
-        groups, now = self.optimizer.param_groups, self._groups()
+        groups = self.optimizer.param_groups
+        now = [dict(group) for group in groups]
         try:
             for group, then in zip(groups, numbers, strict=True):
                 group.update(then)
@@ -144,7 +143,7 @@ class Delayed(AllReduceStrategy):
         self._flying: Flight | None = None  # the flight whose round is running
         self._is_over = False  # pending flights are discarded without a round
         # jobs for the training thread
-        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._undo: Callable[[], None] | None = None  # removes the weights that an evaluation uses
         # Assumes that pending contributions count. The exchange's own progress is what the server has confirmed.
         self.progress: Progress = copy.copy(exchange.progress)
@@ -204,17 +203,15 @@ class Delayed(AllReduceStrategy):
         flight = Flight(outgoing, self._model_version, numbers, metadata, norm, tensors)
         self._flights.append(flight)
         flight.reply = self._rounds.submit(lambda: self._fly(flight))
-        flight.reply.add_done_callback(lambda _: self._requests.put(None))
+        flight.reply.add_done_callback(lambda _: self._requests.put((Future(), int)))  # wakes the training thread
 
     def _land(self, flight: Flight) -> None:
         """Wait until a flight's round is complete. After a START or at the end of the run no flights remain."""
-        assert flight.reply is not None
         self._await(flight.reply)
         reply = flight.reply.result()
         is_start = reply is not None and reply.result.outcome is Outcome.START
         if reply is None or is_start:
             for pending in self._flights:
-                assert pending.reply is not None
                 self._await(pending.reply)
             self._flights.clear()
             self._is_over = False
@@ -223,7 +220,6 @@ class Delayed(AllReduceStrategy):
             else:
                 self._enter()
             return
-        assert flight.progress is not None
         self.progress.become(flight.progress)
         for _ in self._flights[self._flights.index(flight) + 1 :]:
             if not self.progress.is_done:
@@ -303,24 +299,18 @@ class Delayed(AllReduceStrategy):
     def ask(self, work: Callable[[], Any]) -> Future[Any]:
         """Let the training thread do this work at its next step."""
         future: Future[Any] = Future()
-
-        def serve() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-
+        self._requests.put((future, work))
         if self._flying is None:  # this is the training thread
-            serve()
-        else:
-            self._requests.put(serve)
+            self._await(future)
         return future
 
     def _serve_one(self) -> None:
         with suppress(queue.Empty):
-            serve = self._requests.get(timeout=_LOOK_UP_S)  # a signal may raise here
-            if serve is not None:
-                serve()
+            future, work = self._requests.get(timeout=_LOOK_UP_S)  # a signal may raise here
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
 
     def _await(self, future: Future[Any]) -> None:
         while not future.done():
@@ -354,7 +344,7 @@ class Delayed(AllReduceStrategy):
         return final
 
     def leave(self, goodbye: Goodbye, is_interrupted: bool) -> None:
-        pending = [flight.reply for flight in self._flights if flight.reply is not None]
+        pending = [flight.reply for flight in self._flights]
         if pending and not is_interrupted and not goodbye.failure:
             self._drain()
         elif pending:

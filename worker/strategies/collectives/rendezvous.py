@@ -110,10 +110,7 @@ def come_together(
     store.set(f"here/{rank}", " ".join([device, *starmap(join_address, addresses)]))
     try:
         words = _all(store, "here", generation, rank, timeout_s)
-        members = [
-            MemberInfo(device, split_address(rendezvous), split_address(listens))
-            for device, rendezvous, listens in words
-        ]
+        members = [MemberInfo(device, *map(split_address, addresses)) for device, *addresses in words]
         with ThreadPoolExecutor(len(members)) as threads:
             addresses = [member.rendezvous for member in members]
             failed = list(threads.map(partial(reach, rank), generation.members, addresses))
@@ -122,12 +119,13 @@ def come_together(
         words = _all(store, "lost", generation, rank, timeout_s + _REACH_S)
     except RuntimeError as error:
         raise Broken(f"generation {generation.number}: its store is gone: {first_line(error)}") from None
-    unreached = {
-        member: {int(other) for other in others if other != "-"}
-        for member, others in zip(generation.members, words, strict=True)
-    }
+    numbers = [{int(other) for other in others if other != "-"} for others in words]
+    unreached = dict(zip(generation.members, numbers, strict=True))
     if (leaving := who_leaves(unreached)) is not None:
-        found = next(filter(None, failed), None) or Broken(_unreached_sentence(rank, unreached))
+        member, other = next((member, min(others)) for member, others in unreached.items() if others)
+        suffix = "" if rank == other else f" and rank {rank}"
+        message = f"rank {member} cannot reach rank {other}, to average with it{suffix}"
+        found = next(filter(None, failed), None) or Broken(message)
         found.attempts = HERE if leaving == rank else ELSEWHERE
         raise found
     return members
@@ -167,13 +165,6 @@ def _missing(missing: Sequence[int], rank: int, generation: Generation, timeout_
         return Broken(message, ELSEWHERE)
     is_alone = rank == generation.members[0] and len(missing) == len(generation.members) - 1
     return Broken(message, HERE if is_alone else UNKNOWN)
-
-
-def _unreached_sentence(rank: int, unreached: Mapping[int, set[int]]) -> str:
-    """The failure as a sentence, for a member that itself reaches all others."""
-    member, other = next((member, min(others)) for member, others in unreached.items() if others)
-    suffix = "" if rank == other else f" and rank {rank}"
-    return f"rank {member} cannot reach rank {other}, to average with it{suffix}"
 
 
 def who_leaves(unreached: Mapping[int, set[int]]) -> int | None:

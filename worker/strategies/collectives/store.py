@@ -28,12 +28,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from ....common.wire.json_text import read_json
 from .cut import Address
+
+Find = Callable[[], tuple[Address, bytes]]  # returns a server's address, and the secret of the generation
 
 NONCE_BYTES = PROOF_BYTES = 32
 _MAGIC = b"psr1"
@@ -47,6 +49,7 @@ _MAX_MESSAGE = 8 << 20
 _LENGTH = struct.Struct("!I")
 _LATE_S = 5.0  # extra time for a reply, beyond the request's own timeout
 _PAUSE_S = 0.1  # after a failed accept, for lack of descriptors
+_LEAST_S = 0.001  # torch's store takes 0 ms as no limit
 
 
 class Kind(IntEnum):
@@ -60,20 +63,11 @@ class Refused(OSError):
     """The other side is not a process of this run."""
 
 
-class Hello(NamedTuple):
-    kind: Kind
-    rank: int
-    name: bytes  # digest of the generation's name
-    raw: bytes = b""
-
-
 def digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def connect(
-    find: Callable[[], tuple[Address, bytes]], kind: Kind, rank: int, name: str, timeout_s: float
-) -> socket.socket:
+def connect(find: Find, kind: Kind, rank: int, name: str, timeout_s: float) -> socket.socket:
     """Return a blocking connection to a server, after both sides have proved that they know the secret.
 
     `find` returns the server's address and the secret. It is called before each attempt. Raises OSError if no attempt
@@ -110,14 +104,6 @@ def _connected(address: Address, secret: bytes, kind: Kind, rank: int, name: byt
     return connection
 
 
-def prove(connection: socket.socket, hello: Hello, secret: bytes) -> None:
-    """Prove to the client that the server knows the secret, and check the client's proof. Raises OSError."""
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(nonce + _proof(secret, b"server", hello.raw, nonce))
-    if not hmac.compare_digest(read(connection, PROOF_BYTES), _proof(secret, b"client", hello.raw, nonce)):
-        raise Refused("the client does not know the secret")
-
-
 def read(connection: socket.socket, num_bytes: int) -> bytes:
     """Read exactly `num_bytes` from a connection. Raises OSError."""
     found = bytearray()
@@ -133,39 +119,25 @@ def _proof(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, side + hello + nonce, "sha256")
 
 
-class _Generation:
-    """The keys of one generation. `changed` guards them."""
-
-    def __init__(self, secret: bytes, changed: threading.Condition) -> None:
-        self.secret = secret
-        self._values: dict[str, str] = {}
-        self._changed = changed
-
-    def reply(self, op: str, keys: list[str], value: str, timeout_s: float) -> Any:
-        """Return the result of one request. Raises ValueError for an unknown operation."""
-        with self._changed:
-            match op:
-                case "set":
-                    return self._set(keys[0], value)
-                case "add":
-                    return int(self._set(keys[0], str(int(self._values.get(keys[0], "0")) + int(value))))
-                case "check":
-                    return self._values.keys() >= set(keys)
-                case "wait":
-                    return self._changed.wait_for(lambda: self._values.keys() >= set(keys), timeout_s)
-                case "get":
-                    self._changed.wait_for(lambda: keys[0] in self._values, timeout_s)
-                    return self._values.get(keys[0])
-                case "delete":
-                    return self._values.pop(keys[0], None) is not None
-                case "count":
-                    return len(self._values)
-        raise ValueError(op)
-
-    def _set(self, key: str, value: str) -> str:
-        self._values[key] = value
-        self._changed.notify_all()
-        return value
+def _reply(store: dist.Store, op: str, keys: list[str], value: str, timeout_s: float) -> Any:
+    """Return the result of one request. Raises ValueError for an unknown operation."""
+    match op:
+        case "set":
+            return store.set(keys[0], value)
+        case "add":
+            return store.add(keys[0], int(value))
+        case "check":
+            return store.check(keys)
+        case "wait":
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait(keys, timedelta(seconds=max(_LEAST_S, timeout_s)))
+                return store.get(keys[0]).decode()
+            return None
+        case "delete":
+            return store.delete_key(keys[0])
+        case "count":
+            return store.num_keys()
+    raise ValueError(op)
 
 
 class StoreServer:
@@ -177,22 +149,16 @@ class StoreServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=_MAX_UNPROVEN)
         self.address: Address = (host, self._listener.getsockname()[1])
         self.peers: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()  # rank, connection
-        self._generations: dict[bytes, _Generation] = {}
+        self._generations: dict[bytes, tuple[bytes, dist.Store]] = {}  # secret and keys, by digest of the name
         self._changed = threading.Condition()
         self._connections: dict[socket.socket, bool] = {}  # oldest first; True: its proof was checked
         self._is_closed = False
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
 
-    @property
-    def num_unproven(self) -> int:
-        """The number of connections without a proof."""
-        with self._changed:
-            return sum(not is_proven for is_proven in self._connections.values())
-
     def admit(self, name: str, secret: bytes) -> None:
         """Let members of this generation connect that know this secret."""
         with self._changed:
-            self._generations.setdefault(digest(name), _Generation(secret, self._changed))
+            self._generations.setdefault(digest(name), (secret, dist.HashStore()))
             while len(self._generations) > _MAX_GENERATIONS:
                 del self._generations[next(iter(self._generations))]
             self._changed.notify_all()
@@ -222,43 +188,49 @@ class StoreServer:
 
     def _serve(self, connection: socket.socket) -> None:
         # A client may be gone, silent, or use another protocol.
-        with contextlib.suppress(OSError, ValueError):
-            hello, generation = self._greet(connection)
-            if hello.kind == Kind.PEER:
-                self.peers.put((hello.rank, connection))
+        with contextlib.suppress(OSError, ValueError, OverflowError):
+            kind, rank, store = self._greet(connection)
+            if kind == Kind.PEER:
+                self.peers.put((rank, connection))
                 connection = socket.socket()  # closed below in its place
             else:
                 while True:
                     (num_bytes,) = _LENGTH.unpack(read(connection, _LENGTH.size))
                     if num_bytes > _MAX_MESSAGE:
                         break
-                    connection.sendall(_framed(generation.reply(*_request(read(connection, num_bytes)))))
+                    connection.sendall(_framed(_reply(store, *_request(read(connection, num_bytes)))))
         with self._changed:
             self._connections.pop(connection, None)
         connection.close()
 
-    def _greet(self, connection: socket.socket) -> tuple[Hello, _Generation]:
+    def _greet(self, connection: socket.socket) -> tuple[Kind, int, dist.Store]:
+        """Prove to the client that the server knows the secret, and check its proof. Raises OSError.
+
+        Returns the purpose of the connection, the client's rank, and its generation's keys.
+        """
         # per read: a slow client is closed when there are too many unproven connections
         connection.settimeout(_HANDSHAKE_S)
-        raw = read(connection, _HELLO.size)
-        magic, kind, rank, name, _ = _HELLO.unpack(raw)
+        hello = read(connection, _HELLO.size)
+        magic, kind, rank, name, _ = _HELLO.unpack(hello)
         if magic != _MAGIC or kind not in list(Kind):
             raise Refused("the client does not speak this protocol")
-        hello = Hello(Kind(kind), rank, name, raw)
         with self._changed:
-            self._changed.wait_for(lambda: hello.name in self._generations or self._is_closed, _HANDSHAKE_S)
-            generation = self._generations.get(hello.name)
-        if generation is None:
-            raise TimeoutError
-        prove(connection, hello, generation.secret)
+            self._changed.wait_for(lambda: name in self._generations or self._is_closed, _HANDSHAKE_S)
+            if name not in self._generations:
+                raise TimeoutError
+            secret, store = self._generations[name]
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(nonce + _proof(secret, b"server", hello, nonce))
+        if not hmac.compare_digest(read(connection, PROOF_BYTES), _proof(secret, b"client", hello, nonce)):
+            raise Refused("the client does not know the secret")
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._changed:
-            if hello.kind == Kind.PEER:
+            if kind == Kind.PEER:
                 self._connections.pop(connection, None)
             else:
                 self._connections[connection] = True
-        return hello, generation
+        return Kind(kind), rank, store
 
 
 def _shut_down(connection: socket.socket) -> None:
@@ -292,9 +264,7 @@ class Store(_Base):
     no reference to this object, so the caller must keep one.
     """
 
-    def __init__(
-        self, find: Callable[[], tuple[Address, bytes]], name: str, rank: int, timeout_s: float, prefix: str = ""
-    ) -> None:
+    def __init__(self, find: Find, name: str, rank: int, timeout_s: float, prefix: str = "") -> None:
         """`find`, `name`: as in `connect`. `timeout_s`: for the connection, and for each key. `prefix`: of all keys.
 
         Raises OSError.
@@ -314,10 +284,7 @@ class Store(_Base):
         self._request("set", [key], value=raw.decode("latin-1"))  # JSON has no bytes
 
     def get(self, key: str) -> bytes:
-        found = self._request("get", [key], timeout_s=self._timeout_s)
-        if found is None:
-            raise dist.DistStoreError(f"'{key}' did not come in {self._timeout_s:g} s")
-        return str(found).encode("latin-1")
+        return str(self._wait_for([key], self._timeout_s)).encode("latin-1")
 
     def add(self, key: str, amount: int) -> int:
         return int(self._request("add", [key], value=str(amount)))
@@ -326,9 +293,15 @@ class Store(_Base):
         return bool(not keys or self._request("check", list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        if keys and not self._request("wait", list(keys), timeout_s=timeout_s):
+        if keys:
+            self._wait_for(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def _wait_for(self, keys: Sequence[str], timeout_s: float) -> Any:
+        """Wait for all keys. Returns the value of the first one."""
+        found = self._request("wait", keys, timeout_s=timeout_s)
+        if found is None:
             raise dist.DistStoreError(f"{', '.join(keys)} did not come in {timeout_s:g} s")
+        return found
 
     def delete_key(self, key: str) -> bool:
         return bool(self._request("delete", [key]))

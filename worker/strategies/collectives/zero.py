@@ -58,9 +58,9 @@ class ShardedStep(UndoableStep):
         super().__init__(model, optimizer, step_fn)
         self._plain_step: Callable[[torch.optim.Optimizer], Any] = plain_step(type(optimizer))
         self._rows_optimizer = copy.copy(optimizer)  # has the same groups, with views of rows as parameters
-        self.groups = {
-            model.names[id(param)]: at for at, group in enumerate(optimizer.param_groups) for param in group["params"]
-        }
+        self.groups: dict[str, int] = {}  # by name of a tensor
+        for at, group in enumerate(optimizer.param_groups):
+            self.groups |= {model.names[id(param)]: at for param in group["params"]}
         self.indices = {entry.spec.name: index for index, entry in enumerate(model.layout.entries)}
         initial = {model.names[id(item)]: dict(state) for item, state in optimizer.state.items()}
         self.initial: State = {rows: initial.get(rows[0], {}) for rows in self.all_rows()}
@@ -131,12 +131,10 @@ class ShardedTransfer(StateTransfer):
         step, version = self.step, self._exchange.progress.version
         step.has_state = step.is_whole = True
         found = self._exchange.pull_optimizer() if version else {}
-        step.state = {
-            rows: {key: value.to(step.device_of(rows, value)) for key, value in found[rows[0]].items()}
-            if rows[0] in found
-            else copy.deepcopy(initial)
-            for rows, initial in step.initial.items()
-        }
+        step.state = copy.deepcopy(step.initial)
+        for rows in step.state:
+            if values := found.get(rows[0]):
+                step.state[rows] = {key: value.to(step.device_of(rows, value)) for key, value in values.items()}
         if version and not found and has_memory(step.optimizer):
             self.warn_of_new_state()
 
@@ -147,9 +145,8 @@ class ShardedTransfer(StateTransfer):
         if max(versions) != newest:
             raise version_is_lost(newest)
         is_new = step.version == newest
-        self.shares = [
-            [rows for rows in share if rows[0] in step.groups] for share in _divided(step.model.layout, len(versions))
-        ]
+        shares = _divided(step.model.layout, len(versions))
+        self.shares = [[rows for rows in share if rows[0] in step.groups] for share in shares]
         # The rows that this member keeps.
         num = len(self.shares)
         numbers = {(group.index - back) % num for back in range(self._copies)} if group.index < num else ()
@@ -161,12 +158,10 @@ class ShardedTransfer(StateTransfer):
             have = [version == newest for version in versions]
             self._exchange_parts(group, have, [bool(word % 2) for word in words], wanted)
         if not all(run(lambda: group.gather_numbers(int(wanted.is_full)))):
-            raise UnreachableError(
-                "a part of the optimizer's state is lost with the workers that held it (worker.zero is 1, "
-                f"worker.zero_copies {self._copies})",
-                fix="keep snapshots (--checkpoint-dir), from which a run resumes; with worker.zero_copies 2 the run "
-                "survives the loss of any one worker",
-            )
+            lost = "a part of the optimizer's state is lost with the workers that held it"
+            fix = "keep snapshots (--checkpoint-dir), from which a run resumes; with worker.zero_copies 2 the run "
+            fix += "survives the loss of any one worker"
+            raise UnreachableError(f"{lost} (worker.zero is 1, worker.zero_copies {self._copies})", fix=fix)
         step.state, step.version = wanted.state, newest
         step.has_state = step.is_whole = True
 
@@ -175,21 +170,21 @@ class ShardedTransfer(StateTransfer):
         step, index, any_whole = self.step, group.index, any(are_whole)
         sources = [member for member, has in enumerate(have) if has]
         first = are_whole.index(True) if any_whole else sources[0]
-        local_part = self._dump_state() if have[index] else {}
+        local_part: dict[str, Any] = {}
         if index == first:
             local_part["tensors"] = [tensor.detach().cpu() for tensor in step.weights()]
         if have[index] and not any_whole:
             local_part["fresh"] = [[*rows, step.view(rows).cpu().clone()] for rows in step.state]
         fresh = Collected(step.all_rows())
         for source in sources:
-            values = self._broadcast(group, source, local_part)
+            values = self._broadcast(group, source, **local_part)
             if "tensors" in values and not (have[index] and are_whole[index]):
                 for tensor, other in zip(step.weights(), values["tensors"], strict=True):
                     tensor.data.copy_(other)
             for name, start, end, rows in values.get("fresh", ()):
                 step.view((name, start, end)).copy_(rows)
                 fresh.fill({(name, start, end): {}})
-            wanted.fill_from(values)
+            wanted.fill(values["state"])
             if not have[index]:
                 self.log_loaded(group, source)
         if not (any_whole or fresh.is_full):
@@ -199,20 +194,21 @@ class ShardedTransfer(StateTransfer):
                 if isinstance(value, torch.Tensor):
                     state[key] = value.to(step.device_of(found, value))
 
-    def _broadcast(self, group: Group, source: int, local_part: dict[str, Any]) -> dict[str, Any]:
-        values = local_part if source == group.index else None
-        return self._lifecycle.run(partial(group.broadcast_values, values, source))
-
-    def _dump_state(self) -> dict[str, Any]:
-        return {"state": [[*rows, state] for rows, state in self.step.state.items()]}
+    def _broadcast(self, group: Group, source: int, **local_part: Any) -> dict[str, Any]:
+        """Return the optimizer state of the member `source`, by rows, with its other values."""
+        state = [[*rows, state] for rows, state in self.step.state.items()]
+        values = {"state": state, **local_part} if source == group.index else None
+        found = self._lifecycle.run(partial(group.broadcast_values, values, source))
+        found["state"] = {(name, first, end): state for name, first, end, state in found["state"]}
+        return found
 
     def gather_state(self, group: Group) -> dict[str, dict[str, torch.Tensor]] | None:
         """Gather the whole optimizer state on the lowest member; the others return None. Raises Broken."""
-        whole, local_part = Collected(self.step.all_rows()), self._dump_state()
+        whole = Collected(self.step.all_rows())
         for source in range(len(group.generation.members)):
-            values = self._broadcast(group, source, local_part)
+            values = self._broadcast(group, source)
             if group.index == 0:
-                whole.fill_from(values)
+                whole.fill(values["state"])
         if group.index:
             return None
         return {
@@ -237,10 +233,9 @@ class Zero(AllReduceStrategy):
     def ready(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         kind = type(optimizer)
         if not is_elementwise(kind):  # type: ignore[arg-type]  # mypy takes no class for hashable
-            raise UsageError(
-                f"worker.zero is 1, but {kind.__name__} is not elementwise: its state of a tensor cannot be divided",
-                fix="--set worker.zero=0, or an elementwise optimizer such as AdamW",
-            )
+            message = f"{kind.__name__} is not elementwise: its state of a tensor cannot be divided"
+            fix = "--set worker.zero=0, or an elementwise optimizer such as AdamW"
+            raise UsageError(f"worker.zero is 1, but {message}", fix=fix)
         super().ready(optimizer, step)
 
     def _make_parts(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
@@ -281,8 +276,10 @@ class Zero(AllReduceStrategy):
         return self._complete_upload(group, outgoing, undo)
 
     def _finish(self, can_evaluate: bool) -> Final | None:
-        state, num, copies = self._step.state, len(self._transfer.shares), self._exchange.config.zero_copies
-        fields: dict[str, Any] = {"bytes": _num_bytes(state), "shares": num}
+        states = [value for state in self._step.state.values() for value in state.values()]
+        num, copies = len(self._transfer.shares), self._exchange.config.zero_copies
+        num_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+        fields: dict[str, Any] = {"bytes": num_bytes, "shares": num}
         if copies >= num:
             fields["meaning"] = f"nothing is divided: zero_copies {copies} covers all {num} shares"
         log.info("optimizer_state", rank=self._confirmed.rank, **fields)
@@ -300,33 +297,25 @@ class Collected:
     def is_full(self) -> bool:
         return all(bool(rows.all()) for rows in self._are_there.values())
 
-    def fill_from(self, values: Mapping[str, Any]) -> None:
-        """Copy from another member's values."""
-        self.fill({(name, start, end): state for name, start, end, state in values["state"]})
-
     def fill(self, found: Mapping[Rows, Mapping[str, Any]]) -> None:
         """Copy the wanted rows from `found`."""
-        by_name: dict[str, list[tuple[Rows, Mapping[str, Any]]]] = {}
+        by_name = defaultdict[str, list[tuple[Rows, Mapping[str, Any]]]](list)
         for rows, state in found.items():
-            by_name.setdefault(rows[0], []).append((rows, state))
+            by_name[rows[0]].append((rows, state))
         for wanted, target in self.state.items():
-            for source, state in by_name.get(wanted[0], ()):
-                first, end = max(wanted[1], source[1]), min(wanted[2], source[2])
-                if first < end:
-                    self._are_there[wanted][first - wanted[1] : end - wanted[1]] = True
-                    _copy_rows(target, state, wanted, (source[1], first, end))
-
-
-def _copy_rows(target: dict[str, Any], state: Mapping[str, Any], rows: Rows, source: tuple[int, int, int]) -> None:
-    """Copy rows [first, end) of a state that begins at row `source[0]`."""
-    begins, first, end = source
-    for key, value in state.items():
-        if not (isinstance(value, torch.Tensor) and value.dim()):
-            target[key] = copy.deepcopy(value)
-            continue
-        if key not in target:
-            target[key] = value.new_empty((rows[2] - rows[1], *value.shape[1:]))
-        target[key][first - rows[1] : end - rows[1]].copy_(value[first - begins : end - begins])
+            name, begin, stop = wanted
+            for (_, source_begin, source_stop), state in by_name[name]:
+                first, end = max(begin, source_begin), min(stop, source_stop)
+                if first >= end:
+                    continue
+                self._are_there[wanted][first - begin : end - begin] = True
+                for key, value in state.items():
+                    if not (isinstance(value, torch.Tensor) and value.dim()):
+                        target[key] = copy.deepcopy(value)
+                        continue
+                    if key not in target:
+                        target[key] = value.new_empty((stop - begin, *value.shape[1:]))
+                    target[key][first - begin : end - begin].copy_(value[first - source_begin : end - source_begin])
 
 
 def _divided(layout: Layout, num: int) -> list[list[Rows]]:
@@ -341,8 +330,3 @@ def _divided(layout: Layout, num: int) -> list[list[Rows]]:
 def _cut(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     """A view of these rows."""
     return tensor[rows[1] : rows[2]] if tensor.dim() else tensor
-
-
-def _num_bytes(state: State) -> int:
-    values = (value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor))
-    return sum(value.nbytes for value in values)
