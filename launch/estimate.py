@@ -25,21 +25,15 @@ from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary, price
 from . import run
 from .plan.runs import Plan, Request
+from .plan.settings import LEAVES, turned_off
 
 _STEPS = 60  # or six rounds, where a contribution has several steps
 _ROUNDS = 6
 _TOLERANCE, _MAX_S = 0.05, 20.0
 _COLUMNS = ("mode", "time per step", "whole run", "time spent waiting", "traffic", "cost", "cost of waiting")
-# All settings by which a run leaves something behind, or begins from something that another run has left.
-_QUIET: dict[str, Any] = {
-    **dict.fromkeys(f"output.{name}" for name in (
-        "save", "best_weights", "curve", "summary", "history", "report", "track", "traces",
-    )),
-    **dict.fromkeys(f"checkpoint.{name}" for name in ("dir", "every_steps", "every_s", "resume")),
-    **dict.fromkeys(("run.eval_every", "run.stop_when", "run.patience", "server.metrics", "launch.serve")),
-    "output.store": False,
-    "output.save_averaged": False,
-}  # fmt: skip
+_QUIET = (
+    *LEAVES, "output.report", "output.traces", "run.eval_every", "run.stop_when", "run.patience", "launch.serve",
+)  # fmt: skip
 
 
 def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tuple[str, ...]) -> int:
@@ -95,8 +89,8 @@ class Enough:
 def short_settings(resolved: Resolved, mode: str, steps: int) -> dict[str, tuple[Any, str]]:
     """Returns the settings of a short run, which are stronger than all others, and their origin."""
     is_of_server = ("checkpoint.", "launch.", "server.") if mode == run.SINGLE else ()
-    quiet = {key: off for key, off in _QUIET.items() if resolved.was_set(key) and not key.startswith(is_of_server)}
-    found = {**quiet, "output.store": False, "run.steps": steps}
+    quiet = [key for key in _QUIET if resolved.was_set(key) and not key.startswith(is_of_server)]
+    found = {**turned_off(resolved.config, quiet), "output.store": False, "run.steps": steps}
     return {key: (value, "flag --estimate") for key, value in found.items()}
 
 

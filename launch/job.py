@@ -6,7 +6,6 @@ Everything happens in callbacks on one event loop, and none of them blocks. `Job
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import signal
@@ -22,7 +21,6 @@ from ..common.errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, OutputErro
 from ..common.reporting.curve import Point, add_trained
 from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary
-from ..common.security import WEB_TOKEN_VARIABLE
 from .backends.base import Backend, Site
 from .hosts.connection import watched
 from .plan.process import SERVE, SERVER, Child
@@ -31,9 +29,7 @@ from .supervise.blame import Blame, Raised
 from .supervise.exits import describe_exit
 from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from .view.events import Event, parse_event
-from .view.logs import WorkerLogs
-from .view.screen import Screen, make_screen
-from .view.text import Series
+from .view.screen import JsonScreen, LiveScreen, Screen, Series, WorkerLogs
 
 _TICK_S = 0.1
 _SIGNALLED = 128  # exit codes above it are signals'
@@ -86,15 +82,15 @@ class Job:
         )
         self._screen: Screen
         self._backend: Backend
-        self._loop: asyncio.AbstractEventLoop
-        self._finished: asyncio.Future[Finish]
+        self._loop = asyncio.get_running_loop()
+        self._finished: asyncio.Future[Finish] = self._loop.create_future()
 
     async def run(self) -> Outcome:
         """Start everything, and return when nothing of it is left."""
-        self._loop = asyncio.get_running_loop()
-        self._finished = self._loop.create_future()
         self._loop.set_exception_handler(self._on_bug)
-        self._screen = make_screen(self._plan.config, self._plan.hosts(), self._on_output_lost, self._series)
+        config = self._plan.config
+        kind = JsonScreen if config.log.format == "json" else LiveScreen if sys.stderr.isatty() else Screen
+        self._screen = kind(self._plan.hosts(), self._on_output_lost, config.launch.status_interval_s, self._series)
         try:
             position = self._series.text()
             self._screen.note("starting", (f"{position}: " if position else "") + self._plan.headline())
@@ -145,7 +141,7 @@ class Job:
         return not self._finished.done()
 
     def _tick(self) -> None:
-        self._screen.tick(self._now)
+        self._screen.tick()
         self._decide()
         if not self._finished.done():
             self._loop.call_later(_TICK_S, self._tick)
@@ -177,7 +173,7 @@ class Job:
         if child.role == SERVER.role:
             self._on_server_event(child, event)
         elif child == SERVE and event.name == "serve":
-            self._screen.page(f"the page to type into: {event.get('url')}", os.environ.get(WEB_TOKEN_VARIABLE))
+            self._screen.page(f"the page to type into: {event.get('url')}")
 
     def _with_results(self, finish: Finish) -> Outcome:
         """Returns the outcome with the run's results. A run that went well and left none has failed."""
@@ -205,7 +201,7 @@ class Job:
                 supervisor.evicted(self._plan.worker_of(child, event.get("rank")))
             case "dashboard":
                 self.dashboard = str(event.get("address"))
-                self._screen.page(f"the dashboard: {event.get('url')}", os.environ.get(WEB_TOKEN_VARIABLE))
+                self._screen.page(f"the dashboard: {event.get('url')}")
             case "already_done":
                 weights, fix = event.get("weights"), event.get("fix")
                 reason = f"the run is already done, all {event.get('steps')} steps: weights in {weights}; {fix}"
@@ -270,10 +266,10 @@ class Job:
                 self._screen.note(event, f"{chosen[0].reason}; {verb}: {who}{more}", "warning")
         for decision in decisions:
             match decision:
-                case Restart(child, reason, attempt, of):
+                case Restart(child, reason, in_s, number, of):
                     self._screen.note(
                         "restarting", reason, "warning", role=child.role, rank=child.rank,
-                        in_s=attempt.in_s, restart=attempt.number, of=of,
+                        in_s=in_s, restart=number, of=of,
                     )  # fmt: skip
                 case Start(child):
                     self._blame.started(child)

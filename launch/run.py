@@ -23,7 +23,8 @@ from ..common.user_code import is_in_file
 from ..common.wire.json_text import to_json
 from .backends.base import Backend, Site
 from .hosts.agent import num_cores
-from .hosts.remote import check_exposure, check_remote, hosts_of, places_of
+from .hosts.remote import check_exposure, check_remote, hosts_of
+from .plan.placement import place_processes
 from .plan.relays import regions_of
 from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
 from .plan.settings import SINGLE
@@ -91,13 +92,16 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
         raise UsageError(
             f"{origins['launch.script']}: no file {launch.script}", fix="the path is relative to where you are"
         )
+    places = place_processes(
+        site.hosts, num_workers, config.server.shards, colocate=launch.colocate, folder=site.folder, group=launch.group
+    )
     machine = Machine(
         python=sys.executable,
         num_cores=num_cores(),
         environ=os.environ,
         exists=(lambda path: True) if backend.spans_hosts else os.path.exists,  # the hosts check their own files
         spans_hosts=backend.spans_hosts,
-        places=places_of(config, site.hosts, num_workers, site.folder),
+        places=places,
         regions=regions,
     )
     plans = plan_runs(resolved, request, machine)

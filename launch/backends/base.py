@@ -30,7 +30,7 @@ import re
 import shlex
 import signal
 from abc import ABC, abstractmethod
-from asyncio.subprocess import Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import ParamServerError
 from ...common.reporting.summary import RESULTS_VARIABLE
-from ..hosts.connection import Connection, Unreachable, watched
+from ..hosts.connection import MAX_LINE_BYTES, Connection, Unreachable, watched
 from ..plan.hosts import Host
 from ..plan.process import WILDCARDS, Child, ProcessSpec
 from ..supervise.exits import CANNOT_START, HOST_LOST
@@ -212,8 +212,15 @@ class Backend(ABC):
         await asyncio.gather(*(connection.close() for connection in self._connections))
 
 
+async def start_helper(*argv: str, **how: Any) -> Process:
+    """Start a child that lives until its input is closed."""
+    return await asyncio.create_subprocess_exec(
+        *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=MAX_LINE_BYTES, **how
+    )
+
+
 async def end_helper(process: Process, *, terminates: bool = False) -> None:
-    """End a child that lives until its input is closed, and kill it when that takes too long."""
+    """Close its input, and kill it when its end takes too long."""
     assert process.stdin is not None
     process.stdin.close()
     with suppress(ProcessLookupError):

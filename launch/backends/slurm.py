@@ -16,16 +16,16 @@ import re
 import shlex
 import shutil
 import subprocess
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Collection, Mapping, Sequence
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import UsageError
-from ..hosts.connection import MAX_LINE_BYTES, Connection, agent_command, watched
+from ..hosts.connection import Connection, agent_command, watched
 from ..plan.allocation import Allocation, Place, parse_counts, place_on_nodes
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import CANNOT_START, HOST_LOST
-from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper
+from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, start_helper
 
 _STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none", "--unbuffered")
 # salloc runs this: it prints the allocation, then keeps it until the launcher is gone.
@@ -107,15 +107,7 @@ class SlurmBackend(Backend):
 
     async def _allocate(self, specs: Sequence[ProcessSpec]) -> dict[str, str]:
         """Allocate a job with a task for each process, and return its variables."""
-        self._holder = holder = await asyncio.create_subprocess_exec(
-            *_salloc(len(specs)),
-            env=_for_slurm(),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            start_new_session=True,
-            limit=MAX_LINE_BYTES,
-        )
+        self._holder = holder = await start_helper(*_salloc(len(specs)), env=_for_slurm())
         assert holder.stdout is not None
         showing = self._until_closed(watched(self._show_lines(holder, specs[0].child)))
         variables: dict[str, str] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -58,20 +58,49 @@ def host_name(text: str) -> x509.GeneralName:
 
 def make_ca(name: str, days: int = _CA_DAYS) -> Identity:
     """A CA that signs certificates of hosts and workers, and no other CA."""
-    return _sign(None, name, days)
+    return issue(None, name, days)
 
 
-def issue(ca: Identity, name: str, days: int, hosts: Iterable[str] = (), begins: datetime | None = None) -> Identity:
-    """Returns a certificate, valid from now or from `begins`.
+def issue(
+    ca: Identity | None, name: str, days: int, hosts: Iterable[str] = (), begins: datetime | None = None
+) -> Identity:
+    """Returns a new key and its certificate, valid from now or from `begins`, and no longer than its CA.
 
-    `name`: `server`, reached by `hosts`; `shard-N` and `serve`, which are also clients of the run's servers; `rank-N`,
-    or `worker` for any rank. A worker's certificate cannot be used by a server.
+    `ca`: None for a self-signed CA. `name`: `server`, reached by `hosts`; `shard-N` and `serve`, which are also clients
+    of the run's servers; `rank-N`, or `worker` for any rank. A worker's certificate cannot be used by a server.
     """
+    key, is_ca = ec.generate_private_key(ec.SECP256R1()), ca is None
     is_server = name in ("server", "serve") or name.startswith(SHARD_PREFIX)
     usages = [ExtendedKeyUsageOID.SERVER_AUTH] if is_server else []
     usages += [ExtendedKeyUsageOID.CLIENT_AUTH] if name != "server" else []
-    subject = f"ps-{name}" if name in ("server", "serve") else name
-    return _sign(ca, subject, days, usages, hosts if is_server else (), begins)
+    common_name = f"ps-{name}" if name in ("server", "serve") else name
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    usage = x509.KeyUsage(
+        digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    begins = begins or datetime.now(UTC)
+    last = begins + timedelta(days=days)
+    builder = (
+        x509.CertificateBuilder(
+            issuer_name=subject if ca is None else ca.certificate.subject,
+            subject_name=subject,
+            public_key=key.public_key(),
+            serial_number=x509.random_serial_number(),
+            not_valid_before=begins - _CLOCK_SKEW,
+            not_valid_after=last if ca is None else min(last, ca.certificate.not_valid_after_utc),
+        )
+        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    if ca is not None:
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key())
+        builder = builder.add_extension(issuer, critical=False)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+    if is_server and (names := [host_name(host) for host in hosts]):
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    return Identity(builder.sign(ca.key if ca is not None else key, hashes.SHA256()), key)
 
 
 def load_ca(certificate_pem: bytes, key_pem: bytes) -> Identity:
@@ -97,42 +126,3 @@ def is_signed_by(certificate_pem: bytes, ca_pem: bytes) -> bool:
     except Exception:  # cryptography raises several exceptions, which all mean that it was not
         return False
     return True
-
-
-def _sign(
-    ca: Identity | None,
-    name: str,
-    days: int,
-    usages: Sequence[x509.ObjectIdentifier] = (),
-    hosts: Iterable[str] = (),
-    begins: datetime | None = None,
-) -> Identity:
-    """Returns a new key and its certificate, valid no longer than its CA. Without a CA it is a self-signed CA."""
-    key, is_ca = ec.generate_private_key(ec.SECP256R1()), ca is None
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    usage = x509.KeyUsage(
-        digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, content_commitment=False,
-        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
-    begins = begins or datetime.now(UTC)
-    last = begins + timedelta(days=days)
-    builder = (
-        x509.CertificateBuilder(
-            issuer_name=subject if ca is None else ca.certificate.subject,
-            subject_name=subject,
-            public_key=key.public_key(),
-            serial_number=x509.random_serial_number(),
-            not_valid_before=begins - _CLOCK_SKEW,
-            not_valid_after=last if ca is None else min(last, ca.certificate.not_valid_after_utc),
-        )
-        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    )
-    if ca is not None:
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key())
-        builder = builder.add_extension(issuer, critical=False)
-        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-    if names := [host_name(host) for host in hosts]:
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    return Identity(builder.sign(ca.key if ca is not None else key, hashes.SHA256()), key)

@@ -49,18 +49,15 @@ def place_servers(hosts: Sequence[Host], num_shards: int) -> list[Host]:
     return [chosen[shard % len(chosen)] for shard in range(num_shards)]
 
 
-def num_colocated(hosts: Sequence[Host], num_workers: int) -> int:
-    """Returns the number of shards with `colocate`."""
-    return len(dict.fromkeys(host.host for host in place_workers(hosts, num_workers)))
-
-
 def place_processes(
     hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str, group: int = 1
 ) -> dict[Child, Place]:
-    """Returns the placement of every process. Raises UsageError.
+    """Returns the placement of every process, empty without hosts. Raises UsageError.
 
     `folder`: where the launcher was started. `group`: processes of each worker, which take as many devices.
     """
+    if not hosts:
+        return {}
     workers = place_workers(hosts, num_workers)
     servers = list({host.host: host for host in workers}.values())
     if not colocate:

@@ -17,14 +17,10 @@ from ...common.errors import raise_first
 from ...common.registry import MODES
 from .hosts import Host
 from .placement import place_workers
-from .settings import is_flag, value_of
+from .settings import LEAVES, is_flag, turned_off, value_of
 
 # Settings of the server above only, and settings that have no effect in a relay.
-_NOT_FOR_RELAYS = (
-    "output.save", "output.history", "output.curve", "output.summary", "output.best_weights", "output.track",
-    "output.save_averaged", "output.store", "checkpoint.dir", "checkpoint.every_steps", "checkpoint.every_s",
-    "checkpoint.resume", "server.web", "server.metrics", "store.polyak",
-)  # fmt: skip
+_NOT_FOR_RELAYS = (*LEAVES, "server.web", "store.polyak")
 
 
 def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> dict[str, range]:
@@ -86,9 +82,8 @@ def settings_above(config: Config, mode: str, settings: Mapping[str, Any], num_r
 
 def settings_of_relays(config: Config, mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that all relays have, from those of all servers."""
-    lacks = {key: value_of(config, key) for key in _NOT_FOR_RELAYS}
-    none = {key: False if isinstance(value, bool) else None for key, value in lacks.items() if value or key in settings}
-    return {**of_mode(mode, settings, [])[0], **none}
+    lacks = [key for key in _NOT_FOR_RELAYS if value_of(config, key) or key in settings]
+    return {**of_mode(mode, settings, [])[0], **turned_off(config, lacks)}
 
 
 def settings_of_size(config: Config, num_workers: int) -> dict[str, Any]:

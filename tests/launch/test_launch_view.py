@@ -24,8 +24,7 @@ from paramserver.common.reporting.summary import Summary
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.supervise.supervisor import Finish
 from paramserver.launch.view.events import LineSplitter, parse_event
-from paramserver.launch.view.screen import LiveScreen, Screen
-from paramserver.launch.view.text import Series, child_line
+from paramserver.launch.view.screen import LiveScreen, Screen, Series, child_line
 
 WORKER_2 = Child("worker", 2)
 STATUS = {
