@@ -24,7 +24,7 @@ from ..hosts.ray_job import PASS
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import HOST_LOST
 from ..view.events import object_in
-from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, handed_on, start_helper
+from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, start_helper
 
 
 class RayBackend(Backend):
@@ -77,8 +77,7 @@ class RayBackend(Backend):
         )
         connection.begin()
         num_threads = max(1, int(self._resources(child).get("CPU", 1)))
-        env = handed_on(os.environ) | self._threads_env(num_threads)
-        return connection, {**env, **running.spec.env}, os.path.abspath(self._site.folder)
+        return connection, self._threads_env(num_threads), os.path.abspath(self._site.folder)
 
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
         return HOST_LOST, f"its actor on {connection.name} was lost"

@@ -33,16 +33,12 @@ class LineSplitter:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[str]:
+        """Returns the lines that are complete. Empty data are the end, which completes the last line."""
         *complete, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > _MAX_LINE_BYTES:
+        if len(self._partial) > (_MAX_LINE_BYTES if data else 0):
             complete.append(self._partial)
             self._partial = b""
         return [_text(line) for line in complete]
-
-    def rest(self) -> list[str]:
-        """Returns the last line, if it has no end."""
-        partial, self._partial = self._partial, b""
-        return [_text(partial)] if partial else []
 
 
 def _text(line: bytes) -> str:
