@@ -50,14 +50,14 @@ def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tup
         only, of_mode_alone = run.resolve(config, {**of_this, "run.mode": mode}, its_sets, short)
         (plan, *_), site = run.plan(of_mode_alone, Request(modes=only, config_path=config, script_args=script_args))
         plans.append(plan)
-    outcomes = run.start(plans, site, lambda plan: Enough(2 * _local_steps(plan.config, plan.mode)))
+    ends = run.start(plans, site, lambda plan: Enough(2 * _local_steps(plan.config, plan.mode)))
     summaries = [
-        (plan, outcome.summary, taken) for plan, outcome in zip(plans, outcomes, strict=False)
-        if outcome.summary is not None and (taken := steps_taken(outcome.summary, num_steps[plan.mode]))
+        (plan, end.summary, taken) for plan, end in zip(plans, ends, strict=False)
+        if end.summary is not None and (taken := steps_taken(end.summary, num_steps[plan.mode]))
     ]  # fmt: skip
     if summaries:
         _show(summaries, steps, resolved.config.cost.currency)
-    code = outcomes[-1].finish.exit_code
+    code = ends[-1].exit_code
     if code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM):
         print(f"{LAUNCHER}: ended: {len(summaries)} of {len(modes)} modes were estimated", file=sys.stderr)
     return code

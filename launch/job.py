@@ -12,7 +12,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,6 @@ from .view.screen import JsonScreen, LiveScreen, Screen, Series, WorkerLogs
 
 _TICK_S = 0.1
 _SIGNALLED = 128  # exit codes above it are signals'
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended. `summary` is None where it reported none."""
-
-    finish: Finish
-    summary: Summary | None = None
 
 
 class Job:
@@ -85,7 +77,7 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
 
-    async def run(self) -> Outcome:
+    async def run(self) -> Finish:
         """Start everything, and return when nothing of it is left."""
         self._loop.set_exception_handler(self._on_bug)
         config = self._plan.config
@@ -108,8 +100,7 @@ class Job:
                 if self._checking is not None:
                     self._checking.cancel()
                 await self._backend.close()
-            outcome = self._with_results(finish)
-            finish = outcome.finish
+            finish = self._with_results(finish)
             if finish.culprit is not None:
                 self._screen.failure(finish)
             elif finish.exit_code:
@@ -118,7 +109,7 @@ class Job:
                 self._screen.note("ended", f"{finish.reason}; every process has ended{again}", "warning")
         finally:
             self._screen.close()
-        return outcome
+        return finish
 
     def interrupt(self, number: int) -> None:
         """End the job because of a signal, or because nobody reads the output."""
@@ -175,20 +166,19 @@ class Job:
         elif child == SERVE and event.name == "serve":
             self._screen.page(f"the page to type into: {event.get('url')}")
 
-    def _with_results(self, finish: Finish) -> Outcome:
-        """Returns the outcome with the run's results. A run that went well and left none has failed."""
+    def _with_results(self, finish: Finish) -> Finish:
+        """Returns the end with the run's results. A run that went well and left none has failed."""
         reporter = self._plan.reporter
         data = self._backend.results.get(reporter, b"")
         if (summary := Summary.read(data)) is not None:
             above = summary.label if self._plan.relays else ""  # its own mode is that of the run above the regions
-            return Outcome(
-                finish, summary.model_copy(update={"mode": self._plan.mode, "above": above, "trained": self._trained})
-            )
+            changes = {"mode": self._plan.mode, "above": above, "trained": self._trained}
+            return replace(finish, summary=summary.model_copy(update=changes))
         if not finish.exit_code and not self._is_cut_short:
             left = f"only {len(data):,} bytes of its results, which are incomplete" if data else "no results of the run"
             reason = f"the {reporter} ended well and left {left}: there is no table, summary or report"
-            return Outcome(Finish(OutputError.exit_code, reason, reporter))
-        return Outcome(finish)
+            return Finish(OutputError.exit_code, reason, reporter)
+        return finish
 
     def _on_server_event(self, child: Child, event: Event) -> None:
         supervisor = self._supervisor
@@ -296,7 +286,7 @@ class Job:
 async def run_all(
     plans: list[Plan], make_backend: Callable[..., Backend], site: Site,
     is_enough: Callable[[Plan], Callable[[Status], bool]] | None = None,
-) -> list[Outcome]:  # fmt: skip
+) -> list[Finish]:  # fmt: skip
     """Run the plans one after another, up to the first that does not end with 0.
 
     `is_enough(plan)` returns a function of the status that says whether the run may end.
@@ -305,7 +295,7 @@ async def run_all(
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         signals.append(signal.SIGHUP)
-    outcomes: list[Outcome] = []
+    ends: list[Finish] = []
     took_s: list[float] = []
     dashboard = ""
     for number, plan in enumerate(plans, 1):
@@ -315,16 +305,15 @@ async def run_all(
         running = asyncio.ensure_future(job.run())
         for name in signals:
             loop.add_signal_handler(name, job.interrupt, name)
-        outcome = await running
+        end = await running
         took_s.append(loop.time() - began)
         dashboard = job.dashboard
-        if job.interrupted_by and not outcome.finish.exit_code and number < len(plans):
-            finish = Finish(128 + job.interrupted_by, "interrupted while a run ended")  # later runs do not start
-            outcome = replace(outcome, finish=finish)
-        outcomes.append(outcome)
-        if outcome.finish.exit_code:
+        if job.interrupted_by and not end.exit_code and number < len(plans):  # later runs do not start
+            end = replace(end, exit_code=128 + job.interrupted_by, reason="interrupted while a run ended")
+        ends.append(end)
+        if end.exit_code:
             break
-    return outcomes
+    return ends
 
 
 def _hidden_modules(script: str, raised: Raised) -> str:

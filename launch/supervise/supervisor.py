@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ...common.reporting.summary import Summary
 from ..plan.process import SERVE, SERVER, Child
 from .blame import Raised
 from .exits import BUDGET_SPENT, UNREACHABLE, USAGE, describe_exit, signal_name
@@ -92,6 +93,7 @@ class Finish:
     exit_code: int
     reason: str
     culprit: Child | None = None  # whose failure ended it
+    summary: Summary | None = None  # the results that the run has reported, added by the caller
 
 
 Decision = Start | Restart | Terminate | Kill | Finish
