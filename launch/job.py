@@ -302,10 +302,9 @@ async def run_all(
         series = Series(number, len(plans), tuple(took_s))
         job = Job(plan, make_backend, site, dashboard, series, is_enough and is_enough(plan))
         began = loop.time()
-        running = asyncio.ensure_future(job.run())
         for name in signals:
             loop.add_signal_handler(name, job.interrupt, name)
-        end = await running
+        end = await job.run()
         took_s.append(loop.time() - began)
         dashboard = job.dashboard
         if job.interrupted_by and not end.exit_code and number < len(plans):  # later runs do not start

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,16 @@ class Series:
         return f"{name}, about {about(left + later * each)} to go"
 
 
+@dataclass(eq=False)
 class Screen:
     """Shows one run on standard error, until that is gone: lines, and a status line at most every `interval_s`."""
 
-    def __init__(
-        self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0,
-        series: Series = Series(),
-    ) -> None:  # fmt: skip
-        """`on_lost`: called once nobody reads the output. `series`: the run's position."""
-        self._hosts, self._on_lost, self._interval_s, self._series = hosts, on_lost, interval_s, series
+    hosts: Mapping[Child, str]
+    on_lost: Callable[[], None]  # called once nobody reads the output
+    interval_s: float = 2.0
+    series: Series = field(default_factory=Series)
+
+    def __post_init__(self) -> None:
         self._is_lost = False
         self._console = PipeConsole(stderr=True)
         self._shown, self._shown_at = "", float("-inf")
@@ -104,7 +105,7 @@ class Screen:
             num = event.get("workers")
             self.note(event.name, "1 worker joined" if num == 1 else f"{num} workers joined")
             return
-        text = child_line(child, line, event, self._hosts.get(child, ""))
+        text = child_line(child, line, event, self.hosts.get(child, ""))
         self._num_lines += 1
         self._last_lines.setdefault(child, deque(maxlen=_NUM_LAST_LINES)).append((self._num_lines, text))
         self._print_line(text)
@@ -113,12 +114,12 @@ class Screen:
         """Show the run's status; `line`: as reported."""
         # A tenth early is in time: the server's interval and this one have no common clock.
         text = status_line(status, self._job(status))
-        if now - self._shown_at >= 0.9 * self._interval_s and text != self._shown:
+        if now - self._shown_at >= 0.9 * self.interval_s and text != self._shown:
             self._print(Text(text))
             self._shown, self._shown_at = text, now
 
     def _job(self, status: Status) -> str:
-        return self._series.text(status.elapsed_s, status.eta_s)
+        return self.series.text(status.elapsed_s, status.eta_s)
 
     def is_down(self, child: Child) -> None:
         """The process whose status is shown has ended."""
@@ -154,17 +155,14 @@ class Screen:
         except OSError:  # EPIPE, or EIO from a terminal that was closed
             self._is_lost = True
             discard_from_now_on(2)
-            self._on_lost()
+            self.on_lost()
 
 
 class LiveScreen(Screen):
     """A terminal: lines scroll above a table that stays."""
 
-    def __init__(
-        self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0,
-        series: Series = Series(),
-    ) -> None:  # fmt: skip
-        super().__init__(hosts, on_lost, interval_s, series)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._latest: Status | None = None
         self._is_drawn = True
         self._lines: list[Text] = []  # not yet shown
@@ -222,7 +220,7 @@ class JsonScreen(Screen):
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         origin: dict[str, Any] = {"role": child.role, "rank": child.rank}
-        origin |= {"host": self._hosts[child]} if child in self._hosts else {}
+        origin |= {"host": self.hosts[child]} if child in self.hosts else {}
         fields = object_in(line) if event is not None else {"event": "output", "line": line}
         self._write({**fields, **origin, "rank": fields.get("rank", child.rank)})
 
