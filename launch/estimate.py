@@ -25,21 +25,15 @@ from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary, price
 from . import run
 from .plan.runs import Plan, Request
+from .plan.settings import LEAVES, turned_off
 
 _STEPS = 60  # or six rounds, where a contribution has several steps
 _ROUNDS = 6
 _TOLERANCE, _MAX_S = 0.05, 20.0
 _COLUMNS = ("mode", "time per step", "whole run", "time spent waiting", "traffic", "cost", "cost of waiting")
-# All settings by which a run leaves something behind, or begins from something that another run has left.
-_QUIET: dict[str, Any] = {
-    **dict.fromkeys(f"output.{name}" for name in (
-        "save", "best_weights", "curve", "summary", "history", "report", "track", "traces",
-    )),
-    **dict.fromkeys(f"checkpoint.{name}" for name in ("dir", "every_steps", "every_s", "resume")),
-    **dict.fromkeys(("run.eval_every", "run.stop_when", "run.patience", "server.metrics", "launch.serve")),
-    "output.store": False,
-    "output.save_averaged": False,
-}  # fmt: skip
+_QUIET = (
+    *LEAVES, "output.report", "output.traces", "run.eval_every", "run.stop_when", "run.patience", "launch.serve",
+)  # fmt: skip
 
 
 def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tuple[str, ...]) -> int:
@@ -56,14 +50,14 @@ def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tup
         only, of_mode_alone = run.resolve(config, {**of_this, "run.mode": mode}, its_sets, short)
         (plan, *_), site = run.plan(of_mode_alone, Request(modes=only, config_path=config, script_args=script_args))
         plans.append(plan)
-    outcomes = run.start(plans, site, lambda plan: Enough(2 * _local_steps(plan.config, plan.mode)))
+    ends = run.start(plans, site, lambda plan: Enough(2 * _local_steps(plan.config, plan.mode)))
     summaries = [
-        (plan, outcome.summary, taken) for plan, outcome in zip(plans, outcomes, strict=False)
-        if outcome.summary is not None and (taken := steps_taken(outcome.summary, num_steps[plan.mode]))
+        (plan, end.summary, taken) for plan, end in zip(plans, ends, strict=False)
+        if end.summary is not None and (taken := steps_taken(end.summary, num_steps[plan.mode]))
     ]  # fmt: skip
     if summaries:
         _show(summaries, steps, resolved.config.cost.currency)
-    code = outcomes[-1].finish.exit_code
+    code = ends[-1].exit_code
     if code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM):
         print(f"{LAUNCHER}: ended: {len(summaries)} of {len(modes)} modes were estimated", file=sys.stderr)
     return code
@@ -95,8 +89,8 @@ class Enough:
 def short_settings(resolved: Resolved, mode: str, steps: int) -> dict[str, tuple[Any, str]]:
     """Returns the settings of a short run, which are stronger than all others, and their origin."""
     is_of_server = ("checkpoint.", "launch.", "server.") if mode == run.SINGLE else ()
-    quiet = {key: off for key, off in _QUIET.items() if resolved.was_set(key) and not key.startswith(is_of_server)}
-    found = {**quiet, "output.store": False, "run.steps": steps}
+    quiet = [key for key in _QUIET if resolved.was_set(key) and not key.startswith(is_of_server)]
+    found = {**turned_off(resolved.config, quiet), "output.store": False, "run.steps": steps}
     return {key: (value, "flag --estimate") for key, value in found.items()}
 
 

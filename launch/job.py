@@ -6,14 +6,13 @@ Everything happens in callbacks on one event loop, and none of them blocks. `Job
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import shlex
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from ..common.errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, OutputErro
 from ..common.reporting.curve import Point, add_trained
 from ..common.reporting.status import Status
 from ..common.reporting.summary import Summary
-from ..common.security import WEB_TOKEN_VARIABLE
 from .backends.base import Backend, Site
 from .hosts.connection import watched
 from .plan.process import SERVE, SERVER, Child
@@ -31,20 +29,10 @@ from .supervise.blame import Blame, Raised
 from .supervise.exits import describe_exit
 from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from .view.events import Event, parse_event
-from .view.logs import WorkerLogs
-from .view.screen import Screen, make_screen
-from .view.text import Series
+from .view.screen import JsonScreen, LiveScreen, Screen, Series, WorkerLogs
 
 _TICK_S = 0.1
 _SIGNALLED = 128  # exit codes above it are signals'
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended. `summary` is None where it reported none."""
-
-    finish: Finish
-    summary: Summary | None = None
 
 
 class Job:
@@ -86,15 +74,15 @@ class Job:
         )
         self._screen: Screen
         self._backend: Backend
-        self._loop: asyncio.AbstractEventLoop
-        self._finished: asyncio.Future[Finish]
-
-    async def run(self) -> Outcome:
-        """Start everything, and return when nothing of it is left."""
         self._loop = asyncio.get_running_loop()
-        self._finished = self._loop.create_future()
+        self._finished: asyncio.Future[Finish] = self._loop.create_future()
+
+    async def run(self) -> Finish:
+        """Start everything, and return when nothing of it is left."""
         self._loop.set_exception_handler(self._on_bug)
-        self._screen = make_screen(self._plan.config, self._plan.hosts(), self._on_output_lost, self._series)
+        config = self._plan.config
+        kind = JsonScreen if config.log.format == "json" else LiveScreen if sys.stderr.isatty() else Screen
+        self._screen = kind(self._plan.hosts(), self._on_output_lost, config.launch.status_interval_s, self._series)
         try:
             position = self._series.text()
             self._screen.note("starting", (f"{position}: " if position else "") + self._plan.headline())
@@ -112,8 +100,7 @@ class Job:
                 if self._checking is not None:
                     self._checking.cancel()
                 await self._backend.close()
-            outcome = self._with_results(finish)
-            finish = outcome.finish
+            finish = self._with_results(finish)
             if finish.culprit is not None:
                 self._screen.failure(finish)
             elif finish.exit_code:
@@ -122,7 +109,7 @@ class Job:
                 self._screen.note("ended", f"{finish.reason}; every process has ended{again}", "warning")
         finally:
             self._screen.close()
-        return outcome
+        return finish
 
     def interrupt(self, number: int) -> None:
         """End the job because of a signal, or because nobody reads the output."""
@@ -145,7 +132,7 @@ class Job:
         return not self._finished.done()
 
     def _tick(self) -> None:
-        self._screen.tick(self._now)
+        self._screen.tick()
         self._decide()
         if not self._finished.done():
             self._loop.call_later(_TICK_S, self._tick)
@@ -177,22 +164,21 @@ class Job:
         if child.role == SERVER.role:
             self._on_server_event(child, event)
         elif child == SERVE and event.name == "serve":
-            self._screen.page(f"the page to type into: {event.get('url')}", os.environ.get(WEB_TOKEN_VARIABLE))
+            self._screen.page(f"the page to type into: {event.get('url')}")
 
-    def _with_results(self, finish: Finish) -> Outcome:
-        """Returns the outcome with the run's results. A run that went well and left none has failed."""
+    def _with_results(self, finish: Finish) -> Finish:
+        """Returns the end with the run's results. A run that went well and left none has failed."""
         reporter = self._plan.reporter
         data = self._backend.results.get(reporter, b"")
         if (summary := Summary.read(data)) is not None:
             above = summary.label if self._plan.relays else ""  # its own mode is that of the run above the regions
-            return Outcome(
-                finish, summary.model_copy(update={"mode": self._plan.mode, "above": above, "trained": self._trained})
-            )
+            changes = {"mode": self._plan.mode, "above": above, "trained": self._trained}
+            return replace(finish, summary=summary.model_copy(update=changes))
         if not finish.exit_code and not self._is_cut_short:
             left = f"only {len(data):,} bytes of its results, which are incomplete" if data else "no results of the run"
             reason = f"the {reporter} ended well and left {left}: there is no table, summary or report"
-            return Outcome(Finish(OutputError.exit_code, reason, reporter))
-        return Outcome(finish)
+            return Finish(OutputError.exit_code, reason, reporter)
+        return finish
 
     def _on_server_event(self, child: Child, event: Event) -> None:
         supervisor = self._supervisor
@@ -205,7 +191,7 @@ class Job:
                 supervisor.evicted(self._plan.worker_of(child, event.get("rank")))
             case "dashboard":
                 self.dashboard = str(event.get("address"))
-                self._screen.page(f"the dashboard: {event.get('url')}", os.environ.get(WEB_TOKEN_VARIABLE))
+                self._screen.page(f"the dashboard: {event.get('url')}")
             case "already_done":
                 weights, fix = event.get("weights"), event.get("fix")
                 reason = f"the run is already done, all {event.get('steps')} steps: weights in {weights}; {fix}"
@@ -270,10 +256,10 @@ class Job:
                 self._screen.note(event, f"{chosen[0].reason}; {verb}: {who}{more}", "warning")
         for decision in decisions:
             match decision:
-                case Restart(child, reason, attempt, of):
+                case Restart(child, reason, in_s, number, of):
                     self._screen.note(
                         "restarting", reason, "warning", role=child.role, rank=child.rank,
-                        in_s=attempt.in_s, restart=attempt.number, of=of,
+                        in_s=in_s, restart=number, of=of,
                     )  # fmt: skip
                 case Start(child):
                     self._blame.started(child)
@@ -300,7 +286,7 @@ class Job:
 async def run_all(
     plans: list[Plan], make_backend: Callable[..., Backend], site: Site,
     is_enough: Callable[[Plan], Callable[[Status], bool]] | None = None,
-) -> list[Outcome]:  # fmt: skip
+) -> list[Finish]:  # fmt: skip
     """Run the plans one after another, up to the first that does not end with 0.
 
     `is_enough(plan)` returns a function of the status that says whether the run may end.
@@ -309,26 +295,24 @@ async def run_all(
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
         signals.append(signal.SIGHUP)
-    outcomes: list[Outcome] = []
+    ends: list[Finish] = []
     took_s: list[float] = []
     dashboard = ""
     for number, plan in enumerate(plans, 1):
         series = Series(number, len(plans), tuple(took_s))
         job = Job(plan, make_backend, site, dashboard, series, is_enough and is_enough(plan))
         began = loop.time()
-        running = asyncio.ensure_future(job.run())
         for name in signals:
             loop.add_signal_handler(name, job.interrupt, name)
-        outcome = await running
+        end = await job.run()
         took_s.append(loop.time() - began)
         dashboard = job.dashboard
-        if job.interrupted_by and not outcome.finish.exit_code and number < len(plans):
-            finish = Finish(128 + job.interrupted_by, "interrupted while a run ended")  # later runs do not start
-            outcome = replace(outcome, finish=finish)
-        outcomes.append(outcome)
-        if outcome.finish.exit_code:
+        if job.interrupted_by and not end.exit_code and number < len(plans):  # later runs do not start
+            end = replace(end, exit_code=128 + job.interrupted_by, reason="interrupted while a run ended")
+        ends.append(end)
+        if end.exit_code:
             break
-    return outcomes
+    return ends
 
 
 def _hidden_modules(script: str, raised: Raised) -> str:

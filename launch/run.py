@@ -16,22 +16,23 @@ from ..common.config.conditions import condition
 from ..common.config.option import LAUNCHER
 from ..common.config.schema import Config
 from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
-from ..common.errors import EXIT_OUTPUT_LOST, OutputError, UsageError, raise_first
+from ..common.errors import EXIT_OUTPUT_LOST, OutputError, UsageError
 from ..common.registry import BACKENDS, MODES, canonical_mode, mode_label
 from ..common.security import WEB_LOGS_VARIABLE, WEB_TOKEN_VARIABLE
 from ..common.user_code import is_in_file
 from ..common.wire.json_text import to_json
 from .backends.base import Backend, Site
 from .hosts.agent import num_cores
-from .hosts.remote import check_exposure, check_remote, hosts_of, places_of
-from .plan.relays import regions_of
+from .hosts.remote import check_exposure, check_remote, hosts_of
+from .plan.placement import place_processes
+from .plan.relays import relays_of
 from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
 from .plan.settings import SINGLE
 
 # Code that runs and reports is imported once the settings are valid.
 if TYPE_CHECKING:
     from ..common.reporting.status import Status
-    from .job import Outcome
+    from .supervise.supervisor import Finish
 
 
 def resolve(
@@ -68,37 +69,22 @@ def _modes(text: str | None) -> tuple[str, ...]:
 
 def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     """Returns plans whose files and backend exist. Raises UsageError, AuthError or OutputError."""
-    config, origins = resolved.config, resolved.origins
-    backend, launch = backend_of(config), config.launch
-    origin, num_workers = origins.get("launch.backend"), config.run.workers or 1
-    raise_first(
-        (launch.hosts is not None and not backend.takes_hosts,
-         f"{origin}: backend {launch.backend} takes no hosts, and {origins.get('launch.hosts')} names some",
-         "leave one of the two out; hosts mean --backend ssh"),
-        (backend.takes_hosts and launch.hosts is None, f"{origin}: backend {launch.backend} needs hosts",
-         "--hosts hosts.yaml"),
-        (backend.spans_hosts and launch.serve is not None,
-         f"{origins.get('launch.serve')}: with backend {config.launch.backend or 'ssh'} no host is known for ps-serve",
-         "start it where clients reach it: ps-serve --server HOST:PORT"),
-        (backend.spans_hosts and launch.regions is not None,
-         f"{origins.get('launch.regions')}: these regions are on this machine, and backend "
-         f"{launch.backend or 'ssh'} uses other machines", "leave it out; hosts have a region each, region: NAME"),
-    )  # fmt: skip
+    config, launch, backend = resolved.config, resolved.config.launch, backend_of(resolved.config)
+    num_workers = config.run.workers or 1
     site = Site(config=config, hosts=hosts_of(config), folder=os.getcwd())
-    check_remote(resolved, site.hosts, num_workers)
-    regions = regions_of(resolved, site.hosts, num_workers)
-    if launch.script is not None and not backend.spans_hosts and not os.path.isfile(launch.script):
-        raise UsageError(
-            f"{origins['launch.script']}: no file {launch.script}", fix="the path is relative to where you are"
-        )
+    check_remote(resolved, backend, site.hosts, num_workers)
+    relays = relays_of(resolved, site.hosts, num_workers)
+    places = place_processes(
+        site.hosts, num_workers, config.server.shards, colocate=launch.colocate, folder=site.folder, group=launch.group
+    )
     machine = Machine(
         python=sys.executable,
         num_cores=num_cores(),
         environ=os.environ,
         exists=(lambda path: True) if backend.spans_hosts else os.path.exists,  # the hosts check their own files
         spans_hosts=backend.spans_hosts,
-        places=places_of(config, site.hosts, num_workers, site.folder),
-        regions=regions,
+        places=places,
+        relays=relays,
     )
     plans = plan_runs(resolved, request, machine)
     from ..common.reporting.output import check_writable
@@ -129,7 +115,7 @@ def show(plans: list[Plan], site: Site) -> None:
 
 def start(
     plans: list[Plan], site: Site, is_enough: Callable[[Plan], Callable[[Status], bool]] | None = None
-) -> list[Outcome]:
+) -> list[Finish]:
     """Run the plans one after another; see `run_all`. Raises ParamServerError."""
     backend = backend_of(site.config)
     if not backend.spans_hosts:
@@ -178,10 +164,10 @@ def run(plans: list[Plan], site: Site) -> int:
             # a process that is started again keeps the token
             os.environ.setdefault(WEB_TOKEN_VARIABLE, secrets.token_urlsafe(16))
             os.environ[WEB_LOGS_VARIABLE] = logs
-        outcomes = start(plans, site)
-    code = outcomes[-1].finish.exit_code
+        ends = start(plans, site)
+    code = ends[-1].exit_code
     try:
-        _show_results(plans, outcomes)
+        _show_results(plans, ends)
         sys.stdout.flush()
     except BrokenPipeError:
         discard_from_now_on(1)
@@ -189,14 +175,14 @@ def run(plans: list[Plan], site: Site) -> int:
     return code
 
 
-def _show_results(plans: list[Plan], outcomes: list[Outcome]) -> None:
+def _show_results(plans: list[Plan], ends: list[Finish]) -> None:
     """Print the table of one run, or the comparison of several, with one file for all summaries, {"runs": [...]}."""
     from ..common.reporting.findings import findings
     from ..common.reporting.report import comparison_table, print_results, summary_table
 
     output = plans[0].config.output
     target = condition(output.target) if output.target is not None else None
-    ended = [(plan, outcome.summary) for plan, outcome in zip(plans, outcomes, strict=False) if outcome.summary]
+    ended = [(plan, end.summary) for plan, end in zip(plans, ends, strict=False) if end.summary]
     named = [(mode_label(summary.mode), summary) for _, summary in ended]
     if len(plans) > 1:
         _write(output.summary, {"runs": [summary.model_dump() for _, summary in ended]})

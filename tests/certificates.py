@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paramserver.common.config.schema import SecurityConfig
 from paramserver.common.security import Credentials, read_pem
-from paramserver.launch.certs.authority import Identity, load_ca
+from paramserver.launch.certs.kit import Identity, load_ca
 from paramserver.launch.certs.main import app
 
 

@@ -16,7 +16,7 @@ def server_certificate(is_wanted: bool = True) -> Iterator[tuple[list[str], str 
     if not is_wanted:
         yield [], None
         return
-    from ...launch.certs.authority import issue, make_ca
+    from ...launch.certs.kit import issue, make_ca
 
     with tempfile.TemporaryDirectory(prefix="ps-bench-") as folder:
         ca = make_ca("ps-bench")

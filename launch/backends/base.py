@@ -30,7 +30,7 @@ import re
 import shlex
 import signal
 from abc import ABC, abstractmethod
-from asyncio.subprocess import Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import ParamServerError
 from ...common.reporting.summary import RESULTS_VARIABLE
-from ..hosts.connection import Connection, Unreachable, watched
+from ..hosts.connection import MAX_LINE_BYTES, Connection, Unreachable, watched
 from ..plan.hosts import Host
 from ..plan.process import WILDCARDS, Child, ProcessSpec
 from ..supervise.exits import CANNOT_START, HOST_LOST
@@ -95,7 +95,7 @@ class Backend(ABC):
 
     @abstractmethod
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
-        """Returns the agent that starts the process, variables to add to its environment, and the folder.
+        """Returns the agent that starts the process, variables that the process's own precede, and the folder.
 
         Raises Unreachable where there is no agent, and ParamServerError where its host is lost.
         """
@@ -136,8 +136,8 @@ class Backend(ABC):
             return
         running.connection = connection
         running.number = connection.start(
-            {"argv": running.spec.argv, "env": dict(env), "folder": folder, "sharing": running.spec.sharing,
-             "results": RESULTS_VARIABLE if running.spec.reports else ""},
+            {"argv": running.spec.argv, "env": {**_own_settings(), **env, **running.spec.env}, "folder": folder,
+             "sharing": running.spec.sharing, "results": RESULTS_VARIABLE if running.spec.reports else ""},
             lambda data: self._lines(running, running.splitter.feed(data)),
             lambda code, why: self._ended(running, code, why),
             on_results=running.results.extend,
@@ -179,7 +179,7 @@ class Backend(ABC):
                 code, why = self._lost(running, connection)
             else:  # its agent has no other process
                 watched(connection.close())
-        self._lines(running, running.splitter.rest())
+        self._lines(running, running.splitter.feed(b""))
         if why:
             self._lines(running, [f"cannot start {why}" if code == CANNOT_START else why])
         del self._running[running.spec.child]
@@ -212,8 +212,15 @@ class Backend(ABC):
         await asyncio.gather(*(connection.close() for connection in self._connections))
 
 
+async def start_helper(*argv: str, **how: Any) -> Process:
+    """Start a child that lives until its input is closed."""
+    return await asyncio.create_subprocess_exec(
+        *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, limit=MAX_LINE_BYTES, **how
+    )
+
+
 async def end_helper(process: Process, *, terminates: bool = False) -> None:
-    """End a child that lives until its input is closed, and kill it when that takes too long."""
+    """Close its input, and kill it when its end takes too long."""
     assert process.stdin is not None
     process.stdin.close()
     with suppress(ProcessLookupError):
@@ -235,6 +242,7 @@ def command_text(spec: ProcessSpec, *before: str) -> str:
     return " ".join([*env, shlex.join([*before, *spec.argv])])
 
 
-def handed_on(environ: Mapping[str, str]) -> dict[str, str]:
+def _own_settings() -> dict[str, str]:
     """Returns the launcher's PS_ variables: settings and the token, not its own rank and address."""
-    return {name: value for name, value in environ.items() if name.startswith("PS_") and name not in LAUNCHER_ENV_NAMES}
+    names = (name for name in os.environ if name.startswith("PS_") and name not in LAUNCHER_ENV_NAMES)
+    return {name: os.environ[name] for name in names}

@@ -16,7 +16,7 @@ class LocalBackend(Backend):
         """The agent, or another one if someone has killed it."""
         if not self._connections or self._connections[-1].is_lost:
             self._connection(name=THIS_MACHINE, command=agent_command()).begin()
-        return self._connections[-1], running.spec.env, "."
+        return self._connections[-1], {}, "."
 
 
 ENTRY = LocalBackend

@@ -7,25 +7,24 @@ input ends, and Ray ends everything of the job. Python and the folder have the s
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
 import shutil
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.errors import UsageError
 from ..hosts.agent import end_with
-from ..hosts.connection import MAX_LINE_BYTES, Connection, agent_command, watched
+from ..hosts.connection import Connection, agent_command, watched
 from ..hosts.ray_job import PASS
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import HOST_LOST
 from ..view.events import object_in
-from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, handed_on
+from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, start_helper
 
 
 class RayBackend(Backend):
@@ -55,11 +54,8 @@ class RayBackend(Backend):
             "command": agent_command(),
             "folder": os.path.abspath(self._site.folder),
         }
-        self._job = job = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "paramserver.launch.hosts.ray_job", json.dumps(options),
-            stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, preexec_fn=end_with(os.getpid()),
-            limit=MAX_LINE_BYTES,
-        )  # fmt: skip
+        program = (sys.executable, "-m", "paramserver.launch.hosts.ray_job")
+        self._job = job = await start_helper(*program, json.dumps(options), preexec_fn=end_with(os.getpid()))
         assert job.stdout is not None and job.stderr is not None
         errors = self._until_closed(watched(job.stderr.read()))
         reply = object_in(await job.stdout.readline())
@@ -81,8 +77,7 @@ class RayBackend(Backend):
         )
         connection.begin()
         num_threads = max(1, int(self._resources(child).get("CPU", 1)))
-        env = handed_on(os.environ) | self._threads_env(num_threads)
-        return connection, {**env, **running.spec.env}, os.path.abspath(self._site.folder)
+        return connection, self._threads_env(num_threads), os.path.abspath(self._site.folder)
 
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
         return HOST_LOST, f"its actor on {connection.name} was lost"

@@ -16,16 +16,15 @@ import re
 import shlex
 import shutil
 import subprocess
-from asyncio.subprocess import PIPE, Process
-from collections.abc import Collection, Mapping, Sequence
+from asyncio.subprocess import Process
+from collections.abc import Mapping, Sequence
 
-from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import UsageError
-from ..hosts.connection import MAX_LINE_BYTES, Connection, agent_command, watched
-from ..plan.allocation import Allocation, Place, parse_counts, place_on_nodes
+from ..hosts.connection import Connection, agent_command, watched
+from ..plan.placement import Allocation, Task, parse_counts, place_on_nodes
 from ..plan.process import Child, ProcessSpec
 from ..supervise.exits import CANNOT_START, HOST_LOST
-from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper
+from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, start_helper
 
 _STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none", "--unbuffered")
 # salloc runs this: it prints the allocation, then keeps it until the launcher is gone.
@@ -47,7 +46,7 @@ class SlurmBackend(Backend):
         super().__init__(on_line, on_exit, site)
         self._holder: Process | None = None
         self._allocation: Allocation | None = None
-        self._places: dict[Child, Place] = {}
+        self._places: dict[Child, Task] = {}
 
     async def prepare(self, specs: Sequence[ProcessSpec]) -> None:
         absent = [program for program in ("srun", "salloc", "scontrol") if shutil.which(program) is None]
@@ -69,7 +68,7 @@ class SlurmBackend(Backend):
         connection = self._connection(
             name=where.node,
             command=(*_srun(spec, where.node, self._allocation.job), *agent_command(*_STEPS_OWN, passes_on=True)),
-            env=_for_slurm(LAUNCHER_ENV_NAMES),
+            env=_for_slurm(),
             folder=self._site.folder,
             is_left_alone=True,
             on_command_line=lambda line: self._lines(running, [line] if line != _NO_BINDING else []),
@@ -78,7 +77,7 @@ class SlurmBackend(Backend):
         env = self._threads_env(where.num_threads)
         if spec.child.role != "server":
             env["PS_WORKER__LOCAL_RANK"] = str(where.local_rank)
-        return connection, {**env, **spec.env}, "."
+        return connection, env, "."
 
     def _lost(self, running: Running, connection: Connection) -> tuple[int, str]:
         step, node = connection.hello.get("step"), self._places[running.spec.child].node
@@ -107,15 +106,7 @@ class SlurmBackend(Backend):
 
     async def _allocate(self, specs: Sequence[ProcessSpec]) -> dict[str, str]:
         """Allocate a job with a task for each process, and return its variables."""
-        self._holder = holder = await asyncio.create_subprocess_exec(
-            *_salloc(len(specs)),
-            env=_for_slurm(),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            start_new_session=True,
-            limit=MAX_LINE_BYTES,
-        )
+        self._holder = holder = await start_helper(*_salloc(len(specs)), env=_for_slurm())
         assert holder.stdout is not None
         showing = self._until_closed(watched(self._show_lines(holder, specs[0].child)))
         variables: dict[str, str] = {}
@@ -140,9 +131,9 @@ class SlurmBackend(Backend):
         return "\n".join(lines)
 
 
-def _for_slurm(others: Collection[str] = ()) -> dict[str, str]:
-    """Returns the environment without `others` and the variables of a job, which srun would take for options."""
-    return {name: value for name, value in os.environ.items() if not _NOT_FOR_SRUN.match(name) and name not in others}
+def _for_slurm() -> dict[str, str]:
+    """Returns the environment without the variables of a job, which srun would take for options."""
+    return {name: value for name, value in os.environ.items() if not _NOT_FOR_SRUN.match(name)}
 
 
 def _srun(spec: ProcessSpec, node: str, job: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from ..plan.hosts import THIS_MACHINE, Host
 from ..plan.process import Child, ProcessSpec
 from ..plan.settings import code_file
 from ..view.events import object_in
-from .base import Backend, OnExit, OnLine, Running, Site, T, command_text, handed_on
+from .base import Backend, OnExit, OnLine, Running, Site, T, command_text
 
 _REACH_S = 5.0
 
@@ -92,8 +92,7 @@ class SshBackend(Backend):
     async def _agent(self, running: Running) -> tuple[Connection, Mapping[str, str], str]:
         host = self._host(running.spec)
         self._addresses[running.spec.child] = host.address or host.host
-        env = {**handed_on(os.environ), **running.spec.env}
-        return await self._connected(host), env, host.folder(self._site.folder)
+        return await self._connected(host), {}, host.folder(self._site.folder)
 
     async def close(self) -> None:
         await super().close()

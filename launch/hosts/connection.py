@@ -263,15 +263,14 @@ class Connection:
         """Read the lines of the command itself, which explain why there is no agent."""
         splitter = LineSplitter()
         async with _reading(pipe) as reader:
-            while data := await reader.read(1 << 14):
-                self._note(splitter.feed(data))
-        self._note(splitter.rest())
-
-    def _note(self, lines: list[str]) -> None:
-        for line in lines:
-            if line.strip():
-                self._last_lines.append(line.strip())
-            self.on_command_line(line)
+            while True:
+                data = await reader.read(1 << 14)
+                for line in splitter.feed(data):
+                    if line.strip():
+                        self._last_lines.append(line.strip())
+                    self.on_command_line(line)
+                if not data:
+                    break
 
     async def _watch(self, lost_after_s: float) -> None:
         """End the connection when the host is silent. Time in which this launcher stood still does not count."""

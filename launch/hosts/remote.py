@@ -12,12 +12,12 @@ from pathlib import PurePath
 from ...common.config.addresses import is_loopback, split_address
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
-from ...common.errors import AuthError, UsageError, raise_first
+from ...common.errors import AuthError, raise_first
 from ...common.registry import MODES
 from ...common.security import TOKEN_VARIABLE
+from ..backends.base import Backend
 from ..plan.hosts import THIS_MACHINE, Host, load_hosts
-from ..plan.placement import Place, num_colocated, place_processes
-from ..plan.process import Child
+from ..plan.placement import place_workers
 from ..plan.runs import Plan
 from ..plan.settings import code_file
 
@@ -60,29 +60,29 @@ def _is_command(text: str) -> bool:
         return False
 
 
-def places_of(config: Config, hosts: Sequence[Host], num_workers: int, folder: str) -> dict[Child, Place]:
-    """Returns the placement of each process, empty without hosts. Raises UsageError."""
-    if not hosts:
-        if config.launch.colocate:
-            raise UsageError("--colocate: there are no hosts to put shards on", fix="--hosts hosts.yaml")
-        return {}
-    return place_processes(
-        hosts, num_workers, config.server.shards, colocate=config.launch.colocate, folder=folder,
-        group=config.launch.group,
-    )  # fmt: skip
-
-
-def check_remote(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> None:
-    """Raise UsageError for settings that do not go together with these hosts."""
+def check_remote(resolved: Resolved, backend: type[Backend], hosts: Sequence[Host], num_workers: int) -> None:
+    """Raise UsageError for settings that do not go together with this backend and these hosts."""
     config, origins, launch = resolved.config, resolved.origins, resolved.config.launch
+    origin, spans, name = origins.get("launch.backend"), backend.spans_hosts, launch.backend or "ssh"
     path, num_shards, copies = code_file(config), config.server.shards, launch.sync_code
     num = num_shards  # by default one on each host that has workers
     if launch.colocate and hosts and resolved.was_set("server.shards"):
-        num = num_colocated(hosts, num_workers)
+        num = len({host.host for host in place_workers(hosts, num_workers)})
     raise_first(
+        (launch.hosts is not None and not backend.takes_hosts,
+         f"{origin}: backend {name} takes no hosts, and {origins.get('launch.hosts')} names some",
+         "leave one of the two out; hosts mean --backend ssh"),
+        (backend.takes_hosts and launch.hosts is None, f"{origin}: backend {name} needs hosts", "--hosts hosts.yaml"),
+        (spans and launch.serve is not None,
+         f"{origins.get('launch.serve')}: with backend {name} no host is known for ps-serve",
+         "start it where clients reach it: ps-serve --server HOST:PORT"),
+        (spans and launch.regions is not None,
+         f"{origins.get('launch.regions')}: these regions are on this machine, and backend {name} uses other machines",
+         "leave it out; hosts have a region each, region: NAME"),
         (not _is_command(launch.ssh), f"{origins.get('launch.ssh')}: {launch.ssh!r} is no command", "e.g. ssh -F FILE"),
         (num_shards != num, f"{origins.get('server.shards')}: {num_shards} shards, and --colocate means one on each "
          f"of the {num} hosts that have workers", "leave --shards out"),
+        (launch.colocate and not hosts, "--colocate: there are no hosts to put shards on", "--hosts hosts.yaml"),
         (copies and not hosts, "--sync-code: there are no hosts to copy to", "--hosts hosts.yaml"),
         (copies and path is None, f"--sync-code: task {config.task.name} is built in, there is nothing to copy",
          "leave it out, or give --task FILE.py:NAME or --script FILE.py"),
@@ -91,6 +91,8 @@ def check_remote(resolved: Resolved, hosts: Sequence[Host], num_workers: int) ->
          "start ps-launch where the file is, and name it without its directory"),
         (copies and not os.path.isfile(path or ""), f"--sync-code: no file {path}",
          "the path is relative to where you are"),
+        (launch.script is not None and not spans and not os.path.isfile(launch.script),
+         f"{origins.get('launch.script')}: no file {launch.script}", "the path is relative to where you are"),
     )  # fmt: skip
 
 

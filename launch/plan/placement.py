@@ -1,4 +1,4 @@
-"""Decides which process of a run goes to which host. Pure.
+"""Decides which process of a run goes to which host, or to which node of a Slurm job. Pure.
 
 Servers go to the first host, or in turn to the hosts with `server: true`. Workers fill the slots of the first host,
 then those of the next. With `colocate` each host with workers also has one server shard, the coordinator on the first
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ...common.errors import UsageError
 from .hosts import THIS_MACHINE, Host
-from .process import Child
+from .process import Child, ProcessSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +49,15 @@ def place_servers(hosts: Sequence[Host], num_shards: int) -> list[Host]:
     return [chosen[shard % len(chosen)] for shard in range(num_shards)]
 
 
-def num_colocated(hosts: Sequence[Host], num_workers: int) -> int:
-    """Returns the number of shards with `colocate`."""
-    return len(dict.fromkeys(host.host for host in place_workers(hosts, num_workers)))
-
-
 def place_processes(
     hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str, group: int = 1
 ) -> dict[Child, Place]:
-    """Returns the placement of every process. Raises UsageError.
+    """Returns the placement of every process, empty without hosts. Raises UsageError.
 
     `folder`: where the launcher was started. `group`: processes of each worker, which take as many devices.
     """
+    if not hosts:
+        return {}
     workers = place_workers(hosts, num_workers)
     servers = list({host.host: host for host in workers}.values())
     if not colocate:
@@ -116,3 +113,63 @@ def check_addresses(servers: Sequence[Host], workers: Sequence[Host]) -> None:
                 f"servers on {THIS_MACHINE}: {elsewhere} could not find them by that name",
                 fix="give the entry an address that the other hosts can reach, address: 10.0.0.1",
             )
+
+
+# ---- the nodes of a Slurm job
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a job, with the number of its tasks and cores on each."""
+
+    job: str
+    nodes: tuple[str, ...]
+    tasks: tuple[int, ...]
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where a process runs in a job: the node, and its number among the node's workers."""
+
+    node: str
+    local_rank: int
+    num_threads: int
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Returns a number for each node: `4,1(x2)` is 4, 1, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        number, _, times = part.partition("(x")
+        counts += [int(number)] * int(times.rstrip(")") or 1)
+    return tuple(counts)
+
+
+def place_on_nodes(specs: Sequence[ProcessSpec], allocation: Allocation) -> dict[Child, Task]:
+    """Returns the placement of each process: servers on the nodes in turn, workers in the tasks of node after node.
+
+    Each server takes a task where there are enough. Raises UsageError for fewer tasks than workers.
+    """
+    servers = [spec.child for spec in specs if spec.child.role == "server"]
+    workers = [spec.child for spec in specs if spec.child.role != "server"]
+    chosen = {child: index % len(allocation.nodes) for index, child in enumerate(servers)}
+    free = list(allocation.tasks)
+    if sum(free) >= len(specs):
+        taken = Counter(chosen.values())
+        free = [max(0, tasks - taken[index]) for index, tasks in enumerate(free)]
+    slots = [index for index, tasks in enumerate(free) for _ in range(tasks)]
+    if len(slots) < len(workers):
+        raise UsageError(
+            f"{len(workers)} workers need a task each, but job {allocation.job} has {sum(allocation.tasks)} tasks",
+            fix=f"ask for more, salloc -n {len(specs)}, or -n {len(slots)} here",
+        )
+    chosen |= dict(zip(workers, slots, strict=False))
+    here = Counter(chosen.values())
+    seen: Counter[int] = Counter()
+    places = {}
+    for child, index in chosen.items():
+        num_threads = max(1, allocation.cores[index] // here[index])
+        places[child] = Task(allocation.nodes[index], seen[index], num_threads)
+        seen[index] += child.role != "server"
+    return places

@@ -17,18 +17,15 @@ from ...common.errors import raise_first
 from ...common.registry import MODES
 from .hosts import Host
 from .placement import place_workers
-from .settings import is_flag, value_of
+from .process import Child
+from .settings import LEAVES, is_flag, turned_off, value_of
 
 # Settings of the server above only, and settings that have no effect in a relay.
-_NOT_FOR_RELAYS = (
-    "output.save", "output.history", "output.curve", "output.summary", "output.best_weights", "output.track",
-    "output.save_averaged", "output.store", "checkpoint.dir", "checkpoint.every_steps", "checkpoint.every_s",
-    "checkpoint.resume", "server.web", "server.metrics", "store.polyak",
-)  # fmt: skip
+_NOT_FOR_RELAYS = (*LEAVES, "server.web", "store.polyak")
 
 
-def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> dict[str, range]:
-    """Returns the numbers of each region's workers; empty for a single region. Raises UsageError."""
+def relays_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> dict[Child, range]:
+    """Returns the relay of each region, and the numbers of its workers; none for a single region. Raises UsageError."""
     origins, num = resolved.origins, resolved.config.launch.regions
     sizes = Counter(dict.fromkeys((host.region for host in hosts if host.region), 0))
     without = [host.host for host in hosts if not host.region]
@@ -50,8 +47,9 @@ def regions_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> d
     empty = next((name for name, size in sizes.items() if not size), None)
     problem = f"region {empty} has no worker: {num_workers} workers fill the regions before it"
     raise_first((empty, problem, f"-n {sum(host.slots for host in hosts)}, or fewer slots in hosts.yaml"))
+    relays = (Child("server", rank, name) for rank, name in enumerate(sizes, 1))
     ends = accumulate(sizes.values())
-    return {name: range(end - sizes[name], end) for name, end in zip(sizes, ends, strict=True)}
+    return {relay: range(end - sizes[relay.region], end) for relay, end in zip(relays, ends, strict=True)}
 
 
 def mode_above(config: Config, mode: str) -> str:
@@ -59,11 +57,11 @@ def mode_above(config: Config, mode: str) -> str:
     return config.upstream.mode if config.upstream.every else mode
 
 
-def check_regions(resolved: Resolved, modes: Sequence[str], regions: Mapping[str, range]) -> None:
+def check_regions(resolved: Resolved, modes: Sequence[str], num_regions: int) -> None:
     """Raise UsageError for settings or modes that do not go together with these regions."""
     config, origins = resolved.config, resolved.origins
     every = config.upstream.every
-    also, steps = f"together with {len(regions)} regions", origins.get("policy.local_steps", "")
+    also, steps = f"together with {num_regions} regions", origins.get("policy.local_steps", "")
     raise_first(
         (resolved.was_set("upstream.mode") and not every,
          f"{origins.get('upstream.mode')}: without --upstream-every K the run above has the mode of the regions",
@@ -86,9 +84,8 @@ def settings_above(config: Config, mode: str, settings: Mapping[str, Any], num_r
 
 def settings_of_relays(config: Config, mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that all relays have, from those of all servers."""
-    lacks = {key: value_of(config, key) for key in _NOT_FOR_RELAYS}
-    none = {key: False if isinstance(value, bool) else None for key, value in lacks.items() if value or key in settings}
-    return {**of_mode(mode, settings, [])[0], **none}
+    lacks = [key for key in _NOT_FOR_RELAYS if value_of(config, key) or key in settings]
+    return {**of_mode(mode, settings, [])[0], **turned_off(config, lacks)}
 
 
 def settings_of_size(config: Config, num_workers: int) -> dict[str, Any]:

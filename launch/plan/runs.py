@@ -81,7 +81,7 @@ class Machine:
     exists: Callable[[str], bool] = lambda path: False
     spans_hosts: bool = False  # processes may land on other machines
     places: Mapping[Child, Place] = field(default_factory=dict)  # of processes whose host is known beforehand
-    regions: Mapping[str, range] = field(default_factory=dict)  # the workers of each; several, or none
+    relays: Mapping[Child, range] = field(default_factory=dict)  # of each region, with its workers; several, or none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +105,7 @@ class Plan:
     worker_env: Mapping[str, str]
     identities: Mapping[Child, Mapping[str, Any]]  # certificate settings that differ from the configured ones
     places: Mapping[Child, Place]
-    regions: Mapping[str, range]
-
-    @property
-    def relays(self) -> dict[Child, range]:
-        """The relay of each region, and the ranks of its workers among all workers."""
-        return {Child("server", rank, name): self.regions[name] for rank, name in enumerate(self.regions, 1)}
+    relays: Mapping[Child, range]  # of each region, with the ranks of its workers among all workers
 
     def server_of(self, child: Child) -> Child:
         """Returns the server that a process connects to."""
@@ -308,9 +303,9 @@ class Plan:
 def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Plan]:
     """Returns a plan for each mode and seed. The configuration must name `run.workers`. Raises UsageError."""
     check_together(resolved, request.modes, request.script_args)
-    check_regions(resolved, [mode for mode in request.modes if mode != SINGLE], machine.regions)
+    check_regions(resolved, [mode for mode in request.modes if mode != SINGLE], len(machine.relays))
     for mode in request.modes if len(request.modes) == 1 else [mode for mode in request.modes if mode != SINGLE]:
-        check(chosen(resolved, mode, len(machine.regions)))
+        check(chosen(resolved, mode, len(machine.relays)))
         if mode != SINGLE:
             check_values(resolved.config, mode)
     run, num_seeds = resolved.config.run, resolved.config.launch.seeds
@@ -326,9 +321,9 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     several, label = num_runs > 1, mode if seed is None else f"{mode}-seed{seed}"
     paths = {key: own_path(value_of(config, key), label, num_runs) for key in _OWN_PATHS}
     settings = passed_settings(resolved, with_files=machine.spans_hosts)
-    regions = machine.regions if mode != SINGLE else {}
+    relays = machine.relays if mode != SINGLE else {}
     num_servers = sum(child.role == SERVER.role for child in machine.places)
-    num_shards = num_servers - len(machine.regions) if machine.places else config.server.shards
+    num_shards = num_servers - len(machine.relays) if machine.places else config.server.shards
     settings["run.workers"] = num_workers
     is_script = config.launch.script is not None
     if not is_script and config.run.task_steps != config.run.steps:
@@ -367,9 +362,9 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     if group > 1:
         worker_argv = (*PROGRAMS["group"], str(group), *worker_argv)
         worker_env = worker_env | {variable("worker.group"): "true"}
-    above = settings_above(config, mode, settings, len(regions)) if regions else settings
-    relays = settings_of_relays(config, mode, settings) if regions else {}
-    num_servers = num_shards + len(regions)
+    above = settings_above(config, mode, settings, len(relays)) if relays else settings
+    of_relays = settings_of_relays(config, mode, settings) if relays else {}
+    num_servers = num_shards + len(relays)
     return Plan(
         mode=mode,
         seed=seed,
@@ -382,34 +377,32 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         summary=config.output.summary if machine.spans_hosts and not several else None,
         listen=listen_address(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts),
         server_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, above)),
-        relay_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, relays)),
+        relay_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, of_relays)),
         server_env=env | (_thread_env(config, machine, num_servers) if num_servers > 1 else {}),
         worker_argv=(machine.python, *worker_argv),
         worker_env=worker_env | _thread_env(config, machine, num_workers * group),
-        identities=_identities(config, children, machine, regions),
+        identities=_identities(config, children, machine, relays),
         places=machine.places,
-        regions=regions,
+        relays=relays,
     )
 
 
 def _identities(
-    config: Config, children: list[Child], machine: Machine, regions: Mapping[str, range]
+    config: Config, children: list[Child], machine: Machine, relays: Mapping[Child, range]
 ) -> dict[Child, dict[str, Any]]:
     """Returns the certificate settings of each process. A relay is also a worker, of its region's rank.
 
     A worker of a region shows the rank that it has there.
     """
     security, exists = config.security, machine.exists
-    local = {rank: at for workers in regions.values() for at, rank in enumerate(workers)}
+    local = {rank: at for workers in relays.values() for at, rank in enumerate(workers)}
     found = {}
     for child in children:
         at = local.get(child.rank, child.rank) if child.role == "worker" else child.rank
         found[child] = own_identity(security, dataclasses.replace(child, rank=at), exists)
-    for rank, region in enumerate(regions if security.mutual else ()):
-        above = own_identity(security, Child("worker", rank), exists)
-        found[Child(SERVER.role, rank + 1, region)] = {
-            key.replace("security", "upstream"): path for key, path in above.items()
-        }
+    for relay in relays if security.mutual else ():
+        above = own_identity(security, Child("worker", relay.rank - 1), exists)
+        found[relay] = {key.replace("security", "upstream"): path for key, path in above.items()}
     return found
 
 

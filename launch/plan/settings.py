@@ -7,7 +7,7 @@ all. Each of several shards then has `shard-N.crt`, and ps-serve `serve.crt`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -26,6 +26,12 @@ SINGLE = "single"  # not a mode of the server: one worker and no server
 DEFAULT_HOST = DEFAULT_ADDRESS.rpartition(":")[0]
 # Sections that the launcher does not pass on. Children log JSON, with the events that the launcher needs.
 _NOT_PASSED_ON = ("launch.", "log.")
+# By these a server leaves something behind, or begins from something that another run has left.
+LEAVES = (
+    "output.save", "output.history", "output.curve", "output.summary", "output.best_weights", "output.track",
+    "output.save_averaged", "output.store", "checkpoint.dir", "checkpoint.every_steps", "checkpoint.every_s",
+    "checkpoint.resume", "server.metrics",
+)  # fmt: skip
 # The launcher gives each server of a job its own.
 _OF_ONE_SERVER = (
     "server.shard",
@@ -165,6 +171,11 @@ def value_of(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
+
+
+def turned_off(config: Config, keys: Iterable[str]) -> dict[str, bool | None]:
+    """Returns the values that turn these settings off."""
+    return {key: False if isinstance(value_of(config, key), bool) else None for key in keys}
 
 
 def own_path(path: str | None, mode: str, num_modes: int) -> str | None:

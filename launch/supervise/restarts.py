@@ -43,13 +43,6 @@ _ASKED_TO_END = frozenset({130, 143, -2, -15})
 _CANNOT_LISTEN = 10
 
 
-class Attempt(NamedTuple):
-    """The next restart."""
-
-    number: int  # from 1
-    in_s: float
-
-
 class Failure(NamedTuple):
     """A process that failed, and how, as a phrase."""
 
@@ -106,14 +99,13 @@ class Restarts:
         last = next(reversed(self._raised.get(child, [])), None)
         return last is not None and last.kind == raised.kind
 
-    def next(self, child: Child) -> Attempt | None:
-        """Take one restart from the child's budget, None if it is spent."""
+    def next(self, child: Child) -> float | None:
+        """Take one restart from the child's budget. Returns in how many seconds, None if the budget is spent."""
         if self.num_restarts[child] >= self._max_restarts:
             return None
         self.num_restarts[child] += 1
-        number = self.num_restarts[child]
         # The exponent is bounded, because 2.0 ** 2000 is an error and a budget may be as large.
-        return Attempt(number, min(MAX_BACKOFF_S, self._backoff_s * 2.0 ** min(number - 1, 60)))
+        return min(MAX_BACKOFF_S, self._backoff_s * 2.0 ** min(self.num_restarts[child] - 1, 60))
 
     @property
     def first(self) -> Failure:

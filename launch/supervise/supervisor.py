@@ -29,10 +29,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ...common.reporting.summary import Summary
 from ..plan.process import SERVE, SERVER, Child
 from .blame import Raised
 from .exits import BUDGET_SPENT, UNREACHABLE, USAGE, describe_exit, signal_name
-from .restarts import Attempt, Failure, Restarts, can_mend
+from .restarts import Failure, Restarts, can_mend
 
 # A server whose workers are done only writes its results. It is asked to end soon, because a script may exit without
 # leaving, and killed late, because large weights take a while.
@@ -70,9 +71,10 @@ class Start(_Step):
 
 @dataclass(frozen=True)
 class Restart(_Step):
-    """A Start of the process follows in `attempt.in_s` seconds; nothing to do yet."""
+    """A Start of the process follows in `in_s` seconds; nothing to do yet."""
 
-    attempt: Attempt
+    in_s: float
+    number: int  # of this restart, from 1
     max_restarts: int
 
 
@@ -91,6 +93,7 @@ class Finish:
     exit_code: int
     reason: str
     culprit: Child | None = None  # whose failure ended it
+    summary: Summary | None = None  # the results that the run has reported, added by the caller
 
 
 Decision = Start | Restart | Terminate | Kill | Finish
@@ -104,15 +107,6 @@ _IS_NO_GROUP = (
     "change three lines (README), or start the script with torchrun"
 )
 _COMPLETE = Finish(0, "the server ended with exit code 0: the run is complete")
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A restart at `due`, and the job's end if it never happens."""
-
-    due: float
-    attempt: Attempt
-    otherwise: Finish
 
 
 @dataclass(kw_only=True, eq=False)
@@ -140,7 +134,7 @@ class Supervisor:
         self._serve = [SERVE] if self.has_serve else []
         self._states = dict.fromkeys([*self._servers, *self._workers, *self._serve], State.PLANNED)
         self._restarts = Restarts(self.max_restarts, self.backoff_s)
-        self._pending: dict[Child, _Pending] = {}
+        self._pending: dict[Child, tuple[float, Finish]] = {}  # when it restarts, and the job's end if it never does
         self._evicted: set[Child] = set()
         self._has_joined = False  # any worker, ever
         self._is_out: dict[Child, Finish] = {}  # failed and not admitted again, with the job's end if that stays so
@@ -152,7 +146,7 @@ class Supervisor:
     def deadline(self) -> float | None:
         if self._patience is not None:
             return self._patience
-        return min((pending.due for pending in self._pending.values()), default=None)
+        return min((due for due, _ in self._pending.values()), default=None)
 
     def begin(self, now: float) -> list[Decision]:
         """Start the first processes."""
@@ -245,7 +239,7 @@ class Supervisor:
             shards = [server for server in self._servers if server not in self.relays]
             down = next((server for server in shards if server in self._pending), None)
             if down is not None:  # it would have no worker to serve
-                return self._drain(self._pending[down].otherwise, now)
+                return self._drain(self._pending[down][1], now)
             self._give_up_restarts()
             self.phase, self._patience = Phase.ENDING, now + _SERVER_END_S
         return [*ending, *self._finish_when_empty()]
@@ -255,10 +249,10 @@ class Supervisor:
         failure = Failure(SERVE, describe_exit(code))
         self._restarts.failed(failure, now)
         may_restart = self.phase is Phase.RUNNING and can_mend(SERVE, code, has_listened=False)
-        attempt = self._restarts.next(SERVE) if may_restart else None
-        if attempt is None:
+        in_s = self._restarts.next(SERVE) if may_restart else None
+        if in_s is None:
             return self._finish_when_empty()
-        return [self._restart(failure, attempt, _COMPLETE, now)]
+        return [self._restart(failure, in_s, _COMPLETE, now)]
 
     def interrupt(self, signal_number: int, now: float) -> list[Decision]:
         """The launcher got SIGINT, SIGTERM or the like: the first one drains, the next one kills."""
@@ -271,10 +265,10 @@ class Supervisor:
     def tick(self, now: float) -> list[Decision]:
         """Time has passed; does nothing before `deadline`."""
         decisions: list[Decision] = []
-        for child, pending in list(self._pending.items()):
-            if now >= pending.due:
+        for child, (due, _) in list(self._pending.items()):
+            if now >= due:
                 del self._pending[child]
-                number = pending.attempt.number
+                number = self._restarts.num_restarts[child]
                 decisions.append(self._start(child, f"restart {number} of {self.max_restarts}", now))
         if self._patience is None or now < self._patience:
             return decisions
@@ -333,21 +327,22 @@ class Supervisor:
             is_up = self.phase is Phase.RUNNING
             hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""
             return self._drain(self._final(exit_code, failure, hint), now)
-        attempt = self._restarts.next(child)
-        if attempt is None:
+        in_s = self._restarts.next(child)
+        if in_s is None:
             times = "once" if self.max_restarts == 1 else f"{self.max_restarts} times"
             spent = f"; it had been started again {times}, as often as launch.max_restarts allows"
             return self._drain(self._final(BUDGET_SPENT, failure, spent), now)
         if child != SERVER:
             self._is_out[child] = final
-        return [self._restart(failure, attempt, final, now)]
+        return [self._restart(failure, in_s, final, now)]
 
-    def _restart(self, failure: Failure, attempt: Attempt, otherwise: Finish, now: float) -> Restart:
+    def _restart(self, failure: Failure, in_s: float, otherwise: Finish, now: float) -> Restart:
         """Start the process again later. `otherwise`: the job's end if that never happens."""
-        self._states[failure.child] = State.WAITING
-        self._pending[failure.child] = _Pending(now + attempt.in_s, attempt, otherwise)
-        reason = f"{failure}; started again in {attempt.in_s:g} s (restart {attempt.number} of {self.max_restarts})"
-        return Restart(failure.child, reason, attempt, self.max_restarts)
+        child, number = failure.child, self._restarts.num_restarts[failure.child]
+        self._states[child] = State.WAITING
+        self._pending[child] = now + in_s, otherwise
+        reason = f"{failure}; started again in {in_s:g} s (restart {number} of {self.max_restarts})"
+        return Restart(child, reason, in_s, number, self.max_restarts)
 
     def _may_restart(self, child: Child, code: int) -> bool:
         """Whether a restart may help. A budget of 0 means that no restarts are wanted."""

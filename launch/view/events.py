@@ -33,16 +33,12 @@ class LineSplitter:
         self._partial = b""
 
     def feed(self, data: bytes) -> list[str]:
+        """Returns the lines that are complete. Empty data are the end, which completes the last line."""
         *complete, self._partial = (self._partial + data).split(b"\n")
-        if len(self._partial) > _MAX_LINE_BYTES:
+        if len(self._partial) > (_MAX_LINE_BYTES if data else 0):
             complete.append(self._partial)
             self._partial = b""
         return [_text(line) for line in complete]
-
-    def rest(self) -> list[str]:
-        """Returns the last line, if it has no end."""
-        partial, self._partial = self._partial, b""
-        return [_text(partial)] if partial else []
 
 
 def _text(line: bytes) -> str:
@@ -68,9 +64,26 @@ class Event:
         """The run's status; None in other events, and where the fields are not a status's."""
         return Status.parse(self.fields) if self.name == "status" else None
 
+    @property
+    def text(self) -> str:
+        """`joined rank=0 reason='first of 4'`; an exception's traceback is on the lines below."""
+        fields = {name: value for name, value in self.fields.items() if name != "exception"}
+        words = [self.name, *(f"{name}={_value_text(value)}" for name, value in fields.items())]
+        if self.level in ("warning", "error", "critical"):
+            words.insert(0, f"{self.level}:")
+        traceback = self.fields.get("exception")
+        return " ".join(words) + (f"\n{traceback}" if traceback else "")
+
     def is_at_least(self, level: str) -> bool:
         """Whether it is as important as `level`; a level of someone else's making always is."""
         return self.level not in _LEVELS or _LEVELS.index(self.level) >= _LEVELS.index(level)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return repr(text) if (isinstance(value, str) and (" " in text or not text)) or not text.isprintable() else text
 
 
 def object_in(line: str | bytes) -> dict[str, Any]:

@@ -7,38 +7,78 @@ and shows nothing more: the job must end.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
 from ...common.config.cli import discard_from_now_on
-from ...common.config.schema import Config
-from ...common.reporting.panel import live_panel
+from ...common.reporting.panel import RANK_COLOURS, live_panel
+from ...common.reporting.pictures.words import about
 from ...common.reporting.report import PipeConsole, status_line
 from ...common.reporting.status import Status
-from ...common.security import WEB_TOKEN_VARIABLE
+from ...common.reporting.worker_logs import MAX_LINES, log_file
+from ...common.security import WEB_LOGS_VARIABLE, WEB_TOKEN_VARIABLE
 from ...common.wire.json_text import to_json
 from ..plan.process import Child
 from ..supervise.supervisor import Finish
 from .events import Event, object_in
-from .text import Series, child_line
 
 _MAX_LINES_HELD = 200
 _NUM_LAST_LINES = 20  # of each process
+_LEVEL_STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
 
 
+def child_line(child: Child, line: str, event: Event | None, host: str = "") -> Text:
+    """`[worker 2] ...`, or `[worker 2 on gpu1] ...`: an event as `name key=value`, any other line unchanged."""
+    style = "bold" if child.role != "worker" else RANK_COLOURS[child.rank % len(RANK_COLOURS)]
+    prefix = (f"[{child} on {host}] " if host else f"[{child}] ", style)
+    if event is None:
+        return Text.assemble(prefix, Text.from_ansi(line))
+    return Text.assemble(prefix, (event.text, _LEVEL_STYLES.get(event.level, "")))
+
+
+@dataclass(frozen=True)
+class Series:
+    """Run `number` of `num_runs`; `took_s`: seconds of the runs before it."""
+
+    number: int = 1
+    num_runs: int = 1
+    took_s: Sequence[float] = ()
+
+    def text(self, run_s: float = 0.0, eta_s: float | None = None) -> str:
+        """Returns `run 5 of 14, about 3 min to go`, empty for a single run.
+
+        `run_s`, `eta_s`: seconds over and left of this run, None if unknown. Later runs are estimated by the mean of
+        earlier ones, or by this one.
+        """
+        if self.num_runs == 1:
+            return ""
+        name, later = f"run {self.number} of {self.num_runs}", self.num_runs - self.number
+        if not self.took_s and eta_s is None:
+            return name
+        each = sum(self.took_s) / len(self.took_s) if self.took_s else run_s + (eta_s or 0.0)
+        left = max(0.0, each - run_s) if eta_s is None else eta_s
+        return f"{name}, about {about(left + later * each)} to go"
+
+
+@dataclass(eq=False)
 class Screen:
     """Shows one run on standard error, until that is gone: lines, and a status line at most every `interval_s`."""
 
-    def __init__(
-        self, hosts: Mapping[Child, str], on_lost: Callable[[], None], interval_s: float = 2.0,
-        series: Series = Series(),
-    ) -> None:  # fmt: skip
-        self._hosts, self._on_lost, self._interval_s, self._series = hosts, on_lost, interval_s, series
+    hosts: Mapping[Child, str]
+    on_lost: Callable[[], None]  # called once nobody reads the output
+    interval_s: float = 2.0
+    series: Series = field(default_factory=Series)
+
+    def __post_init__(self) -> None:
         self._is_lost = False
         self._console = PipeConsole(stderr=True)
         self._shown, self._shown_at = "", float("-inf")
@@ -47,11 +87,12 @@ class Screen:
 
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         """Show what the launcher did or found. `fields`: the same for programs."""
-        style = {"warning": "yellow", "error": "bold red"}.get(level, "bold")
+        style = _LEVEL_STYLES.get(level, "bold")
         self._print(Text.assemble(("ps-launch: ", style), sentence))
 
-    def page(self, address: str, token: str | None) -> None:
+    def page(self, address: str) -> None:
         """Show a page's address, with its token to the person at a terminal only: other output is stored."""
+        token = os.environ.get(WEB_TOKEN_VARIABLE)
         if sys.stderr.isatty() and token:  # the console may believe so of a file, by FORCE_COLOR
             address += f"?token={token}"
         elif token:
@@ -64,7 +105,7 @@ class Screen:
             num = event.get("workers")
             self.note(event.name, "1 worker joined" if num == 1 else f"{num} workers joined")
             return
-        text = child_line(child, line, event, self._hosts.get(child, ""))
+        text = child_line(child, line, event, self.hosts.get(child, ""))
         self._num_lines += 1
         self._last_lines.setdefault(child, deque(maxlen=_NUM_LAST_LINES)).append((self._num_lines, text))
         self._print_line(text)
@@ -73,17 +114,17 @@ class Screen:
         """Show the run's status; `line`: as reported."""
         # A tenth early is in time: the server's interval and this one have no common clock.
         text = status_line(status, self._job(status))
-        if now - self._shown_at >= 0.9 * self._interval_s and text != self._shown:
+        if now - self._shown_at >= 0.9 * self.interval_s and text != self._shown:
             self._print(Text(text))
             self._shown, self._shown_at = text, now
 
     def _job(self, status: Status) -> str:
-        return self._series.text(status.elapsed_s, status.eta_s)
+        return self.series.text(status.elapsed_s, status.eta_s)
 
     def is_down(self, child: Child) -> None:
         """The process whose status is shown has ended."""
 
-    def tick(self, now: float) -> None:
+    def tick(self) -> None:
         """Refresh the screen."""
 
     def failure(self, finish: Finish) -> None:
@@ -114,25 +155,14 @@ class Screen:
         except OSError:  # EPIPE, or EIO from a terminal that was closed
             self._is_lost = True
             discard_from_now_on(2)
-            self._on_lost()
-
-
-def make_screen(
-    config: Config, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series = Series()
-) -> Screen:
-    """Returns the screen for the output. `on_lost`: called once nobody reads it. `series`: the run's position."""
-    if config.log.format == "json":
-        return JsonScreen(hosts, on_lost)
-    if sys.stderr.isatty():
-        return LiveScreen(hosts, on_lost, series)
-    return Screen(hosts, on_lost, config.launch.status_interval_s, series)
+            self.on_lost()
 
 
 class LiveScreen(Screen):
     """A terminal: lines scroll above a table that stays."""
 
-    def __init__(self, hosts: Mapping[Child, str], on_lost: Callable[[], None], series: Series = Series()) -> None:
-        super().__init__(hosts, on_lost, series=series)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._latest: Status | None = None
         self._is_drawn = True
         self._lines: list[Text] = []  # not yet shown
@@ -159,7 +189,7 @@ class LiveScreen(Screen):
         if self._latest is not None and not is_over:
             self._latest, self._is_drawn = self._latest.model_copy(update={"waiting": f"the {child} is down"}), False
 
-    def tick(self, now: float) -> None:
+    def tick(self) -> None:
         self._flush()
         if not self._is_drawn:
             self._show(self._live.refresh)
@@ -185,12 +215,12 @@ class JsonScreen(Screen):
     def note(self, event: str, sentence: str, level: str = "info", **fields: object) -> None:
         self._write({"event": event, "reason": sentence, "level": level, "program": "ps-launch", **fields})
 
-    def page(self, address: str, token: str | None) -> None:
+    def page(self, address: str) -> None:
         pass  # the event `dashboard` of the server has the address
 
     def line(self, child: Child, line: str, event: Event | None) -> None:
         origin: dict[str, Any] = {"role": child.role, "rank": child.rank}
-        origin |= {"host": self._hosts[child]} if child in self._hosts else {}
+        origin |= {"host": self.hosts[child]} if child in self.hosts else {}
         fields = object_in(line) if event is not None else {"event": "output", "line": line}
         self._write({**fields, **origin, "rank": fields.get("rank", child.rank)})
 
@@ -200,3 +230,29 @@ class JsonScreen(Screen):
     def _write(self, fields: dict[str, Any]) -> None:
         text = to_json({"timestamp": time.time(), **fields})
         self._show(lambda: print(text, file=sys.stderr, flush=True))
+
+
+class WorkerLogs:
+    """A file for each worker, in the folder that the environment names; without one, nothing."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get(WEB_LOGS_VARIABLE)
+        self._folder = Path(folder) if folder else None
+        self._lines: dict[int, deque[str]] = {}
+        self._num_written: dict[int, int] = {}  # lines in the file
+        if self._folder is not None:
+            for file in self._folder.glob("*"):  # of the run before
+                file.unlink(missing_ok=True)
+
+    def add(self, child: Child, line: str, event: Event | None) -> None:
+        """Append a line. A file that is twice as long as what is shown is written anew."""
+        if self._folder is None or child.role != "worker":
+            return
+        text = line if event is None else event.text
+        lines = self._lines.setdefault(child.rank, deque(maxlen=MAX_LINES))
+        lines.append(text)
+        num = self._num_written.get(child.rank, 2 * MAX_LINES) + 1
+        is_anew = num > 2 * MAX_LINES
+        with suppress(OSError), log_file(self._folder, child.rank).open("w" if is_anew else "a") as file:
+            file.write("".join(f"{line}\n" for line in (lines if is_anew else [text])))
+            self._num_written[child.rank] = len(lines) if is_anew else num

@@ -22,7 +22,7 @@ from paramserver.common.security import (
     shows_token,
     warn_of_readable_secrets,
 )
-from paramserver.launch.certs.authority import issue, make_ca
+from paramserver.launch.certs.kit import issue, make_ca
 
 SECRET = "s3cret-of-this-test"
 tokens = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=200)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from paramserver.common.errors import UsageError
-from paramserver.launch.plan.allocation import Allocation, Place, parse_counts, place_on_nodes
+from paramserver.launch.plan.placement import Allocation, Task, parse_counts, place_on_nodes
 from paramserver.launch.plan.process import SERVER, Child, ProcessSpec
 from paramserver.tests.cluster import Process
 from paramserver.tests.engines.conftest import EngineRun
@@ -44,8 +44,8 @@ def test_workers_fill_node_after_node_and_leave_the_server_a_task() -> None:
     allocation = Allocation("7", ("a", "b"), tasks=(3, 3), cores=(8, 4))
     places = place_on_nodes([spec(SERVER), *map(spec, WORKERS)], allocation)
     assert places == {
-        SERVER: Place("a", 0, 2), WORKERS[0]: Place("a", 0, 2), WORKERS[1]: Place("a", 1, 2),
-        WORKERS[2]: Place("b", 0, 1), WORKERS[3]: Place("b", 1, 1), WORKERS[4]: Place("b", 2, 1),
+        SERVER: Task("a", 0, 2), WORKERS[0]: Task("a", 0, 2), WORKERS[1]: Task("a", 1, 2),
+        WORKERS[2]: Task("b", 0, 1), WORKERS[3]: Task("b", 1, 1), WORKERS[4]: Task("b", 2, 1),
     }  # fmt: skip
 
 

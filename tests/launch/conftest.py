@@ -228,8 +228,8 @@ def _show(decisions: list[Decision]) -> str:
     words = []
     for decision in decisions:
         match decision:
-            case Restart(child, _, attempt, of):
-                words.append(f"await {child} for {attempt.in_s:g} s, restart {attempt.number} of {of}")
+            case Restart(child, _, in_s, number, of):
+                words.append(f"await {child} for {in_s:g} s, restart {number} of {of}")
             case Finish(code):
                 words.append(f"finish {code}")
             case _:

@@ -88,7 +88,7 @@ def test_a_lost_connection_after_a_long_time_is_another_failure() -> None:
     lost = Raised("ConnectionError: reset by peer", "train.py, line 9")
     for now in (1.0, 70 * 3600.0):
         (restart,) = supervisor.exited(W0, 1, now, lost)
-        assert isinstance(restart, Restart) and restart.attempt.number == 1
+        assert isinstance(restart, Restart) and restart.number == 1
         supervisor.tick(now + 1.0)
     assert {type(decision) for decision in supervisor.exited(W0, 1, 70 * 3600.0 + 2.0, lost)} == {Terminate}
 

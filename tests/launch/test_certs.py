@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.common.security import facts_of
-from paramserver.launch.certs.authority import host_name, issue, make_ca
+from paramserver.launch.certs.kit import host_name, issue, make_ca
 from paramserver.launch.certs.main import app
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import AuthError, UsageError
+from paramserver.launch.backends.ssh import SshBackend
 from paramserver.launch.hosts.agent import Agent
 from paramserver.launch.hosts.remote import check_exposure, check_remote, listen_of
 from paramserver.launch.plan.hosts import Host, load_hosts, text_with_regions
@@ -335,8 +336,9 @@ def test_an_open_address_in_the_clear_needs_insecure(
     ],
 )
 def test_settings_that_do_not_go_together(flags: dict[str, Any], words: str, tmp_path: Path) -> None:
+    resolved = load_config(None, {"launch.hosts": "hosts.yaml", **flags}, [], {})
     with pytest.raises(UsageError, match=words):
-        check_remote(load_config(None, flags, [], {}), hosts_of(tmp_path, TWO), 3)
+        check_remote(resolved, SshBackend, hosts_of(tmp_path, TWO), 3)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from paramserver.common.reporting.summary import Summary
 from paramserver.launch.plan.hosts import load_hosts
 from paramserver.launch.plan.placement import place_processes
 from paramserver.launch.plan.process import SERVER, Child, ProcessSpec
-from paramserver.launch.plan.relays import regions_of
+from paramserver.launch.plan.relays import relays_of
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 from paramserver.launch.supervise.supervisor import Finish, Kill, Restart, Start, Supervisor, Terminate
 
@@ -38,10 +38,10 @@ def resolve(*sets: str, **flags: Any) -> Resolved:
 
 def plans_of(resolved: Resolved, *modes: str, hosts: Any = (), exists: Any = lambda path: False) -> list[Plan]:
     config, num_workers = resolved.config, resolved.config.run.workers or 0
-    regions = regions_of(resolved, hosts, num_workers)
-    places = place_processes(hosts, num_workers, 1, colocate=False, folder=".") if hosts else {}
+    relays = relays_of(resolved, hosts, num_workers)
+    places = place_processes(hosts, num_workers, 1, colocate=False, folder=".")
     machine = Machine(
-        python="python", num_cores=8, spans_hosts=bool(hosts), places=places, regions=regions, exists=exists
+        python="python", num_cores=8, spans_hosts=bool(hosts), places=places, relays=relays, exists=exists
     )
     return plan_runs(resolved, Request(modes=modes or (config.run.mode,)), machine)
 

@@ -24,8 +24,7 @@ from paramserver.common.reporting.summary import Summary
 from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.supervise.supervisor import Finish
 from paramserver.launch.view.events import LineSplitter, parse_event
-from paramserver.launch.view.screen import LiveScreen, Screen
-from paramserver.launch.view.text import Series, child_line
+from paramserver.launch.view.screen import LiveScreen, Screen, Series, child_line
 
 WORKER_2 = Child("worker", 2)
 STATUS = {
@@ -177,8 +176,8 @@ def test_lines_come_whole_however_the_bytes_come() -> None:
     splitter = LineSplitter()
     data = "one\ntw\u00f6\r\n 10%\r 20%\nlast".encode()
     lines = [line for index in range(len(data)) for line in splitter.feed(data[index : index + 1])]
-    assert lines + splitter.rest() == ["one", "tw\u00f6", " 20%", "last"]
-    assert splitter.rest() == []
+    assert lines + splitter.feed(b"") == ["one", "tw\u00f6", " 20%", "last"]
+    assert splitter.feed(b"") == []
     assert sum(len(line) for line in splitter.feed(b"x" * 3_000_000)) == 3_000_000  # never kept for ever
 
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paramserver.common.security import Credentials
 from paramserver.common.wire.protocol import SERVICE
-from paramserver.launch.certs.authority import issue
+from paramserver.launch.certs.kit import issue
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 from paramserver.worker.conversation.channel import open_channel

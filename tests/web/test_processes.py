@@ -16,7 +16,7 @@ from paramserver.common.reporting.status import Status, WorkerStatus
 from paramserver.common.reporting.view import View
 from paramserver.common.runstore.reading import RunStore
 from paramserver.launch.plan.process import Child
-from paramserver.launch.view.logs import WorkerLogs
+from paramserver.launch.view.screen import WorkerLogs
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.common.test_metric_from_one_file import record_in
 from paramserver.tests.web.conftest import Client, Tab, about, tick

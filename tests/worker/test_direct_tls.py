@@ -15,7 +15,7 @@ import pytest
 from paramserver.common.config.schema import SecurityConfig
 from paramserver.common.security import Credentials
 from paramserver.common.wire.direct import ACCEPTED, HELLO, TICKET_BYTES, OutOfBand
-from paramserver.launch.certs.authority import issue, make_ca
+from paramserver.launch.certs.kit import issue, make_ca
 from paramserver.worker.conversation.direct import DirectConnection
 
 NUM_BYTES = 4_000_000

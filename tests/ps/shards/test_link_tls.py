@@ -13,7 +13,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import AuthError
-from paramserver.launch.certs.authority import issue, make_ca
+from paramserver.launch.certs.kit import issue, make_ca
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.clock import Clock
 from paramserver.ps.shards.link import Link

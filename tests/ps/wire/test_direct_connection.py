@@ -21,7 +21,7 @@ import pytest
 from paramserver.common.config.schema import Config
 from paramserver.common.security import PLAINTEXT, Credentials
 from paramserver.common.wire.direct import HELLO
-from paramserver.launch.certs.authority import issue, make_ca
+from paramserver.launch.certs.kit import issue, make_ca
 from paramserver.ps.wire import port as ports
 from paramserver.ps.wire.connection import Connection
 from paramserver.ps.wire.port import Port
