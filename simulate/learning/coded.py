@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from ...common import combinations
 from ...common.codecs.base import Codec, decode_payload, encode_payload
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
-from ...common.kinds import ContributionKind
-from ...common.registry import CODECS, MODES
+from ...common.registry import CODECS
 from ...common.tensors.layout import Layout, new_payload
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
 from ...common.wire.records import COUNTED, Outcome
@@ -22,21 +20,6 @@ from ...ps.core import effects
 from ...ps.tensors.model import Model
 from ...worker.tensors.transfer import Stretch
 from ...worker.transports.encoding import Encoding
-
-
-def check(config: Config, kind: ContributionKind, described: OptimizerSpec) -> None:
-    """Raise UsageError for codecs that do not suit the optimizer, as a joining worker does."""
-    worker = config.worker
-    combinations.check(
-        combinations.Choices(
-            mode=config.run.mode,
-            kind=kind,
-            has_rounds=MODES.load(config.run.mode).has_rounds,
-            codec=worker.codec,
-            reply_codec=worker.reply_codec,
-            optimizers=described.each,
-        )
-    )
 
 
 class Up:

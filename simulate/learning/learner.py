@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common import combinations
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, UsageError, raise_first
 from ...common.reporting.curve import Point
@@ -32,7 +33,7 @@ from ...worker.tensors.transfer import DirectTransfer, ModelTensors
 from ...worker.training.data import Shares, seed_everything, sharded_batches, step_seed
 from ...worker.training.tasks.loading import load_task
 from ...worker.training.tasks.schedule import rate_at
-from .coded import Down, Up, check
+from .coded import Down, Up
 
 _MAX_BYTES = 4 << 30  # of all workers together
 _NUM_POINTS = 20  # of a curve
@@ -112,7 +113,7 @@ class Learner:
         self._thread = _Inline(_fail)
         self.model = Model(config, self._thread, policy)
         self._described = optimizers.describe_optimizers([first.optimizer], first.tensors.names)
-        check(config, self.kind, self._described)
+        combinations.check(combinations.choices_of(config, config.run.mode, optimizers=self._described.each))
         self.model.adopt(layout, self._described)
         begin = private_segment(layout.total_bytes)
         begin.payload.copy_(copy_of(*first.transfer.gather_all()))

@@ -84,8 +84,8 @@ class Calibration:
         found = []
         if _is_far(world.num_workers, self.world.num_workers):
             found.append(f"{world.num_workers:,} workers, {self.world.num_workers} recorded")
-        own_s = world.up_bytes / world.up + world.down_bytes / world.down + world.latency_s
-        own_s += world.up_bytes / world.server_up + world.down_bytes / world.server_down
+        own_s = world.sizes.up / world.up + world.sizes.down / world.down + world.latency_s
+        own_s += world.sizes.up / world.server_up + world.sizes.down / world.server_down
         if own_s and self.exchange_s and _is_far(own_s, self.exchange_s):
             found.append(f"an exchange of {own_s:.3g} s, {self.exchange_s:.3g} s recorded")
         return found
@@ -163,8 +163,10 @@ def fitted(calibration: Calibration, world: World, has_links: bool) -> World:
         world = replace(world, framing=replace(framing, extra=calibration.extra))
     if has_links:
         return replace(world, recorded=tuple(tuple((compute_s, 0.0) for compute_s, _ in pair) for pair in pairs))
-    sizes = {name: getattr(world, name) for name in ("up_bytes", "down_bytes", "start_bytes", "framing")}
-    return World(num_workers=world.num_workers, seed=world.seed, max_staged=1 << 20, recorded=pairs, **sizes)
+    return World(
+        num_workers=world.num_workers, seed=world.seed, max_staged=1 << 20, recorded=pairs, sizes=world.sizes,
+        framing=world.framing,
+    )  # fmt: skip
 
 
 def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:

@@ -72,8 +72,8 @@ class Simulation:
         compute = Recorded if world.recorded else Compute
         self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
         self._batch_size, self._is_delayed = config.run.batch_size, config.policy.delayed_update or world.trains_on
-        self._own_s = world.up_bytes / world.up + world.latency_s  # of an exchange, without weights
-        self._own_down_s = world.down_bytes / world.down
+        self._own_s = world.sizes.up / world.up + world.latency_s  # of an exchange, without weights
+        self._own_down_s = world.sizes.down / world.down
         self._sampled_at = 1  # training steps of all
         self._chance = random.Random(world.seed + 0.25)
         self._needs_ticks = any(
