@@ -92,9 +92,7 @@ class Region(Keeper):
             store.replace(weights, store.weights)
             store.version = saved["version"]
 
-        model.source = f"the server above, at {link.address}"
-        model.adopt(link.model.layout, link.optimizer)
-        model.may_change = True
+        model.adopt(link.model.layout, link.optimizer, f"the server above, at {link.address}")
         model.begin(model.new_memory(), fill)
         run.restore(saved["version"], names_of(link.model.layout, link.optimizer), saved, model.source)
         run.incarnation = link.incarnation + 1

@@ -71,7 +71,7 @@ class Model:
         self.share: Share | None = None  # this shard's part of the model; with one shard, all of it
         self.optimizer: OptimizerSpec | None = None  # the workers' optimizer over the share
         self.has_weights = False
-        self.source = ""  # path of the snapshot that the model comes from
+        self.source = ""  # the snapshot or the server above that the model comes from
         self.may_change = False  # the first worker after a resume may change the optimizer's numbers
         self._tables: Tables | None = None
         self._small_payload: tuple[int, bytes] = (-1, b"")  # version and payload
@@ -182,8 +182,12 @@ class Model:
             fix = "if the model is right, start ps-server with --set limits.model_bytes=..."
             raise refusal(Reason.LIMIT_EXCEEDED, problem, fix=fix)
 
-    def adopt(self, whole: Layout, optimizer: OptimizerSpec) -> None:
-        """Make this the run's model. Raises a LIMIT_EXCEEDED refusal if it is too large, or too small to divide."""
+    def adopt(self, whole: Layout, optimizer: OptimizerSpec, source: str = "") -> None:
+        """Make this the run's model, for a resumed run from `source`.
+
+        Raises a LIMIT_EXCEEDED refusal if it is too large, or too small to divide.
+        """
+        self.source, self.may_change = source, bool(source)
         server, share = self._config.server, self.share_of(whole)
         self._check_size(share, optimizer)
         self.whole, self.whole_optimizer = whole, optimizer
