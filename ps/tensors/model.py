@@ -343,11 +343,5 @@ def outer_spec(name: str, arguments: Mapping[str, Any], layout: Layout) -> Optim
 
 def names_of(layout: Layout, optimizer: OptimizerSpec) -> tuple[str, str]:
     """Return hexadecimal hashes of a model and of its optimizer, by which equal models are recognised."""
-    groups = [[list(group.tensors), dict(group.hyperparameters)] for group in optimizer.groups]
-    spec: list[Any] = [optimizer.name, groups]
-    if optimizer.tables:
-        spec.append([vars(table) for table in optimizer.tables])
-    if optimizer.reduction != "mean":
-        spec.append(optimizer.reduction)
-    text = json.dumps(spec, sort_keys=True, default=str)
+    text = json.dumps(vars(optimizer), sort_keys=True, default=vars)
     return layout.fingerprint, hashlib.sha256(text.encode()).hexdigest()

@@ -29,7 +29,7 @@ class World:
     server_up: float = math.inf
     fold_s: float = 0.0  # to add one contribution to a mean
     step_s: float = 0.0  # from a mean to a version
-    sizes: Sizes = Sizes()
+    sizes: Sizes = field(default_factory=Sizes)
     framing: Framing | None = None  # None: only payloads are counted
     max_staged: int = 4  # uploads in the server's memory
     mtbf_s: float = math.inf  # mean time of a worker between two failures

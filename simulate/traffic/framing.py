@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 class Framing:
     """The framing of one run. `codec`: as in a contribution. Replies: only if it is not raw."""
 
-    sizes: Sizes = Sizes()
+    sizes: Sizes
     codec: str = "raw"
     reply_codec: str = ""
     is_direct: bool = True  # else over the stream itself
