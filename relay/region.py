@@ -344,7 +344,6 @@ class Region(Keeper):
     def _start(self, done: Callable[[], object]) -> None:
         """Join the run above with the model and the weights of the region's first worker."""
         whole, optimizer = self._model.whole, self._model.whole_optimizer
-        assert whole is not None and optimizer is not None
         if error := refusal(Choices(mode="", kind=None, is_region=True, has_rows=bool(optimizer.tables))):
             self._engine.end_with(error)
             return

@@ -54,7 +54,7 @@ class TensorThread:
         self._queue: deque[_Work] = deque()  # work that has not begun
         self.is_paused = False
         self.is_broken = False
-        self._broken = TensorsBroken("earlier work on the weights failed, so their state is unknown")
+        self._broken: Exception = TensorsBroken("earlier work on the weights failed, so their state is unknown")
         self.busy_s = 0.0  # total time of all work
 
     def size_for(self, num_bytes: int) -> None:
@@ -102,7 +102,7 @@ class TensorThread:
 
     def _execute(self, work: _Work) -> None:
         """On the thread: run `work` unless earlier work failed. `_finish` follows on the loop."""
-        result, error = None, None if not self.is_broken else self._broken
+        result, error = None, self._broken if self.is_broken else None
         if error is None:
             began = time.perf_counter()
             try:

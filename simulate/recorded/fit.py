@@ -173,7 +173,7 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
     """Of (operation, time, fields) of a history, in the order in which contributions were replied, ranks from their
     first reply on."""
     free_at: dict[int, float] = {}  # by rank: when it could go on
-    open_: dict[int, tuple[float, Cycle]] = {}  # came, and is not replied
+    open_: dict[int, Cycle] = {}  # by rank: came, and is not replied
     found: list[Cycle] = []
     counted: dict[int, Sequence[int]] = {}  # bytes by rank, with its newest contribution
     for op, at, fields in lines:
@@ -185,19 +185,16 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
             staleness = fields["version"] - fields["base_version"]
             before, now = counted.get(rank, ()), fields.get("bytes", ())
             sent, received = (now[0] - before[0], now[1] - before[1]) if before and now else (-1, -1)
-            open_[rank] = (
-                at,
-                Cycle(
-                    rank, at, compute_s, exchange_s, 0.0, staleness, fields["num_steps"], fields["seq"], sent, received
-                ),
+            open_[rank] = Cycle(
+                rank, at, compute_s, exchange_s, 0.0, staleness, fields["num_steps"], fields["seq"], sent, received
             )
             counted[rank] = now
         elif op == "reply":
             rank = fields["rank"]
             free_at[rank] = at
             if rank in open_:
-                came_at, cycle = open_.pop(rank)
-                found.append(cycle._replace(gate_wait_s=at - came_at))
+                cycle = open_.pop(rank)
+                found.append(cycle._replace(gate_wait_s=at - cycle.at))
         elif op in ("leave", "join"):
             free_at.pop(fields["rank"], None)
             open_.pop(fields["rank"], None)
