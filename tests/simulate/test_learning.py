@@ -106,7 +106,6 @@ def test_codecs_decide_nothing_and_cost_little(mode: str, up: str, down: str) ->
     world = {**UNEQUAL, "mtbf_s": 40.0, "back_s": 2.0}
     found, raw = learned(coded, **world), learned(config, **world)
     assert found.tally.digest == raw.tally.digest and found.tally.num_failures
-    assert found.learner is not None and raw.learner is not None
     points = raw.learner.curve[0], found.learner.curve[-1], raw.learner.curve[-1]
     before, loss, plain = (point.metrics["loss"] for point in points)
     assert plain - 1e-3 < loss + 0.05 and loss < 0.9 * before
