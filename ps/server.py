@@ -294,5 +294,4 @@ class Server:
         self, local_tensors: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None
     ) -> dict[str, torch.Tensor]:
         whole, addresses = self._model.whole, self.engine.shard_addresses
-        assert whole is not None
         return await collect(self._config, addresses, whole, local_tensors, averaged=averaged, version=version)

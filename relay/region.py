@@ -92,9 +92,7 @@ class Region(Keeper):
             store.replace(weights, store.weights)
             store.version = saved["version"]
 
-        model.source = f"the server above, at {link.address}"
-        model.adopt(link.model.layout, link.optimizer)
-        model.may_change = True
+        model.adopt(link.model.layout, link.optimizer, f"the server above, at {link.address}")
         model.begin(model.new_memory(), fill)
         run.restore(saved["version"], names_of(link.model.layout, link.optimizer), saved, model.source)
         run.incarnation = link.incarnation + 1
@@ -346,7 +344,6 @@ class Region(Keeper):
     def _start(self, done: Callable[[], object]) -> None:
         """Join the run above with the model and the weights of the region's first worker."""
         whole, optimizer = self._model.whole, self._model.whole_optimizer
-        assert whole is not None and optimizer is not None
         if error := refusal(Choices(mode="", kind=None, is_region=True, has_rows=bool(optimizer.tables))):
             self._engine.end_with(error)
             return

@@ -21,11 +21,8 @@ from ..common.user_code import is_in_file
 if TYPE_CHECKING:
     from ..common.config.schema import Config
     from ..drills.history_lines import Line
-    from .machines.world import World
-    from .plan import Flags
+    from .plan import Flags, Runs
     from .run.simulation import Simulation
-
-    Runs = list[tuple[Config, World]]
 
 PROGRAM = "ps-sim"
 
@@ -146,7 +143,7 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
 
     recorded, world = config_of(lines, runs[0][0]), runs[0][1]
     try:
-        found = calibrate(lines, recorded, framing_of(recorded, (world.up_bytes, world.down_bytes, world.start_bytes)))
+        found = calibrate(lines, recorded, framing_of(recorded, world.sizes))
     except UsageError as error:
         print(f"calibration: none, {error.message}" + (f" ({error.fix})" if error.fix else ""))
         return runs

@@ -14,8 +14,10 @@ from ..common.registry import MODES, canonical_mode
 from ..common.user_code import is_in_file
 from .machines.units import bandwidth, named, number, seconds
 from .machines.world import World
-from .traffic.framing import Framing
+from .traffic.framing import Framing, Sizes
 from .traffic.sizes import payload_sizes
+
+Runs = list[tuple[Config, World]]
 
 DEFAULT_NUM_WORKERS = 4
 MAX_WORKERS = 1_000_000  # they need about 5 GB
@@ -107,7 +109,7 @@ def _modes(text: str | None) -> list[str]:
         raise UsageError(f"flag --mode: {error.message}", fix=error.fix) from None
 
 
-def worlds(configs: list[Config], flags: Flags) -> list[tuple[Config, World]]:
+def worlds(configs: list[Config], flags: Flags) -> Runs:
     """Returns each configuration with the world that the flags describe. Raises UsageError."""
     found = [(config, _world(config, flags)) for config in configs]
     if flags.join_at is None:
@@ -142,12 +144,12 @@ def alone(config: Config, world: World) -> tuple[Config, World]:
 def _world(config: Config, flags: Flags) -> World:
     if flags.megabytes is not None and not 0 <= flags.megabytes < 1e6:
         raise UsageError(f"flag --mb: {flags.megabytes:g} is not a size in MB", fix="e.g. --mb 10")
-    up_bytes, down_bytes, start_bytes = payload_sizes(config, flags.megabytes)
+    sizes = payload_sizes(config, flags.megabytes)
     most = config.worker.max_mbit * 1e6 / 8 if config.worker.max_mbit else math.inf
     down, up = (min(rate, most) for rate in bandwidth("--bandwidth", flags.bandwidth))
     server_down, server_up = bandwidth("--server-bandwidth", flags.server_bandwidth)
     failures = named("--failures", flags.failures, ("mtbf", "back")) if flags.failures else {}
-    fold_s, step_s = start_bytes * _FOLD_S_PER_BYTE, start_bytes * _STEP_S_PER_BYTE
+    fold_s, step_s = sizes.start * _FOLD_S_PER_BYTE, sizes.start * _STEP_S_PER_BYTE
     assert config.run.workers is not None
     joins_at = _joins_at(flags.join_at) if flags.join_at else ()
     world = World(
@@ -164,10 +166,8 @@ def _world(config: Config, flags: Flags) -> World:
         server_up=server_up,
         fold_s=fold_s if flags.fold is None else seconds("--fold", flags.fold),
         step_s=step_s if flags.step is None else seconds("--step", flags.step),
-        up_bytes=up_bytes,
-        down_bytes=down_bytes,
-        start_bytes=start_bytes,
-        framing=framing_of(config, (up_bytes, down_bytes, start_bytes)),
+        sizes=sizes,
+        framing=framing_of(config, sizes),
         max_staged=config.server.max_staged,
         mtbf_s=seconds("--failures", failures["mtbf"]) if failures else math.inf,
         back_s=seconds("--failures", failures["back"]) if failures else 0.0,
@@ -191,11 +191,11 @@ def _joins_at(text: str) -> tuple[float, ...]:
     return tuple(sorted(found))
 
 
-def framing_of(config: Config, sizes: tuple[int, int, int]) -> Framing:
+def framing_of(config: Config, sizes: Sizes) -> Framing:
     """Returns the framing of workers on other machines, which share no memory with the server."""
     worker, has_base = config.worker, not MODES.load(config.run.mode).kind.worker_steps
     reply_codec = "" if worker.reply_codec == "raw" else worker.reply_codec
-    return Framing(*sizes, worker.codec, reply_codec, "direct" in worker.wanted_transports, has_base)
+    return Framing(sizes, worker.codec, reply_codec, "direct" in worker.wanted_transports, has_base)
 
 
 def _slowdown(config: SlowdownConfig, stragglers: str | None) -> SlowdownConfig:

@@ -17,12 +17,10 @@ from ..common.registry import MODES, mode_label
 from ..ps.core import effects
 from .machines.units import bandwidth, number, seconds
 from .machines.world import World
-from .plan import Flags, changed, framing_of
+from .plan import Flags, Runs, changed, framing_of
 from .results.summary import ideal_rate
 from .run.simulation import Simulation
 from .traffic.sizes import payload_sizes
-
-Runs = list[tuple[Config, World]]
 
 
 def tiers(runs: Runs, flags: Flags) -> Runs:
@@ -100,14 +98,12 @@ def _above(
     above = changed(config, run=run, policy=options, worker=worker)
     has_local_steps = MODES.load(mode).kind.worker_steps
     length = getattr(above.policy.options(mode), "local_steps", 1) if has_local_steps else 1
-    up_bytes, down_bytes, start_bytes = sizes = payload_sizes(above, megabytes)
+    sizes = payload_sizes(above, megabytes)
     label = f"{mode_label(config.run.mode)}, {num} regions, {mode_label(mode)}" + (f" {every}" if every else "")
     return above, replace(
         world,
         num_workers=num,
-        up_bytes=up_bytes,
-        down_bytes=down_bytes,
-        start_bytes=start_bytes,
+        sizes=sizes,
         framing=framing_of(above, sizes),
         recorded=tuple(_contributions(versions, length) for versions, _ in regions),
         label=label,

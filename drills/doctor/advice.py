@@ -172,7 +172,7 @@ def _foreseen(
     chosen = resolve(config, mode, num_workers, flags, settings, {})[0]
     world = worlds([chosen], machines)[0][1]
     if hasattr(chosen.policy.options(mode), "local_steps"):
-        exchange_s = world.latency_s + world.up_bytes / world.up + world.down_bytes / world.down
+        exchange_s = world.latency_s + world.sizes.up / world.up + world.sizes.down / world.down
         local = local_steps_for(exchange_s, world.compute_s)
         flags = {"run.steps": local * max(30, _STEPS // local)}  # whole rounds
         chosen = resolve(config, mode, num_workers, flags, [*settings, f"policy.local_steps={local}"], {})[0]

@@ -28,7 +28,6 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
     new_name, has_gone_back = run.name, run.incarnation > 1
     if name is not None:
         saved = resume_model(config, available, name, model)
-        assert model.whole is not None and model.whole_optimizer is not None
         has_changed = mode_anywhere(config.run.mode) != mode_anywhere(saved["mode"])
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
         states.restore(run.policy.rows, saved["training"].get("places"), saved["states"])

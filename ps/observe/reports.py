@@ -158,7 +158,8 @@ def ran(engine: Engine) -> Ran:
         options["outer_momentum"] = outer.arguments.get("momentum")
     if "overlap_steps" in options:
         options["overlap_steps"] = policy.overlap_steps
-    found = settings_of(config, run.mode, options, model.whole_optimizer, work)
+    optimizer = model.whole_optimizer if model.has_model else None
+    found = settings_of(config, run.mode, options, optimizer, work)
     found["run"] |= {"workers": config.run.workers or len(run.roster.stats), "parent": engine.parent}
     return Ran(label_of(work), found)
 

@@ -146,8 +146,8 @@ class RecordingSink(Sink):
             self._record = Record(self._config, run=started.run, mode=started.mode, at_version=started.version)
             tick = tick.model_copy(update={"events": self._events})
         self._record.ran = fact.ran
-        whole = self._model.whole  # may be read on this thread, because it is set only once
-        self._record.model = whole.fingerprint if whole is not None else ""
+        model = self._model  # may be read on this thread, because it is set only once
+        self._record.model = model.whole.fingerprint if model.has_model else ""
         if tick.is_over:
             self._last = tick
         else:

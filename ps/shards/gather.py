@@ -101,7 +101,7 @@ async def _pull(
 async def write_tables(config: Config, run: Run, model: Model, tensors: TensorThread, addresses: Sequence[str]) -> None:
     """Write all rows of all shards to `output.tables`, by the names of the tables. Raises OutputError."""
     path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
-    assert path is not None and optimizer is not None and own_tables is not None
+    assert path is not None and own_tables is not None
     metadata = {"mode": config.run.mode, "version": str(run.policy.version), "run": run.name}
     # Wider dtypes come first, so that every number is at a multiple of its size.
     tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)

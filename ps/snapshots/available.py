@@ -104,19 +104,19 @@ class Available:
             raise CheckpointError(problem, fix=fix)
 
     def _look(self, directory: Path) -> list[_Moment]:
-        here = self._num_shards
-        local_paths = candidates(_shard_dir(directory, self._shard, here))
-        found = [_Moment(directory, here, age_of(path), {self._shard: path}) for path in local_paths]
-        # Other numbers of shards for which at least one shard has snapshots.
+        here, found = self._num_shards, list[_Moment]()
+        # Numbers of shards for which at least one shard may have snapshots.
         names = filter(None, (_NAME.fullmatch(path.name) for path in directory.glob("shard-*")))
-        for num_shards in sorted(({int(name[2]) for name in names} | {1}) - {here}):
-            found_here = [candidates(_shard_dir(directory, shard, num_shards)) for shard in range(num_shards)]
-            parts = [{age_of(path): path for path in reversed(paths)} for paths in found_here]  # not a replaced .old
-            for age in set().union(*parts):
-                paths = {shard: by_age[age] for shard, by_age in enumerate(parts) if age in by_age}
-                missing = tuple(shard for shard in range(num_shards) if shard not in paths)
-                found.append(_Moment(directory, num_shards, age, paths, missing))
-        return sorted(found, key=lambda moment: moment.age, reverse=True)  # stable: this number of shards comes first
+        for num_shards in {int(name[2]) for name in names} | {1, here}:
+            by_shard: dict[int, dict[tuple[int, int], Path]] = {}
+            for shard in [self._shard] if num_shards == here else range(num_shards):
+                paths = candidates(_shard_dir(directory, shard, num_shards))
+                by_shard[shard] = {age_of(path): path for path in reversed(paths)}  # not a replaced .old
+            for age in set().union(*by_shard.values()):
+                parts = {shard: by_age[age] for shard, by_age in by_shard.items() if age in by_age}
+                missing = tuple(shard for shard in by_shard if shard not in parts)
+                found.append(_Moment(directory, num_shards, age, parts, missing))
+        return sorted(found, key=lambda moment: (moment.age, moment.num_shards == here), reverse=True)
 
     @property
     def entries(self) -> tuple[Entry, ...]:

@@ -68,14 +68,6 @@ def prepare(directory: Path) -> None:
         probe.rmdir()
 
 
-def mark_begun(directory: Path) -> None:
-    """Record that all shards have had a snapshot, so that workers may join. Raises CheckpointError."""
-    with writing_to(directory):
-        if not has_begun(directory):
-            (directory / _BEGUN).touch()
-            sync(directory)
-
-
 def has_begun(directory: Path) -> bool:
     """Whether workers may have trained since the first snapshot in `directory`."""
     return (directory / _BEGUN).exists()
@@ -86,9 +78,13 @@ def prune(directory: Path, keep: int, least_common: int | None = None) -> list[P
 
     The newest `keep` snapshots stay, and those of version `least_common`, the newest that all shards have (None: there
     is only one shard). A new snapshot begins only after the previous one has ended on all shards. So among snapshots
-    that are newer than the common one, only the newest can still become common.
+    that are newer than the common one, only the newest can still become common. The file `begun` records that all
+    shards have had a snapshot, so that workers may join.
     """
     with writing_to(directory):
+        if least_common is not None and not has_begun(directory):
+            (directory / _BEGUN).touch()
+            sync(directory)
         old = [path for path in candidates(directory)[keep:] if age_of(path)[1] != least_common]
         for path in old:
             _remove(path)

@@ -222,11 +222,11 @@ def members_of(layout: Layout, optimizer: OptimizerSpec) -> list[list[Entry]]:
 
 def keys_by_name(state: Tensors) -> dict[str, frozenset[str]]:
     """Return the keys of each tensor's optimizer state, such as exp_avg. `state` is by `<key>/<parameter>`."""
-    found: dict[str, set[str]] = {}
+    found: dict[str, frozenset[str]] = {}
     for full in state:
         key, _, name = full.partition("/")
-        found.setdefault(name, set()).add(key)
-    return {name: frozenset(keys) for name, keys in found.items()}
+        found[name] = found.get(name, frozenset()) | {key}
+    return found
 
 
 def _check_shapes(file: str, expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], got: Tensors) -> None:

@@ -81,11 +81,9 @@ def merge_tables(files: Sequence[Tensors], tables: Sequence[TableSpec]) -> dict[
 
 def _state_together(parts: list[Loaded], before: list[Share], share: Share) -> dict[str, torch.Tensor]:
     """Return the optimizer state. Each of its keys is joined as weights are."""
-    by_key: dict[str, dict[str, torch.Tensor]] = {}
-    for full, tensor in (item for part in parts for item in part.state.items()):
-        key, _, name = full.partition("/")
-        by_key.setdefault(key, {})[name] = tensor
+    state = [(full.partition("/"), tensor) for part in parts for full, tensor in part.state.items()]
     found: dict[str, torch.Tensor] = {}
-    for key, tensors in by_key.items():
+    for key in {key for (key, _, _), _ in state}:
+        tensors = {name: tensor for (its_key, _, name), tensor in state if its_key == key}
         found |= {f"{key}/{name}": tensor for name, tensor in put_together([tensors], before, share).items()}
     return found

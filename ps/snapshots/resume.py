@@ -44,9 +44,7 @@ def resume_model(config: Config, available: Available, name: SnapshotName, model
         problem = f"snapshot {loaded.path} was made in mode {manifest.mode} with {optimizer.name}, which this run's"
         fix = "resume in the snapshot's mode, or start a new run with --resume never"
         raise CheckpointError(f"{problem} server cannot run: {error.message}", fix=fix) from None
-    model.source = str(loaded.path)
-    model.adopt(loaded.whole, optimizer)
-    model.may_change = True
+    model.adopt(loaded.whole, optimizer, str(loaded.path))
     model.begin(model.new_memory(), lambda store: restore(store, loaded, model.outer is not None))
     saved = manifest.model_dump(include=_SAVED)
     saved["states"] = loaded.states

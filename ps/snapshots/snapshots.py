@@ -31,7 +31,7 @@ from ..tensors.thread import TensorThread
 from .available import snapshot_dir
 from .checkpoint import Written, write
 from .common import Done, Keeper, States
-from .files import age_of, drop, mark_begun, prune
+from .files import age_of, drop, prune
 from .manifest import ShareEntry
 from .store_state import Captured, capture, manifest_of, tensors_of
 
@@ -99,9 +99,8 @@ class Snapshots(Keeper):
         if self._is_dropped:
             raise CheckpointError("the shards were not in the same state when it was taken")
         model, server, run = self._model, self._config.server, self._config.run
-        assert model.layout is not None
         share = None
-        if server.shards > 1 and model.whole is not None:
+        if server.shards > 1:
             share = ShareEntry(
                 shard=server.shard, shards=server.shards, tensors=model.whole.specs, optimizer=model.whole_optimizer
             )
@@ -124,7 +123,6 @@ class Snapshots(Keeper):
     def _prune(self, least_common: int) -> None:
         if self._not_common is not None and age_of(self._not_common)[1] == least_common:
             self._not_common = None
-        mark_begun(self._directory)
         prune(self._directory, self._config.checkpoint.keep, least_common)
 
     def drop(self) -> None:

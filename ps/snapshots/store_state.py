@@ -138,7 +138,7 @@ def read_optimizer(model: Model, payload: bytes) -> OptimizerState | None:
     """The state of a worker's optimizer, from a safetensors file of such tensors; None where it cannot be kept here.
     CheckpointError for a state that this optimizer cannot have."""
     layout, optimizer = model.layout, model.running
-    if layout is None or optimizer is None:
+    if optimizer is None:
         return None
     try:
         tensors = load(payload)

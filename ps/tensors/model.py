@@ -48,7 +48,11 @@ _SHORT = (
 
 
 class Model:
-    """The run's model. `store`, `staging`, `publisher`, `changes` and `references` exist once there are weights.
+    """The run's model.
+
+    - Once `has_model`: `whole` and `whole_optimizer` of the workers, and the parts of this shard, which with one shard
+      are all of it: `share`, `layout` and `optimizer`.
+    - Once `has_weights`: `store`, `staging`, `publisher`, `changes` and `references`.
 
     The mode's `policy` decides which optimizer runs here:
     - Workers send gradients: the workers' optimizer.
@@ -56,6 +60,11 @@ class Model:
     - Workers step themselves: none, but they may send their optimizer's state.
     """
 
+    whole: Layout
+    whole_optimizer: OptimizerSpec
+    share: Share
+    layout: Layout  # of this shard's payloads
+    optimizer: OptimizerSpec
     store: Store
     staging: StagingPool
     publisher: Publisher
@@ -66,12 +75,8 @@ class Model:
         self._config, self._tensors = config, tensors
         self.kind = policy.kind
         self._policy, self._outer = policy, policy.outer
-        self.whole: Layout | None = None  # the workers' model
-        self.whole_optimizer: OptimizerSpec | None = None
-        self.share: Share | None = None  # this shard's part of the model; with one shard, all of it
-        self.optimizer: OptimizerSpec | None = None  # the workers' optimizer over the share
-        self.has_weights = False
-        self.source = ""  # path of the snapshot that the model comes from
+        self.has_model = self.has_weights = False
+        self.source = ""  # the snapshot or the server above that the model comes from
         self.may_change = False  # the first worker after a resume may change the optimizer's numbers
         self._tables: Tables | None = None
         self._small_payload: tuple[int, bytes] = (-1, b"")  # version and payload
@@ -81,14 +86,9 @@ class Model:
         return bool(clip_norm or self._config.store.clip_norm) and self._config.server.shards > 1
 
     @property
-    def layout(self) -> Layout | None:
-        """The layout of this shard's payloads."""
-        return self.share.layout if self.share is not None else None
-
-    @property
     def outer(self) -> OptimizerSpec | None:
         """The server's outer optimizer over the share, or None if the mode has none."""
-        return outer_spec(self._outer.name, self._outer.arguments, self.layout) if self._outer and self.layout else None
+        return outer_spec(self._outer.name, self._outer.arguments, self.layout) if self._outer else None
 
     @property
     def running(self) -> OptimizerSpec | None:
@@ -96,7 +96,7 @@ class Model:
         if (outer := self.outer) is not None:
             return outer
         optimizer = self.optimizer
-        if optimizer is None or not self.kind.worker_steps:
+        if not self.kind.worker_steps:
             return optimizer
         # The server can keep the workers' state only for a class of torch that is elementwise.
         if not self.kind.has_peers or optimizer.tables:
@@ -111,7 +111,7 @@ class Model:
 
     def check(self, rank: int, layout: Layout, optimizer: OptimizerSpec) -> None:
         """Refuse a model or optimizer that differs from the run's. Before the first, refuse an impossible one."""
-        if self.whole is None or self.whole_optimizer is None:
+        if not self.has_model:
             self.check_optimizer(optimizer)
             self._check_size(self.share_of(layout), optimizer)
             # An average of 16-bit weights would stop moving, as its steps are below their precision.
@@ -169,7 +169,7 @@ class Model:
 
     def share_of(self, whole: Layout) -> Share:
         """Return this shard's share of a model. Raises a LIMIT_EXCEEDED refusal if it has too few rows to divide."""
-        if self.share is not None and self.whole is not None and whole.fingerprint == self.whole.fingerprint:
+        if self.has_model and whole.fingerprint == self.whole.fingerprint:
             return self.share
         server = self._config.server
         return divide(whole, server.shards)[server.shard]
@@ -182,12 +182,17 @@ class Model:
             fix = "if the model is right, start ps-server with --set limits.model_bytes=..."
             raise refusal(Reason.LIMIT_EXCEEDED, problem, fix=fix)
 
-    def adopt(self, whole: Layout, optimizer: OptimizerSpec) -> None:
-        """Make this the run's model. Raises a LIMIT_EXCEEDED refusal if it is too large, or too small to divide."""
+    def adopt(self, whole: Layout, optimizer: OptimizerSpec, source: str = "") -> None:
+        """Make this the run's model, for a resumed run from `source`.
+
+        Raises a LIMIT_EXCEEDED refusal if it is too large, or too small to divide.
+        """
+        self.source, self.may_change = source, bool(source)
         server, share = self._config.server, self.share_of(whole)
         self._check_size(share, optimizer)
         self.whole, self.whole_optimizer = whole, optimizer
-        self.share, self.optimizer = share, share.optimizer(optimizer)
+        self.share, self.layout, self.optimizer = share, share.layout, share.optimizer(optimizer)
+        self.has_model = True
         fields = {"shard": server.shard, "here": share.layout.num_parameters} if server.shards > 1 else {}
         log.info("model", tensors=len(whole.specs), parameters=whole.num_parameters, optimizer=optimizer.name, **fields)
         if server.shard == 0:
@@ -210,7 +215,6 @@ class Model:
 
     def change(self, optimizer: OptimizerSpec) -> None:
         """Adopt the optimizer of the first worker after a resume."""
-        assert self.whole_optimizer is not None and self.share is not None
         for name, then, now in self.whole_optimizer.new_numbers(optimizer) or ():
             if self._config.server.shard == 0:  # the other shards would log the same
                 log.warning("resumed_with_another", what=name, now=now, snapshot=then)
@@ -224,7 +228,6 @@ class Model:
 
         Raises a BAD_REQUEST refusal for an unknown position.
         """
-        assert self.whole is not None and self.share is not None
         if max(positions) >= len(self.whole.specs):
             problem = f"tensor {max(positions)} in without_gradient; this model has {len(self.whole.specs)} tensors"
             raise refusal(Reason.BAD_REQUEST, problem)
@@ -233,17 +236,16 @@ class Model:
 
     def positions_of(self, names: frozenset[str]) -> list[int]:
         """Return the positions in the workers' specs of these parts of this shard."""
-        assert self.whole is not None and self.share is not None
         wanted = {part.spec.name for part in self.share.parts if part.name in names}
         return [position for position, spec in enumerate(self.whole.specs) if spec.name in wanted]
 
     def forget(self) -> None:
         """Drop the model, because its worker left before it uploaded weights."""
-        self.whole = self.whole_optimizer = self.share = self.optimizer = None
+        self.has_model = False
 
     def prepare_tables(self, seed: int | None) -> None:
         """Make the tables of rows, which takes seconds for many rows. Without a seed they are uninitialized."""
-        specs = self.optimizer.tables if self.optimizer is not None else ()
+        specs = self.optimizer.tables
         if specs and (self._tables is None or self._tables.specs != specs):
             self._tables = Tables(specs, seed)
 
@@ -252,11 +254,10 @@ class Model:
     @property
     def is_large(self) -> bool:
         """Whether its weights are sent in several messages. Then they may be newer than the reply before them."""
-        return self.layout is not None and self.layout.exchange_bytes > INLINE_BYTES
+        return self.has_model and self.layout.exchange_bytes > INLINE_BYTES
 
     def new_memory(self) -> Segment:
         """Return memory for one version of the weights. It is shared memory if workers of this host may read it."""
-        assert self.layout is not None
         num_bytes, frozen = self.layout.total_bytes, slice(self.layout.exchange_bytes, None)
         memory = None
         if self._config.server.shared_memory and self.is_large:
@@ -271,7 +272,6 @@ class Model:
 
     def check_finite(self, rank: int, weights: Segment) -> None:
         """Refuse initial weights with NaN or Inf. Buffers must be finite too, because they are averaged."""
-        assert self.layout is not None
         for spec, tensor in self.layout.views(weights.payload):
             is_float = spec.kind is not Kind.FROZEN and tensor.is_floating_point()
             if is_float and not bool(torch.isfinite(tensor).all()):
@@ -279,7 +279,6 @@ class Model:
 
     def begin(self, weights: Segment, restore: Callable[[Store], None] = lambda _: None) -> None:
         """Begin with the initial weights, uint8 [total_bytes], or with the state that `restore` sets."""
-        assert self.layout is not None
         server, policy = self._config.server, self._config.policy
         self.prepare_tables(None)
         options = StoreOptions(
@@ -339,11 +338,5 @@ def outer_spec(name: str, arguments: Mapping[str, Any], layout: Layout) -> Optim
 
 def names_of(layout: Layout, optimizer: OptimizerSpec) -> tuple[str, str]:
     """Return hexadecimal hashes of a model and of its optimizer, by which equal models are recognised."""
-    groups = [[list(group.tensors), dict(group.hyperparameters)] for group in optimizer.groups]
-    spec: list[Any] = [optimizer.name, groups]
-    if optimizer.tables:
-        spec.append([vars(table) for table in optimizer.tables])
-    if optimizer.reduction != "mean":
-        spec.append(optimizer.reduction)
-    text = json.dumps(spec, sort_keys=True, default=str)
+    text = json.dumps(vars(optimizer), sort_keys=True, default=vars)
     return layout.fingerprint, hashlib.sha256(text.encode()).hexdigest()

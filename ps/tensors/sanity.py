@@ -55,15 +55,16 @@ class Sanity:
         self._floats = [piece for window in windows for piece in window.pieces if piece.is_float]
         self._is_gradient, self._is_part = is_gradient, is_part
 
-    def look(self, payload: torch.Tensor, windows: slice, findings: Findings) -> None:
+    def look(self, payload: torch.Tensor, windows: slice, findings: Findings) -> Findings:
         """Add the findings in some windows of a payload. After the first NaN or Inf, no window is examined."""
         is_measured = self.limits.max_norm is not None
         for index in range(*windows.indices(len(self._windows))):
             norm = self.norm(payload, self._windows[index], is_measured) if findings.is_finite else None
             if norm is None:
                 findings.is_finite = False
-                return
+                break
             findings.norms[index] = norm
+        return findings
 
     def norm(self, payload: torch.Tensor, window: Window, is_measured: bool = True) -> float | None:
         """Return the norm of the window's parameters, or None if the window has NaN or Inf. Without `is_measured`, 0.
@@ -77,7 +78,8 @@ class Sanity:
                 continue
             values = self._view(piece, payload)
             has_norm = is_measured and piece.kind is Kind.PARAMETER
-            norm = _norm(values) if has_norm else values.sum().item()
+            dtype = torch.float32 if piece.dtype.itemsize == 2 else None  # float16 would overflow above 65,504
+            norm = (torch.linalg.vector_norm(values, dtype=dtype) if has_norm else values.sum(dtype=dtype)).item()
             if not math.isfinite(norm):
                 if not bool(torch.isfinite(values).all()):
                     return None
@@ -89,13 +91,10 @@ class Sanity:
         return math.hypot(*norms)
 
     def first_unsound(self, payload: torch.Tensor, window: Window) -> FlatRun | None:
-        """Return the first element of a window in `payload` that is NaN or Inf, or None.
-
-        It computes sums, as `norm` does, while the window is still in the cache.
-        """
-        for piece in window.pieces:
-            if not piece.is_float or math.isfinite(_sum(self._view(piece, payload))):
-                continue
+        """Return the first element of a window in `payload` that is NaN or Inf, or None."""
+        if self.norm(payload, window, is_measured=False) is not None:
+            return None
+        for piece in (piece for piece in window.pieces if piece.is_float):
             wrong = torch.nonzero(~torch.isfinite(self._view(piece, payload)))
             if len(wrong):
                 return replace(piece, offset=piece.offset + int(wrong[0]) * piece.dtype.itemsize, num_elements=1)
@@ -103,16 +102,7 @@ class Sanity:
 
     def examine(self, payload: torch.Tensor, weights: torch.Tensor) -> Judgement:
         """Examine and judge a whole payload."""
-        if self.limits.max_norm is None and all(
-            math.isfinite(self._view(piece, payload).sum().item()) for piece in self._floats
-        ):
-            return SOUND
-        return self.judge(payload, self._look_at_all(payload), weights)
-
-    def _look_at_all(self, payload: torch.Tensor) -> Findings:
-        findings = Findings()
-        self.look(payload, slice(None), findings)
-        return findings
+        return self.judge(payload, self.look(payload, slice(None), Findings()), weights)
 
     def changes(self, findings: Findings) -> bool:
         """Whether `judge` will change a payload with these findings."""
@@ -140,7 +130,7 @@ class Sanity:
                         torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
                     else:
                         values.copy_(torch.where(torch.isfinite(values), values, piece.view(weights)))
-                is_clipped, findings = True, self._look_at_all(payload)
+                is_clipped, findings = True, self.look(payload, slice(None), Findings())
                 action, other, limit = decide(self._limits_here, findings.is_finite, findings.norm)
                 problem = f"{problem}, and without them {other}" if other else problem
         if action == "clip" and self.limits.max_norm is not None:
@@ -171,14 +161,3 @@ class Sanity:
         for piece in (piece for window in windows for piece in window.pieces if piece.kind is Kind.PARAMETER):
             for item in factors:
                 self._view(piece, payload).mul_(item)
-
-
-def _sum(values: torch.Tensor) -> float:
-    """Return the sum. It is in float32 for float16, which overflows above 65,504."""
-    return values.sum(dtype=torch.float32 if values.dtype is torch.float16 else None).item()
-
-
-def _norm(values: torch.Tensor) -> float:
-    """Return the 2-norm of [n]. It is not finite if a value is not, or if a square is too large for float32."""
-    is_short = values.dtype in (torch.float16, torch.bfloat16)
-    return torch.linalg.vector_norm(values, dtype=torch.float32 if is_short else None).item()

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -53,7 +54,7 @@ class TensorThread:
         self._queue: deque[_Work] = deque()  # work that has not begun
         self.is_paused = False
         self.is_broken = False
-        self._broken = TensorsBroken("earlier work on the weights failed, so their state is unknown")
+        self._broken: Exception = TensorsBroken("earlier work on the weights failed, so their state is unknown")
         self.busy_s = 0.0  # total time of all work
 
     def size_for(self, num_bytes: int) -> None:
@@ -95,27 +96,24 @@ class TensorThread:
             work = self._queue.popleft()
             self.is_paused = work.pauses
             if self._executor is None:
-                self._finish(work, *self._execute(work))
+                self._execute(work)
             else:
-                self._executor.submit(self._execute_there, work)
+                self._executor.submit(self._execute, work)
 
-    def _execute_there(self, work: _Work) -> None:
-        self._loop.call_soon_threadsafe(self._finish, work, *self._execute(work))
-
-    def _execute(self, work: _Work) -> tuple[Any, Exception | None]:
-        """On the thread: run `work` unless earlier work failed. Returns (result, error)."""
-        if self.is_broken:
-            return None, self._broken
-        began = time.perf_counter()
-        try:
-            return work.run(), None
-        except Exception as error:
-            self.is_broken = work.failed is None
-            if self.is_broken and isinstance(error, DivergedError):
-                self._broken = TensorsBroken(error.message, fix=error.fix, reason=error.reason)
-            return None, error
-        finally:
+    def _execute(self, work: _Work) -> None:
+        """On the thread: run `work` unless earlier work failed. `_finish` follows on the loop."""
+        result, error = None, self._broken if self.is_broken else None
+        if error is None:
+            began = time.perf_counter()
+            try:
+                result = work.run()
+            except Exception as raised:
+                error = raised
+                self.is_broken = work.failed is None
+                if self.is_broken and isinstance(raised, DivergedError):
+                    self._broken = TensorsBroken(raised.message, fix=raised.fix, reason=raised.reason)
             self.busy_s += time.perf_counter() - began
+        self.notify(partial(self._finish, work, result, error))
 
     def _finish(self, work: _Work, result: Any, error: Exception | None) -> None:
         self._num_pending -= 1

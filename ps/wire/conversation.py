@@ -196,7 +196,6 @@ class Conversation:
         await self._stream.say(pb.ServerMessage(send_weights=pb.SendWeights()))
         first = await self._stream.read_within(self._config.server.join_timeout_s, "initial_weights")
         model, layout = self._model, self._model.layout
-        assert layout is not None
         num_bytes = first.of(pb.InitialWeights).payload_bytes
         if num_bytes != layout.total_bytes:
             raise refusal(Reason.BAD_REQUEST, f"weights of {num_bytes} bytes; this model's have {layout.total_bytes}")

@@ -220,7 +220,7 @@ class Receiver:
     async def _take_optimizer(self, state: pb.State) -> None:
         """Add a piece of the optimizer's state. Raises a BAD_REQUEST refusal if it does not fit this model."""
         model, rank = self._model, self._peer.rank
-        limit = _MAX_KEYS * model.layout.parameter_bytes + _MORE_BYTES if model.layout is not None else 0
+        limit = _MAX_KEYS * model.layout.parameter_bytes + _MORE_BYTES if model.has_weights else 0
         if not model.has_weights or state.num_bytes > limit:
             problem = f"rank {rank}: {state.num_bytes:,} bytes of an optimizer of this model"
             raise refusal(Reason.BAD_REQUEST, problem)
@@ -283,7 +283,6 @@ class Receiver:
         if wrong := policy.wrong_counts(rank, contribution.counts, self._peer.is_relay):
             raise refusal(Reason.BAD_REQUEST, wrong)
         if (groups := contribution.training.hyperparameters) and not kind.worker_steps:  # else unchanged
-            assert model.optimizer is not None
             model.optimizer.check_changes(groups)
         if contribution.first is not None:
             self._peer.traffic.work = contribution.first.work

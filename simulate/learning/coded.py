@@ -8,35 +8,18 @@ from __future__ import annotations
 
 import torch
 
-from ...common import combinations
 from ...common.codecs.base import Codec, decode_payload, encode_payload
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
-from ...common.kinds import ContributionKind
-from ...common.registry import CODECS, MODES
+from ...common.registry import CODECS
 from ...common.tensors.layout import Layout, new_payload
-from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec
+from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import COUNTED, Outcome
 from ...ps.core import effects
 from ...ps.tensors.model import Model
 from ...worker.tensors.transfer import Stretch
 from ...worker.transports.encoding import Encoding
-
-
-def check(config: Config, kind: ContributionKind, described: OptimizerSpec) -> None:
-    """Raise UsageError for codecs that do not suit the optimizer, as a joining worker does."""
-    worker = config.worker
-    combinations.check(
-        combinations.Choices(
-            mode=config.run.mode,
-            kind=kind,
-            has_rounds=MODES.load(config.run.mode).has_rounds,
-            codec=worker.codec,
-            reply_codec=worker.reply_codec,
-            optimizers=described.each,
-        )
-    )
 
 
 class Up:
@@ -45,29 +28,25 @@ class Up:
     def __init__(self, config: Config, layout: Layout, optimizer: OptimizerSpec) -> None:
         self._layout = layout
         codec: Codec = CODECS.load(config.worker.codec)()
-        self._encoding = Encoding(codec, layout, len(layout.entries))
-        self._encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
+        self.encoding = Encoding(codec, layout, len(layout.entries))
+        self.encoding.of_optimizer([group.hyperparameters for group in optimizer.groups])
 
     def sent(self, stretch: Stretch, version: int) -> torch.Tensor:
         """Returns the contribution as the server decodes it. `version`: the weights on which it was computed."""
-        self._encoding.ready(version)
+        self.encoding.ready(version)
         self._stretch = stretch
-        encoded = torch.frombuffer(self._encoding.whole(stretch), dtype=torch.uint8)
+        encoded = torch.frombuffer(self.encoding.whole(stretch), dtype=torch.uint8)
         payload = new_payload(self._layout.exchange_bytes)
-        decode_payload(self._encoding.codec, self._layout, encoded, payload)
+        decode_payload(self.encoding.codec, self._layout, encoded, payload)
         return payload
-
-    def hyperparameters(self, groups: list[Hyperparameters]) -> tuple[Hyperparameters, ...]:
-        """Returns the hyperparameters as they are sent with a contribution."""
-        return self._encoding.prepared(tuple(groups))
 
     def replied(self, reply: effects.SendReply, is_work: bool) -> None:
         """Handle the outcome of the newest contribution. `is_work`: the next one includes it if it was dropped."""
         outcome = reply.reply.result.outcome
         if outcome in COUNTED:
-            self._encoding.commit()
+            self.encoding.commit()
         else:
-            self._encoding.rollback(self._stretch if is_work and outcome is Outcome.DROPPED else None)
+            self.encoding.rollback(self._stretch if is_work and outcome is Outcome.DROPPED else None)
 
 
 class Down:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...common import combinations
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, UsageError, raise_first
 from ...common.reporting.curve import Point
@@ -32,7 +33,7 @@ from ...worker.tensors.transfer import DirectTransfer, ModelTensors
 from ...worker.training.data import Shares, seed_everything, sharded_batches, step_seed
 from ...worker.training.tasks.loading import load_task
 from ...worker.training.tasks.schedule import rate_at
-from .coded import Down, Up, check
+from .coded import Down, Up
 
 _MAX_BYTES = 4 << 30  # of all workers together
 _NUM_POINTS = 20  # of a curve
@@ -80,9 +81,8 @@ class _Rank:
     on_its_way: torch.Tensor  # in a reply
     batches: Iterator[tuple[Any, int]]
     division: tuple[int, int] = (1, 0)
-    payload: torch.Tensor | None = None  # computed
-    without: frozenset[str] = frozenset()  # a gradient
-    sent: tuple[torch.Tensor, frozenset[str]] | None = None  # payload, and names without a gradient, in transit
+    computed: Staged | None = None
+    sent: Staged | None = None  # in transit
     num_samples: int = 0
     hyperparameters: tuple[optimizers.Hyperparameters, ...] | None = None
     version: int = 0  # received last
@@ -112,7 +112,7 @@ class Learner:
         self._thread = _Inline(_fail)
         self.model = Model(config, self._thread, policy)
         self._described = optimizers.describe_optimizers([first.optimizer], first.tensors.names)
-        check(config, self.kind, self._described)
+        combinations.check(combinations.choices_of(config, config.run.mode, optimizers=self._described.each))
         self.model.adopt(layout, self._described)
         begin = private_segment(layout.total_bytes)
         begin.payload.copy_(copy_of(*first.transfer.gather_all()))
@@ -155,31 +155,32 @@ class Learner:
                 self.task.loss(machine.net, batch).backward()
             if self.kind.worker_steps:
                 machine.step(machine.optimizer)
+        without: frozenset[str] = frozenset()
         if not self.kind.worker_steps:
             groups = [optimizers.current_hyperparameters(group) for group in machine.optimizer.param_groups]
-            item.hyperparameters = tuple(groups) if item.up is None else item.up.hyperparameters(groups)
+            item.hyperparameters = tuple(groups) if item.up is None else item.up.encoding.prepared(tuple(groups))
             names = [entry.spec.name for entry in machine.tensors.layout.entries]
-            item.without = frozenset(names[index] for index in machine.tensors.without_gradient())
+            without = frozenset(names[index] for index in machine.tensors.without_gradient())
         if machine.anchor is not None:
             machine.anchor.measure()
         (stretch,) = machine.transfer.gather(self.kind)
-        item.payload = copy_of(*stretch.pieces) if item.up is None else item.up.sent(stretch, item.version)
-        floats = [view for view in self._first.tensors.views(item.payload) if view.is_floating_point()]
+        payload = copy_of(*stretch.pieces) if item.up is None else item.up.sent(stretch, item.version)
+        item.computed = Staged(payload, without)
+        floats = [view for view in self._first.tensors.views(payload) if view.is_floating_point()]
         if not all(torch.isfinite(view.float().sum()) for view in floats):
             raise DivergedError(f"rank {rank} computed NaN or Inf in training step {step + 1}", fix="lower --lr")
 
     def send(self, rank: int) -> tuple[int, TrainingInfo]:
         """Send the result of `compute`, which arrives with its contribution. Returns its samples and facts."""
         item = self._ranks[rank]
-        assert item.payload is not None
-        item.sent = item.payload, item.without
+        item.sent = item.computed
         return item.num_samples, TrainingInfo(item.hyperparameters or ())
 
     def arrived(self, event: events.Contributed) -> None:
         """The payload has arrived at the server."""
         sent = self._ranks[event.rank].sent
         assert sent is not None
-        self._folding.stage(event.contribution.id, Staged(*sent))
+        self._folding.stage(event.contribution.id, sent)
 
     def received(self, reply: effects.SendReply) -> None:
         """The reply has arrived at its worker."""
@@ -228,23 +229,16 @@ class Learner:
 
     def measure(self, now: float, num_steps: int) -> None:
         """Add a point to the curve: the newest weights, evaluated; `step`: mean over the workers."""
-        point = Point(
-            version=self.model.store.version,
-            step=num_steps // self._num_workers,
-            elapsed_s=round(now, 6),
-            metrics=self.metrics(),
-        )
+        machine, store = self._first, self.model.store
+        machine.put(store.weights[: store.layout.exchange_bytes])
+        machine.holds = None
+        with user_code():
+            metrics = {name: float(value) for name, value in self.task.evaluate(machine.net).items()}
+        step = num_steps // self._num_workers
+        point = Point(version=store.version, step=step, elapsed_s=round(now, 6), metrics=metrics)
         if self.curve and self.curve[-1].version == point.version:
             self.curve.pop()
         self.curve.append(point)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the task's metrics of the newest weights."""
-        machine = self._first
-        machine.put(self.model.store.weights[: self.model.store.layout.exchange_bytes])
-        machine.holds = None
-        with user_code():
-            return {name: float(value) for name, value in self.task.evaluate(machine.net).items()}
 
 
 def _check_possible(config: Config, policy: Any) -> None:

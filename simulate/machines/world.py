@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ...common.config.schema import SlowdownConfig
 from ...worker.training.slowdown import Slowdown
-from ..traffic.framing import Framing
+from ..traffic.framing import Framing, Sizes
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,7 @@ class World:
     server_up: float = math.inf
     fold_s: float = 0.0  # to add one contribution to a mean
     step_s: float = 0.0  # from a mean to a version
-    up_bytes: int = 0  # of a contribution
-    down_bytes: int = 0  # of a reply with weights
-    start_bytes: int = 0  # of the weights that a worker starts from
+    sizes: Sizes = field(default_factory=Sizes)
     framing: Framing | None = None  # None: only payloads are counted
     max_staged: int = 4  # uploads in the server's memory
     mtbf_s: float = math.inf  # mean time of a worker between two failures

@@ -84,8 +84,8 @@ class Calibration:
         found = []
         if _is_far(world.num_workers, self.world.num_workers):
             found.append(f"{world.num_workers:,} workers, {self.world.num_workers} recorded")
-        own_s = world.up_bytes / world.up + world.down_bytes / world.down + world.latency_s
-        own_s += world.up_bytes / world.server_up + world.down_bytes / world.server_down
+        own_s = world.sizes.up / world.up + world.sizes.down / world.down + world.latency_s
+        own_s += world.sizes.up / world.server_up + world.sizes.down / world.server_down
         if own_s and self.exchange_s and _is_far(own_s, self.exchange_s):
             found.append(f"an exchange of {own_s:.3g} s, {self.exchange_s:.3g} s recorded")
         return found
@@ -163,15 +163,17 @@ def fitted(calibration: Calibration, world: World, has_links: bool) -> World:
         world = replace(world, framing=replace(framing, extra=calibration.extra))
     if has_links:
         return replace(world, recorded=tuple(tuple((compute_s, 0.0) for compute_s, _ in pair) for pair in pairs))
-    sizes = {name: getattr(world, name) for name in ("up_bytes", "down_bytes", "start_bytes", "framing")}
-    return World(num_workers=world.num_workers, seed=world.seed, max_staged=1 << 20, recorded=pairs, **sizes)
+    return World(
+        num_workers=world.num_workers, seed=world.seed, max_staged=1 << 20, recorded=pairs, sizes=world.sizes,
+        framing=world.framing,
+    )  # fmt: skip
 
 
 def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
     """Of (operation, time, fields) of a history, in the order in which contributions were replied, ranks from their
     first reply on."""
     free_at: dict[int, float] = {}  # by rank: when it could go on
-    open_: dict[int, tuple[float, Cycle]] = {}  # came, and is not replied
+    open_: dict[int, Cycle] = {}  # by rank: came, and is not replied
     found: list[Cycle] = []
     counted: dict[int, Sequence[int]] = {}  # bytes by rank, with its newest contribution
     for op, at, fields in lines:
@@ -183,19 +185,16 @@ def cycles(lines: Iterable[tuple[str, float, dict[str, Any]]]) -> list[Cycle]:
             staleness = fields["version"] - fields["base_version"]
             before, now = counted.get(rank, ()), fields.get("bytes", ())
             sent, received = (now[0] - before[0], now[1] - before[1]) if before and now else (-1, -1)
-            open_[rank] = (
-                at,
-                Cycle(
-                    rank, at, compute_s, exchange_s, 0.0, staleness, fields["num_steps"], fields["seq"], sent, received
-                ),
+            open_[rank] = Cycle(
+                rank, at, compute_s, exchange_s, 0.0, staleness, fields["num_steps"], fields["seq"], sent, received
             )
             counted[rank] = now
         elif op == "reply":
             rank = fields["rank"]
             free_at[rank] = at
             if rank in open_:
-                came_at, cycle = open_.pop(rank)
-                found.append(cycle._replace(gate_wait_s=at - came_at))
+                cycle = open_.pop(rank)
+                found.append(cycle._replace(gate_wait_s=at - cycle.at))
         elif op in ("leave", "join"):
             free_at.pop(fields["rank"], None)
             open_.pop(fields["rank"], None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import pairwise
 
@@ -128,12 +129,8 @@ def ideal_rate(simulation: Simulation) -> float:
 
 def percentile(counts: Counter[int], part: float) -> int:
     """Returns the smallest value that at least this part (0..1) of the counted values does not exceed; 0 of none."""
-    left = part * counts.total()
-    for value in sorted(counts):
-        left -= counts[value]
-        if left <= 0:
-            return value
-    return max(counts, default=0)
+    values = sorted(counts.elements())
+    return values[max(0, math.ceil(part * len(values)) - 1)] if values else 0
 
 
 def time_table(runs: list[tuple[str, Simulation]]) -> Table:

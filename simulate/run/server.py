@@ -23,9 +23,9 @@ class Server:
         self._num_staged = self._num_folds = self._num_asked = 0
         self._waiting: list[tuple[int, int, Worker, int]] = []  # for staging memory
         self._has_order = type(policy).upload_position is not Policy.upload_position
-        self._is_inline = world.up_bytes <= INLINE_BYTES  # smaller payloads are not staged
-        self._own_up_s = world.up_bytes / world.up
-        self._is_up_shared = bool(world.up_bytes) and not math.isinf(world.server_up)
+        self._is_inline = world.sizes.up <= INLINE_BYTES  # smaller payloads are not staged
+        self._own_up_s = world.sizes.up / world.up
+        self._is_up_shared = bool(world.sizes.up) and not math.isinf(world.server_up)
         self._is_down_shared = not math.isinf(world.server_down)
 
     # ---- up ------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class Server:
         world, agenda = self._world, self.agenda
         worker.begun_at = now = agenda.now
         if self._is_up_shared:
-            agenda.up.begin(now, (worker, worker.life, self._here, None), world.up_bytes, world.up)
+            agenda.up.begin(now, (worker, worker.life, self._here, None), world.sizes.up, world.up)
         else:
             own_s = self._own_up_s + agenda.trip_s + worker.compute.exchange_s
             agenda.push_behind(agenda.trips, now + own_s, self._here, worker)
@@ -73,7 +73,7 @@ class Server:
     def _here(self, worker: Worker, _: object) -> None:
         event, framing = worker.event, self._world.framing
         assert event is not None
-        worker.num_sent += self._world.up_bytes if framing is None else framing.up(event.contribution)
+        worker.num_sent += self._world.sizes.up if framing is None else framing.up(event.contribution)
         self._arrived(worker, None)
 
     # ---- tensor work --------------------------------------------------------
@@ -106,7 +106,7 @@ class Server:
         worker.left_at = now = agenda.now
         num_bytes = 0
         if reply.has_weights:
-            num_bytes = world.start_bytes if reply.is_start else world.down_bytes
+            num_bytes = world.sizes.start if reply.is_start else world.sizes.down
         worker.num_received += num_bytes if world.framing is None else world.framing.down(reply)
         if num_bytes and self._is_down_shared:
             agenda.down.begin(now, (worker, worker.life, self._delivered, reply), num_bytes, world.down)

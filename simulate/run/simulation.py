@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...common.config.schema import Config
@@ -39,7 +39,7 @@ _NAMES = ["", *(outcome.name for outcome in Outcome)]  # by value; the property 
 class Simulation:
     """One run of one mode: `go`, then read its `tally`.
 
-    `observe` gets the facts that a server's observers get. `clock` measures the cost of decisions. A `learner` trains.
+    `observe` gets the facts that the run decides. `clock` measures the cost of decisions. A `learner` trains.
     `progressed` gets, now and then, the part (0..1) of the training steps that is taken, and may raise.
     """
 
@@ -72,8 +72,8 @@ class Simulation:
         compute = Recorded if world.recorded else Compute
         self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
         self._batch_size, self._is_delayed = config.run.batch_size, config.policy.delayed_update or world.trains_on
-        self._own_s = world.up_bytes / world.up + world.latency_s  # of an exchange, without weights
-        self._own_down_s = world.down_bytes / world.down
+        self._own_s = world.sizes.up / world.up + world.latency_s  # of an exchange, without weights
+        self._own_down_s = world.sizes.down / world.down
         self._sampled_at = 1  # training steps of all
         self._chance = random.Random(world.seed + 0.25)
         self._needs_ticks = any(
@@ -120,22 +120,13 @@ class Simulation:
     # ---- joins and failures ------------------------------------------------------------
 
     def _start(self) -> None:
-        policy, run = self.policy, self.run
-        if self._observe is not None:
-            self._observe(
-                0.0,
-                effects.RunStarted(
-                    run.name, run.incarnation, self.config.run.mode, 0, {}, run.options.num_workers,
-                    policy.staleness_bound, None, (), policy.options.model_dump(mode="json"), asdict(policy.common),
-                ),
-            )  # fmt: skip
         late = self.world.joins_at
         num_first = len(self.workers) - len(late)
         for worker in self.workers[:num_first]:
             self._join(worker, None)
         for worker, at in zip(self.workers[num_first:], late, strict=True):
             self._agenda.push(at, self._join, worker)
-        if not run.has_weights:
+        if not self.run.has_weights:
             self._happens(events.Brought(0, self.workers[0].incarnation))
 
     def _join(self, worker: Worker, _: object) -> None:

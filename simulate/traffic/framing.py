@@ -8,7 +8,7 @@ recorded (`extra`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...common.wire import records
 from ...ps.core import effects
@@ -19,13 +19,19 @@ OUT_OF_BAND_BYTES = 8 << 20  # of a payload behind one message of a direct conne
 _RESIDUAL = records.ResidualInfo(1.0)
 
 
+class Sizes(NamedTuple):
+    """Bytes of the payloads of one run."""
+
+    up: int = 0  # of a contribution
+    down: int = 0  # of a reply with weights
+    start: int = 0  # of the weights that a worker starts from
+
+
 @dataclass(frozen=True)
 class Framing:
-    """The framing of one run. Sizes are in bytes. `codec`: as in a contribution. Replies: only if it is not raw."""
+    """The framing of one run. `codec`: as in a contribution. Replies: only if it is not raw."""
 
-    up_bytes: int = 0
-    down_bytes: int = 0
-    start_bytes: int = 0
+    sizes: Sizes
     codec: str = "raw"
     reply_codec: str = ""
     is_direct: bool = True  # else over the stream itself
@@ -45,7 +51,7 @@ class Framing:
         if found is None:
             from ...common.wire.messages import contribution_message
 
-            num, is_direct = self.up_bytes, self.is_direct and self.codec == "raw"
+            num, is_direct = self.sizes.up, self.is_direct and self.codec == "raw"
             sent = records.changed(
                 contribution,
                 base=records.Base(contribution.base.version, self.has_base),
@@ -72,9 +78,9 @@ class Framing:
         if found is None:
             from ...common.wire.messages import reply_message
 
-            num, codec, extra = self.down_bytes, self.reply_codec, self.extra[1]
+            num, codec, extra = self.sizes.down, self.reply_codec, self.extra[1]
             if effect.is_start:
-                num, codec, extra = self.start_bytes, "", 0.0
+                num, codec, extra = self.sizes.start, "", 0.0
             reply, rest = effect.reply, 0.0
             if effect.has_weights and num:
                 reply = records.changed(reply, weights=records.WeightsInfo(num, codec))

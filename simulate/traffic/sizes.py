@@ -9,19 +9,20 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
+from .framing import Sizes
 
 _ROW = 1024  # float32 of a row
 
 
-def payload_sizes(config: Config, megabytes: float | None) -> tuple[int, int, int]:
-    """(up, down, start): bytes of a contribution, of a reply's weights, and of the weights a worker starts from."""
+def payload_sizes(config: Config, megabytes: float | None) -> Sizes:
+    """Returns the sizes of a run whose model has so many megabytes; None: as the task's model."""
     worker = config.worker
     if megabytes is not None and worker.codec == worker.reply_codec == "raw":
         whole = round(megabytes * 1e6)
-        return whole, whole, whole
+        return Sizes(whole, whole, whole)
     layout = _layout(config, megabytes)
     whole = layout.exchange_bytes
-    return _encoded(worker.codec, layout), _encoded(worker.reply_codec, layout), whole
+    return Sizes(_encoded(worker.codec, layout), _encoded(worker.reply_codec, layout), whole)
 
 
 def _encoded(name: str, layout: Any) -> int:

@@ -10,7 +10,7 @@ from paramserver.common.wire.frames import frame, payload_frames
 from paramserver.common.wire.messages import contribution_message, reply_message
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import effects
-from paramserver.simulate.traffic.framing import Framing
+from paramserver.simulate.traffic.framing import Framing, Sizes
 
 from ..records import contribution_of, reply_of
 
@@ -34,7 +34,7 @@ def test_a_contribution(
         number, version, samples, loss=1.0, compute_s=0.25, transfer_s=transfer_s, has_all=has_base,
         wants_weights=wants, codec="raw", num_bytes=num_bytes, iteration=number,
     )  # fmt: skip
-    framing = Framing(up_bytes=num_bytes, is_direct=False, has_base=has_base)
+    framing = Framing(Sizes(up=num_bytes), is_direct=False, has_base=has_base)
     assert framing.up(contribution) == sent(contribution_message(contribution), num_bytes)
 
 
@@ -48,5 +48,5 @@ def test_an_reply(
         training_steps=steps, num_workers=4, worker_index=3, run_steps=steps,
     )  # fmt: skip
     num = num_bytes if has_weights else 0
-    framing = Framing(down_bytes=num_bytes, is_direct=False)
+    framing = Framing(Sizes(down=num_bytes), is_direct=False)
     assert framing.down(effects.SendReply(3, 1, reply, has_weights)) == sent(reply_message(reply), num)

@@ -38,7 +38,7 @@ def test_a_real_run_is_replayed_and_foreseen(mode: str, tmp_path: Path) -> None:
     sets = ["worker.transports=grpc"]
     config, world = worlds(resolve(str(CONFIG), mode, 3, {"run.steps": 60}, sets, {}), Flags())[0]
     recorded = config_of(lines, config)
-    found = calibrate(lines, recorded, framing_of(recorded, (world.up_bytes, world.down_bytes, world.start_bytes)))
+    found = calibrate(lines, recorded, framing_of(recorded, world.sizes))
     was = found.recorded
     assert found.foreseen.num_sent == was.num_sent > 0
     # Two bytes of a reply are its staleness, which is 0 or not as workers happened to meet; in rounds it always is.

@@ -23,14 +23,10 @@ EVERY_MODE = pytest.mark.parametrize("mode", [mode for mode in MODES.names() if 
 
 
 def commit_times(mode: str, num_workers: int, steps: int, **settings: Any) -> list[float]:
-    times = []
-
-    def tell(at: float, fact: effects.Fact) -> None:
-        if isinstance(fact, effects.Commit):
-            times.append(at)
-
-    Simulation(config_of(mode, num_workers, steps), world_of(num_workers, **settings), observe=tell).go()
-    return times
+    facts: list[tuple[float, effects.Fact]] = []
+    config, world = config_of(mode, num_workers, steps), world_of(num_workers, **settings)
+    Simulation(config, world, observe=lambda at, fact: facts.append((at, fact))).go()
+    return [at for at, fact in facts if isinstance(fact, effects.Commit)]
 
 
 # ---- closed forms -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 from paramserver.common.config.schema import Config
 from paramserver.simulate.machines.world import World
 from paramserver.simulate.run.simulation import Simulation
+from paramserver.simulate.traffic.framing import Sizes
 
 MB = 1_000_000
 
@@ -18,7 +19,7 @@ def config_of(mode: str, num_workers: int, steps: int, **policy: Any) -> Config:
 
 def world_of(num_workers: int, num_bytes: int = MB, **settings: Any) -> World:
     """Links of 1 MB/s and 100 ms unless told otherwise, a server with room for all."""
-    sizes = {"up_bytes": num_bytes, "down_bytes": num_bytes, "start_bytes": 0, "max_staged": num_workers}
+    sizes = {"sizes": Sizes(num_bytes, num_bytes), "max_staged": num_workers}
     links = {"up": 1.0 * MB, "down": 1.0 * MB, "latency_s": 0.1}
     return World(**{"num_workers": num_workers, "compute_s": 1.0, **sizes, **links, **settings})
 

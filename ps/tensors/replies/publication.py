@@ -159,7 +159,6 @@ class Publisher:
     def __init__(self, first: Publication, limit: int, new_memory: Callable[[], Segment]) -> None:
         self.latest = first
         self.latest.ready = first.num_bytes
-        self.num_memories = 1
         self._limit = limit
         self._new_memory = new_memory
         self._free: list[Segment] = []
@@ -178,7 +177,6 @@ class Publisher:
             segment = self._free.pop()
         else:
             segment = self._new_memory()
-            self.num_memories += 1
         self.latest = Publication(version, segment, old.num_bytes, old.notify)
         self._tidy(old)
         return self.latest

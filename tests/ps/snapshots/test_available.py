@@ -18,7 +18,7 @@ from paramserver.common.wire.records import Row
 from paramserver.ps.snapshots.available import Available
 from paramserver.ps.snapshots.checkpoint import write
 from paramserver.ps.snapshots.common import choose_common
-from paramserver.ps.snapshots.files import mark_begun
+from paramserver.ps.snapshots.files import prune
 from paramserver.ps.snapshots.manifest import ShareEntry
 from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
 from paramserver.ps.tensors.store import Step, Store
@@ -201,7 +201,7 @@ def test_only_the_snapshot_that_is_loaded_is_mapped_and_only_until_it_is_let_go(
 def test_killed_while_the_first_snapshot_was_written_nothing_was_trained_and_the_run_begins(tmp_path):
     keep(tmp_path, 0, 2, only=(0,))
     assert chosen(tmp_path, 2) is None and chosen(tmp_path, 3) is None
-    mark_begun(tmp_path / "shard-0-of-2")
+    prune(tmp_path / "shard-0-of-2", 1, least_common=0)
     for now in (2, 3):
         with pytest.raises(CheckpointError):
             chosen(tmp_path, now)

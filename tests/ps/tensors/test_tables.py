@@ -135,7 +135,6 @@ def test_what_is_no_learning_rate_of_a_table_is_refused(settings: dict) -> None:
     model = Model(Config(), TensorThread(lambda error: None), make_policy(Config()))
     layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (3,))])
     model.adopt(layout, OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),), (SPEC,)))
-    assert model.optimizer is not None
     model.optimizer.check_changes([{"lr": 0.2}, {"lr": 0.2}])
     model.optimizer.check_changes([{}, {}])
     with pytest.raises(ParamServerError, match="is not a learning rate"):
