@@ -16,7 +16,7 @@ from ..common.reporting.log import get_logger
 from ..worker.api import connect
 from ..worker.training.session import Session
 from . import lacks
-from .data import check_place, divide, num_samples_in, samples_of
+from .data import check_place, divide, num_samples_in
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
@@ -83,10 +83,8 @@ def join(
     session = connect(address, rank)
     take_place(session)
     take_step(session, accelerator.unwrap_model(model), optimizer, goes_on=False)
-    batch, accumulate = samples_of(loader), accelerator.gradient_accumulation_steps
-
     if (share := divide(loader, session)) is not None:
-        share.go_to(session.step, 0, len(loader), batch, accumulate)
+        share.go_to(session.step, 0, loader, accelerator.gradient_accumulation_steps)
     if loader is not None:
 
         class Counting(type(loader)):  # type: ignore[misc]

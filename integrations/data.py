@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ..common.errors import ParamServerError, UsageError
@@ -47,14 +47,13 @@ class RankSampler(Sampler[int]):
         """Set the epoch; trainers call this before each epoch."""
         self.epoch = epoch
 
-    def go_to(
-        self, step: int, own_step: int, num_batches: int, batch_size: int, accumulate: int, is_first: bool = True
-    ) -> None:
+    def go_to(self, step: int, own_step: int, loader: Any, accumulate: int, is_first: bool = True) -> None:
         """Move to training step `step` of the run, while the trainer counts `own_step`.
 
-        The next epoch is then the epoch of `step`, or the epoch after it if it would end between two steps.
-        `is_first`: no epoch has passed since.
+        The next epoch of `loader` is then the epoch of `step`, or the epoch after it if it would end between two steps.
+        A step uses `accumulate` batches. `is_first`: no epoch has passed since.
         """
+        num_batches, batch_size = len(loader), sizes_of(loader)[0] or 1
         per_epoch = -(-num_batches // accumulate)
         if num_batches % accumulate and step % per_epoch != own_step % per_epoch:
             step += per_epoch - step % per_epoch
@@ -194,8 +193,3 @@ def sizes_of(loader: Any) -> tuple[int, int | None]:
     if not full or not hasattr(sampler, "__len__"):
         return full, None
     return full, (0 if getattr(batches, "drop_last", False) else len(sampler) % full) or full
-
-
-def samples_of(loader: DataLoader[Any] | None) -> int:
-    """Returns the number of samples in a full batch of this rank."""
-    return sizes_of(loader)[0] or 1

@@ -63,8 +63,7 @@ class ParameterServerCallback(TrainerCallback):
         data.catch_up(lr_scheduler, step)
         self._num_before = step - session.step
         if step != own_step and (share := data.divide(train_dataloader, session)) is not None:
-            accumulate, batch = args.gradient_accumulation_steps, data.samples_of(train_dataloader)
-            share.go_to(step, own_step, len(train_dataloader), batch, accumulate)
+            share.go_to(step, own_step, train_dataloader, args.gradient_accumulation_steps)
         state.global_step = step  # of the worker that it replaces, or later than its checkpoint
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

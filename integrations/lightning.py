@@ -99,10 +99,10 @@ class ParameterServerStrategy(ParallelStrategy):
             share, self._loader = None, dataloader
             if self._trainer._accelerator_connector.use_distributed_sampler:
                 share = data.divide(dataloader, self.session)
-            self._begin(share, len(dataloader))
+            self._begin(share)
         return dataloader
 
-    def _begin(self, share: data.RankSampler | None, num_batches: int) -> None:
+    def _begin(self, share: data.RankSampler | None) -> None:
         """Move the trainer to this rank's step of the run, which may differ from its checkpoint."""
         assert self.session is not None
         trainer, accumulate = self._trainer, self._trainer.accumulate_grad_batches
@@ -116,12 +116,12 @@ class ParameterServerStrategy(ParallelStrategy):
             )
             if trainer.ckpt_path:
                 for config in self.lr_scheduler_configs:
-                    per = -(-num_batches // accumulate) if config.interval == "epoch" else config.frequency
+                    per = -(-len(self._loader) // accumulate) if config.interval == "epoch" else config.frequency
                     data.catch_up(config.scheduler, step // per)
         own_step, step, step_of_run = self._begins
         if share is not None and step != own_step:
             is_first = self.session.step == step_of_run
-            share.go_to(step, own_step, num_batches, data.samples_of(self._loader), accumulate, is_first)
+            share.go_to(step, own_step, self._loader, accumulate, is_first)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.session is not None

@@ -118,16 +118,14 @@ def _work(resolved: Resolved) -> None:
     for path in (config.output.save, config.output.summary, config.output.curve):
         if path is not None and config.worker.server == "none":
             check_writable(path)
-    # with a JSON log, programs get these events from the server
-    say = get_logger().info if config.log.format == "text" else None
     try:
         if config.worker.evaluate:
             evaluator = Evaluator(config)
             evaluate_for(evaluator, _load_task(resolved, evaluator.settings, device)[0], device, config.run.eval_every)
             return
         session = open_session(config, overlap=True)
-        if session.group_rank:
-            say = None
+        # with a JSON log, programs get these events from the server
+        say = get_logger().info if config.log.format == "text" and not session.group_rank else None
         with session:
             task, name, args = _load_task(resolved, session.settings, device)
             session.work.set_task(config, name, args)

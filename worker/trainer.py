@@ -169,13 +169,12 @@ class Stepper:
 
 def _checked(batches: Any) -> Any:
     """Yield the batches. An exception in the user's data set becomes a UserCodeError."""
-    loop = iter(batches)
+    loop, end = iter(batches), object()
     while True:
         with user_code():
-            try:
-                batch = next(loop)
-            except StopIteration:
-                return
+            batch = next(loop, end)
+        if batch is end:
+            return
         yield batch
 
 

@@ -59,7 +59,7 @@ def test_a_worker_that_comes_later_begins_where_its_rank_was():
     loader = DataLoader(range(48), batch_size=2)
     share = divide(loader, session(1))
     assert share is not None and divide(loader, session(1)) is share and len(loader) == 12
-    share.go_to(8, own_step=0, num_batches=12, batch_size=2, accumulate=2)
+    share.go_to(8, 0, loader, accumulate=2)
     assert list(share) == list(range(1, 48, 2))[8:]
     assert share._first_epoch == 1
     assert list(share) == list(range(1, 48, 2)), "the next epoch is whole"
@@ -67,8 +67,8 @@ def test_a_worker_that_comes_later_begins_where_its_rank_was():
 
 def test_a_worker_with_a_checkpoint_of_the_middle_of_an_epoch_has_epochs_that_lie_otherwise():
     """4 batches of 2 an epoch: its trainer is at step 3 and skips 3; the run is at 8, where one begins."""
-    share = RankSampler(SequentialSampler(range(16)), session(0))
-    share.go_to(8, own_step=3, num_batches=4, batch_size=2, accumulate=1)
+    share = divide(loader := DataLoader(range(16), batch_size=2), session(0))
+    share.go_to(8, 3, loader, accumulate=1)
     stream = [*range(0, 16, 2)] * 3
     assert list(share) == stream[10:18], "3 batches before, which are skipped, and the first of the next epoch"
     share.set_epoch(1)

@@ -164,14 +164,13 @@ class Block(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
         # Normalised queries and keys keep the logits small at any learning rate (Henry et al., 2020).
         if cache is None:
-            position = torch.arange(num_tokens, device=x.device, dtype=x.dtype)  # (T,)
-            q, k = _rotate(_norm(q), position), _rotate(_norm(k), position)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
+            position, mask = torch.arange(num_tokens, device=x.device, dtype=x.dtype), None  # (T,)
         else:
-            position = cache.positions.to(x.dtype).unsqueeze(1)  # (B, 1, T)
-            q, k = _rotate(_norm(q), position), _rotate(_norm(k), position)
+            position, mask = cache.positions.to(x.dtype).unsqueeze(1), cache.mask  # (B, 1, T)
+        q, k = _rotate(_norm(q), position), _rotate(_norm(k), position)
+        if cache is not None:
             k, v = cache.append(layer, k, v)  # (B, H, S, D) each, with what came before
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=cache is None)  # (B, H, T, D)
         return self.attention_out(y.transpose(1, 2).reshape(num_samples, num_tokens, width))
 
 

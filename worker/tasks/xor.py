@@ -67,9 +67,7 @@ class Xor:
 
     def _samples(self, num_samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Features (num_samples, d + 3) and labels (num_samples,), both float32."""
-        features = torch.empty(
-            num_samples, self._d + _NUM_PRODUCTS, device="cpu"
-        )  # filled in place, without a second copy
+        features = torch.empty(num_samples, self._d + _NUM_PRODUCTS, device="cpu")  # filled in place: no second copy
         features[:, : self._d].normal_(generator=generator)
         x0, x1 = features[:, 0], features[:, 1]
         features[:, self._d :] = _PRODUCT_SCALE * torch.stack([x0 * x0, x1 * x1, x0 * x1], dim=1)

@@ -175,9 +175,6 @@ class Alone:
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         return self._tables[table].rows(ids)
 
-    def pull_averaged(self, model: ModelTensors) -> None:
-        """There is no average: `settings.polyak` is 0."""
-
     def leave(self, goodbye: Goodbye) -> None:
         self.metrics = dict(goodbye.final_metrics)
 
@@ -310,14 +307,10 @@ class Alone:
         if output.curve is not None:
             write_curve(output.curve, self.curve.points)
         if is_best and output.best is not None:
-            write_best(output.best, self.tensors(), {"mode": _MODE, "version": str(version)})
+            write_best(output.best, named_tensors(self._model.module), {"mode": _MODE, "version": str(version)})
         if (why := self.curve.why_enough) and not self.ended_by:
             self.ended_by = f"stopped: {why}"
             log.info("run_stopped", reason=why, step=step)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The model's tensors by name."""
-        return named_tensors(self._model.module)
 
     def status(self) -> Status:
         """The run as a server would show it."""
@@ -409,7 +402,6 @@ class Alone:
         """
         config, version = self._config, self.progress.version
         with uninterrupted:
-            model_tensors = self.tensors()
             if self.metrics and self.curve.points:
                 self.evaluated(self.metrics)
             (seq, steps, samples, *_), (first, last) = self.row, self.stepped_at
@@ -428,18 +420,15 @@ class Alone:
             if config.output.save is not None and self.has_overflowed:
                 log.error("not_saved", reason="earlier work on the weights failed, so they are not a valid version")
             elif config.output.save is not None:
-                tensors = {name: tensor.detach().cpu().clone() for name, tensor in model_tensors.items()}
+                named = named_tensors(self._model.module).items()
+                tensors = {name: tensor.detach().cpu().clone() for name, tensor in named}
             write_results(config, summary, tensors, {"mode": _MODE, "version": str(version)})
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The joint 2-norm, without a wait for a GPU for each tensor."""
     norms = [torch.linalg.vector_norm(item.double() if item.dtype == torch.float16 else item) for item in tensors]
-    return (
-        torch.stack([norm.float().to(norms[0].device) for norm in norms]).norm()
-        if norms
-        else torch.zeros((), device="cpu")
-    )
+    return torch.nn.utils.get_total_norm([norm.float() for norm in norms])
 
 
 def _like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,10 @@ import torch
 
 from ...common.errors import UsageError
 from ..tensors.sharing import is_divided
-from .data import Loader, Shares, pass_batches, seed_everything, step_seed
+from .data import Loader, Shares, seed_everything, step_seed
 from .position.cursor import Cursor
 from .position.memory import Memory
-from .position.sources import check_stream
+from .position.sources import check_stream, is_stream
 
 _NUM_DIGESTED = 64  # elements of each tensor that the digest covers
 _SUMMED = 1 << 20  # elements of a tensor that are summed at once
@@ -48,7 +48,7 @@ class Batches:
         self._shares, self._memory, self._data = shares, memory, memory.data
         self._progress = self._data.progress
         self._is_done, self._is_over = end
-        self._loader = Loader(shares.dataset, options)
+        self._loader = Loader(shares, options)
         self._cursor: Cursor | None = None  # of the newest loop
         self._number = 0  # of the newest loop
         self._size = shares.num_samples
@@ -63,7 +63,7 @@ class Batches:
     def _check(self) -> None:
         """Raises UsageError for options that do not go together."""
         has_end = self._progress.total_steps is not None or self._data.length.default is not None
-        if self._shares.is_stream:
+        if is_stream(self._shares.dataset):
             options = {"pad": self._shares.pads, "sampler": self._shares.sampler, **self._loader.options}
             counts_epochs = self._data.epoch is not None or self._data.length.epochs is not None
             check_stream(self._shares.dataset, counts_epochs, options)
@@ -184,7 +184,7 @@ class Batches:
                     return False  # ends the inner loop, so that the loop over epochs can go back
                 memory.move()
             if data.has_replayed and not cursor.in_hand:
-                memory.replayed()
+                data.replayed()
             if not self._is_done():
                 # Whether the loop has yielded the batches of all remaining steps.
                 has_all = data.covers_last_replay or ((left := self._num_left) is not None and left <= 0)
@@ -200,7 +200,7 @@ class Batches:
         number = cursor.pass_of(cursor.next)
         while cursor.end_pass is None or number < cursor.end_pass:
             first, num_batches = max(0, cursor.next - cursor.begins[number]), self._num_in_pass()
-            found = pass_batches(self._shares, number, self._division, first, self._loader)
+            found = self._loader.pass_batches(number, self._division, first)
             num_batches = yield from _marked(found, num_batches - first)
             number += 1
             cursor.begins[number] = cursor.begins[number - 1] + num_batches

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...common.errors import UsageError
 from ..ownership import die_with_parent
-from .position.sources import StreamPass, is_stream, pieces, share_of_few, streamed
+from .position.sources import StreamPass, is_stream, pieces, share_of, streamed
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -89,7 +89,6 @@ class Shares:
     sampler: Any = None
 
     def __post_init__(self) -> None:
-
         if isinstance(self.sampler, DistributedSampler):
             raise UsageError(
                 "session.shard() divides the data itself, and so does a DistributedSampler",
@@ -97,13 +96,9 @@ class Shares:
             )
 
     @property
-    def is_stream(self) -> bool:
-        return is_stream(self.dataset)
-
-    @property
     def num_samples(self) -> int:
         """Samples in an epoch; 0: not known. Raises UsageError for a sampler without a length."""
-        if self.is_stream:
+        if is_stream(self.dataset):
             return 0
         source: Any = self.dataset if self.sampler is None else self.sampler
         try:
@@ -115,7 +110,7 @@ class Shares:
     def num_batches(self, num_workers: int) -> int:
         """Batches of each rank in an epoch; 0: not known. Raises UsageError if there are too few samples to divide."""
         num_samples = self.num_samples
-        if self.is_stream:
+        if is_stream(self.dataset):
             return 0
         union = num_workers * self.batch_size
         least = union if self.drop_last else 1 if self.pads else num_workers
@@ -132,11 +127,8 @@ class Shares:
         """
         union = num_workers * self.batch_size
         for rows in self._unions(epoch, union, num_workers):
-            if len(rows) == union or (len(rows) >= num_workers and not self.drop_last):
-                yield rows[index::num_workers], len(rows[index::num_workers])
-            elif not self.drop_last:
-                which, num_samples = share_of_few(index, num_workers, len(rows))
-                yield rows[which : which + 1], num_samples
+            if len(rows) == union or not self.drop_last:
+                yield share_of(rows, index, num_workers)
 
     def _unions(self, epoch: int, union: int, num_workers: int) -> Iterator[torch.Tensor]:
         """The samples of all workers for each step. The last ones are padded if `pads` is set."""
@@ -144,12 +136,11 @@ class Shares:
         if self.sampler is not None:
             parts = draw(self.sampler, self.seed, epoch, union)
         else:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            order = (
-                torch.randperm(num_samples, generator=generator, device="cpu")
-                if self.shuffle
-                else torch.arange(num_samples, device="cpu")
-            )
+            if self.shuffle:
+                generator = torch.Generator().manual_seed(self.seed + epoch)
+                order = torch.randperm(num_samples, generator=generator, device="cpu")
+            else:
+                order = torch.arange(num_samples, device="cpu")
             parts = iter(order.split(union))
         begin, count = torch.tensor([], dtype=torch.int64, device="cpu"), 0
         for rows in parts:
@@ -180,28 +171,6 @@ def draw(sampler: Any, seed: int, epoch: int, size: int) -> Iterator[torch.Tenso
         yield torch.tensor([int(index) for index in indices], dtype=torch.int64, device="cpu")
 
 
-def pass_batches(
-    shares: Shares, number: int, division: tuple[int, int], first: int, loader: Loader
-) -> Generator[tuple[Any, int], None, int]:
-    """Yield the batches of pass `number` without the first `first` ones, each with its weight in samples.
-
-    Returns the number of batches of the pass. Batches are skipped without being loaded, except those of a stream.
-    """
-    if shares.is_stream:
-        seed, collate = shares.seed + number, loader.options.get("collate_fn") or default_collate
-        stream: Any = shares.dataset
-        once = StreamPass(stream, seed, shares.batch_size, *division, first, shares.drop_last, collate)
-        for batch, num_samples in streamed(once, number, loader.options):
-            if num_samples <= 0:
-                return -num_samples
-            yield batch, num_samples
-    num_batches = shares.num_batches(division[0])
-    if first < num_batches:
-        plan = itertools.islice(shares.batches_of(number, *division), first, None)
-        yield from loader.load(plan, num_batches - first, shares.seed + number)
-    return num_batches
-
-
 def sharded_batches(
     shares: Shares, division: Callable[[], tuple[int, int]], first: int, **loader_options: Any
 ) -> Iterator[tuple[Any, int]]:
@@ -209,43 +178,56 @@ def sharded_batches(
 
     `division()` returns (num_workers, index) and is called at each epoch.
     """
-    loader = Loader(shares.dataset, loader_options)
+    loader = Loader(shares, loader_options)
     for number in itertools.count():
-        num_batches = yield from pass_batches(shares, number, division(), first, loader)
+        num_batches = yield from loader.pass_batches(number, division(), first)
         first = max(0, first - num_batches)
 
 
 class Loader:
-    """Loads batches by the indices of their samples. `options` are those of DataLoader.
+    """Loads the batches of a worker's share. `options` are those of DataLoader.
 
     It is the batch sampler of a single DataLoader, so loader processes can stay alive between epochs
     (persistent_workers).
     """
 
-    def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
-        self._dataset, self.options = dataset, options
+    def __init__(self, shares: Shares, options: dict[str, Any]) -> None:
+        self._shares, self._dataset, self.options = shares, shares.dataset, options
         self._generator = torch.Generator()
         self._plan: Iterator[tuple[torch.Tensor, int]] = iter(())
-        self._num = 0
         self._weights: deque[int] = deque()  # of the batches that are being loaded
         self._loader: DataLoader[Any] | None = None
-
-    def __len__(self) -> int:
-        return self._num
 
     def __iter__(self) -> Iterator[list[int]]:
         for rows, num_samples in self._plan:
             self._weights.append(num_samples)
             yield rows.tolist()
 
-    def load(self, plan: Iterator[tuple[torch.Tensor, int]], num: int, seed: int) -> Iterator[tuple[Any, int]]:
-        """Yield one of `num` batches, with its weight, for each list of sample indices in `plan`."""
+    def pass_batches(self, number: int, division: tuple[int, int], first: int) -> Generator[tuple[Any, int], None, int]:
+        """Yield the batches of pass `number` without the first `first` ones, each with its weight in samples.
+
+        Returns the number of batches of the pass. Batches are skipped without being loaded, except those of a stream.
+        """
+        shares, seed = self._shares, self._shares.seed + number
+        if is_stream(shares.dataset):
+            stream: Any = shares.dataset
+            collate = self.options.get("collate_fn") or default_collate
+            once = StreamPass(stream, seed, shares.batch_size, *division, first, shares.drop_last, collate)
+            return (yield from streamed(once, number, self.options))
+        num_batches = shares.num_batches(division[0])
+        if first < num_batches:
+            plan = itertools.islice(shares.batches_of(number, *division), first, None)
+            yield from self._load(plan, seed)
+        return num_batches
+
+    def _load(self, plan: Iterator[tuple[torch.Tensor, int]], seed: int) -> Iterator[tuple[Any, int]]:
+        """Yield a batch, with its weight, for each list of sample indices in `plan`."""
         if type(self._dataset) is TensorDataset and not self.options:
             # One index operation per batch instead of one per sample is 60 times faster for small samples.
             for rows, num_samples in plan:
                 yield [tensor[rows.to(tensor.device)] for tensor in self._dataset.tensors], num_samples
             return
-        self._plan, self._num, self._weights = plan, num, deque()
+        self._plan, self._weights = plan, deque()
         # A DataLoader draws a seed when it begins. If it drew from the script's generator, that generator would differ
         # after a resume.
         self._generator.manual_seed(seed)

@@ -30,12 +30,13 @@ class Evaluation:
     (run.stop_when, run.patience).
     """
 
+    _measure: Measure  # set by `set`, as `every` is
+
     def __init__(self, wanted: str | None = None, is_needed: bool = False) -> None:
         self.run: Callable[[], None] = lambda: None  # evaluates; set by the session
         self.is_final_too = True  # the function also evaluates the final weights
         self._wanted = wanted
-        self._measure: Measure | None = None
-        self.every: Every | None = None  # set by `set`
+        self.every: Every | None = None
         self._began_at = time.monotonic()
         self._num_over: int | None = None  # intervals that had passed at the last check
         self._is_told = not (wanted or is_needed)
@@ -50,12 +51,12 @@ class Evaluation:
 
     def begin(self, progress: Progress, data: DataPosition) -> None:
         """Called before a step. Intervals that passed before the first step are not due."""
-        if self._num_over is None and self.every is not None:
+        if self._num_over is None:
             self._num_over = self._over(progress, data)
 
     def is_due(self, progress: Progress, data: DataPosition) -> bool:
         """Called after a step. Returns whether an interval has passed since the last call and this worker evaluates."""
-        if self._measure is None:
+        if self.every is None:
             if not self._is_told:
                 self._is_told = True
                 setting = "run.eval_every" if self._wanted else "run.stop_when or run.patience"
@@ -87,7 +88,6 @@ class Evaluation:
 
     def metrics(self, model: nn.Module) -> dict[str, float]:
         """Evaluate the model as it is. Returns the metrics by name."""
-        assert self._measure is not None
         with untouched(model), torch.no_grad():
             found: Any = self._measure(model)
         if not isinstance(found, Mapping):

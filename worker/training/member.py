@@ -40,9 +40,6 @@ class Conversation(Exchanger, Protocol):
     def pull_rows(self, table: int, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a table, [n, dim], for distinct and ascending ids."""
 
-    def pull_averaged(self, model: ModelTensors) -> None:
-        """Write the run's Polyak average into the model."""
-
 
 class RunMember:
     """A process that takes part in a run: it joins, evaluates, waits for the end, and leaves."""
@@ -64,7 +61,8 @@ class RunMember:
         self._exchange: Conversation | None = None  # in a replica group only group rank 0 has it
         self._final: Final | None = None
         self._has_finished = False  # the script has called `finish()`
-        self._is_closed = self._was_before = False
+        self._is_closed = False
+        self.resumed = False  # this process resumes its rank instead of starting at step 0; set by `optimizer()`
         check(choices_of(config))
         self._strategy = self._open(self._worker.overlap if self._worker.overlap is not None else overlap)
         self.settings = self._strategy.settings
@@ -121,11 +119,6 @@ class RunMember:
         return self._inner[0]
 
     @property
-    def resumed(self) -> bool:
-        """Whether this process resumes its rank instead of starting at step 0."""
-        return self._was_before
-
-    @property
     def is_done(self) -> bool:
         """Whether the run's steps are all taken, the run was stopped, or this worker has finished."""
         return self._final is not None or self._progress.is_done
@@ -173,7 +166,7 @@ class RunMember:
         Returns False if the run does not keep an average.
         """
         self._owner.check()
-        if not self.settings.polyak or self._exchange is None or not self._strategy.takes_whole:
+        if not (self.settings.polyak and isinstance(self._exchange, Exchange) and self._strategy.takes_whole):
             return False
         whole = together(dict(zip(self._names, models, strict=True))) if self._names else models[0]
         self._exchange.pull_averaged(ModelTensors(whole))
@@ -253,7 +246,7 @@ class RunMember:
                 return False
             raise UsageError("session.finish() before session.optimizer()", fix="call session.optimizer() first")
         if self._progress.is_replaying:
-            self._steps.memory.replayed()
+            self._steps.data.replayed()
         if not self.is_done:
             self._say_early()
         final = self._wait_for_final()
@@ -304,18 +297,16 @@ class RunMember:
             return
         self._is_closed = True
         unmark()
+        is_interrupted, failure, exit_code = ending
         is_through = self._final is not None
-        if ending.failure and not is_through:
+        if failure and not is_through:
             self._strategy.drop()  # like a killed process: another one may take its rank
             return
-        steps = None if is_through or ending.is_interrupted else self._steps
+        steps = None if is_through or is_interrupted else self._steps
         if steps is not None:
             steps.finish()
-        has_finished = steps is not None
-        goodbye = Goodbye(
-            final_metrics=self.metrics, finished=has_finished, failure=ending.failure, exit_code=ending.exit_code
-        )
-        self._strategy.leave(goodbye, ending.is_interrupted)
+        goodbye = Goodbye(final_metrics=self.metrics, finished=steps is not None, failure=failure, exit_code=exit_code)
+        self._strategy.leave(goodbye, is_interrupted)
 
     def __enter__(self) -> Self:
         return self

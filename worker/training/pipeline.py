@@ -117,8 +117,9 @@ class Pipeline(nn.Module):
             message = f"the tensors of a batch must have one number of samples in a pipeline, but have {sorted(sizes)}"
             raise UsageError(message, fix="make the samples of the batch the first axis of each tensor")
         size = sizes.pop()
-        num = num_microbatches(size, self._microbatches)
-        if num < min(size, self._microbatches) and (size, num) not in self._warned:
+        most = min(size, self._microbatches)
+        num = max((num for num in range(1, most + 1) if size % num == 0), default=1)
+        if num < most and (size, num) not in self._warned:
             self._warned.add((size, num))
             log.warning(
                 "microbatches",
@@ -150,9 +151,6 @@ class Once:
 class _Captured(Exception):
     """Carries the inputs out of a loss function."""
 
-    def __init__(self, inputs: torch.Tensor) -> None:
-        self.inputs = inputs
-
 
 def loss_of(loss_fn: Callable[..., torch.Tensor]) -> LossFn:
     """Returns the LossFn of a function of outputs and targets. A batch is (inputs, target, ...)."""
@@ -168,7 +166,8 @@ def inputs_of(loss_fn: LossFn, batch: Any) -> torch.Tensor:
     try:
         loss_fn(Once(capture), batch)
     except _Captured as captured:
-        return captured.inputs
+        (inputs,) = captured.args
+        return inputs
     raise UsageError("the loss of a pipeline does not call its model", fix="call it: loss_fn(model(inputs), ...)")
 
 
@@ -209,11 +208,6 @@ def check_tensor(output: Any, layer: nn.Module, index: int) -> torch.Tensor:
         message = f"layer {index} of the pipeline ({type(layer).__name__}) returns a {type(output).__name__}"
         raise UsageError(f"{message}, but a stage sends one tensor to the next stage", fix=_TUPLE_FIX)
     return output
-
-
-def num_microbatches(num_samples: int, wanted: int) -> int:
-    """Returns the largest divisor of the batch size that is at most `wanted`."""
-    return max(num for num in range(1, min(num_samples, wanted) + 1) if num_samples % num == 0) if num_samples else 1
 
 
 def on_meta(module: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -30,7 +29,7 @@ from .position.data import DataPosition
 from .position.memory import Memory, stateful
 from .position.restarted import Restarted
 from .position.sources import source_of
-from .position.steps import Scaling, Steps
+from .position.steps import Scaling, Steps, parameters_of
 from .readings import number_of
 from .rows import Rows
 from .slowdown import Slowdown
@@ -230,19 +229,18 @@ class Session(RunMember):
                         fix="leave max_norm out (weight decay also bounds rows), or use --mode localsgd, which sends "
                         "weights",
                     )
-        stepped = [param for part in optimizers for group in part.param_groups for param in group["params"]]
-        tensors = strategy.tensors(model, stepped, averaged_buffers)
+        tensors = strategy.tensors(model, parameters_of(*optimizers), averaged_buffers)
         tables = tuple(table.spec for table in self._tables)
         described = replace(describe_optimizers(optimizers, tensors.names), tables=tables, reduction=reduction)
         self._chooses(optimizers=described.each)
         strategy.start(tensors, described, is_parted=len(optimizers) > 1)
-        self._model, self._was_before = model, self._progress.row.steps > 0
+        self._model, self.resumed = model, self._progress.row.steps > 0
         self._memory = Memory(DataPosition(strategy, optimizers, self.length))
         self._memory.data.accepts_other_data = self._worker.accept_other_data
         strategy.num_samples_now = self._memory.data.num_samples_now
         self._restarted.optimizers = optimizers
         steps_alone = kind.worker_steps and not kind.has_peers
-        if self._was_before and steps_alone and isinstance(model, Pipeline) and not self.group_rank:
+        if self.resumed and steps_alone and isinstance(model, Pipeline) and not self.group_rank:
             meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
             log.warning("optimizer_state_anew", step=self._position, meaning=meaning)
         slows = self._config.slowdown != SlowdownConfig()
@@ -255,7 +253,7 @@ class Session(RunMember):
         self.evaluation.run = self._evaluate
         for table in self._tables:
             table.follow(optimizers[0])
-        if not (self.group_rank or self._was_before):  # once per run, not in each process
+        if not (self.group_rank or self.resumed):  # once per run, not in each process
             steps.notice = self._notice_batch_norm
         found = tuple(ExchangeOptimizer(optimizer, steps) for optimizer in optimizers)
         strategy.ready(optimizers[0], found[0].step_inner)
@@ -399,9 +397,6 @@ class Session(RunMember):
                 f"a batch of {size} samples cannot be divided among the {self._data_share[1]} processes of this worker",
                 fix=f"a batch size that is a multiple of {self._data_share[1]}",
             )
-        if found.pop("batch_sampler", None) is not None:
-            message = "session.shard() divides the data itself and cannot use a batch_sampler"
-            raise UsageError(message, fix="give session.shard() batch_size=, drop_last= and sampler=")
         order = {name: found.pop(name) for name in ("shuffle", "drop_last", "sampler")}
         shares = Shares(source, size // self._data_share[1], settings.seed, pads=pad, **order)
         end = (lambda: self.is_done), self.is_over
@@ -501,8 +496,7 @@ class Session(RunMember):
         self._owner.check()
         if self._steps is None:
             raise UsageError("session.record() before session.optimizer()", fix="call session.optimizer() first")
-        if not hasattr(num_samples, "__index__") or (num_samples := operator.index(num_samples)) < 0:
-            raise UsageError(f"session.record(num_samples={num_samples!r}): a whole number of at least 0 is expected")
+        num_samples = check_count("record(num_samples=", num_samples)
         loss = None if loss is None else number_of(loss, "session.record(loss=...)")
         self._steps.record(num_samples, loss)
         self.readings.record(metrics)

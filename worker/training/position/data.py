@@ -8,7 +8,6 @@ that lie behind the rank, and goes on in the right one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from weakref import WeakSet, ref
 
 import torch
@@ -91,6 +90,7 @@ class DataPosition:
     @property
     def is_void(self) -> bool:
         """Whether batches in hand were yielded before the run moved."""
+        self.apply_start()
         return any(cursor.num_void or cursor.num_fill for cursor in self.cursors)
 
     @property
@@ -106,11 +106,9 @@ class DataPosition:
 
     def position_record(self) -> Position:
         """The position at the beginning of a contribution."""
-        found = Position(self.progress.position, self.progress.local_steps, self.position)
-        if self.epoch is None:
-            return found
-        in_epoch = found.batches - sum(cursor.epoch_at for cursor in self.cursors)
-        return replace(found, epoch=self.epoch, epoch_batches=max(0, in_epoch))
+        position, begun_at = self.position, sum(cursor.epoch_at for cursor in self.cursors)
+        in_epoch = 0 if self.epoch is None else max(0, position - begun_at)
+        return Position(self.progress.position, self.progress.local_steps, position, self.epoch, in_epoch)
 
     # ---- loops --------------------------------------------------------------------------------
 
@@ -222,11 +220,15 @@ class DataPosition:
             return self.epoch
         return self.position // self.batches_per_epoch if self.batches_per_epoch else self._first_epoch[0]
 
-    def end_replay(self) -> None:
-        """The replay is complete: continue at the run's position."""
+    def replayed(self) -> None:
+        """The replay of the contribution is complete: continue at the run's position."""
+        num_missed = self.strategy.replayed()
         if len(self.cursors) == 1 and self.position != self._replay_end:
             self._move(self._replay_end)
         self._num_reported = self.position
+        if num_missed:
+            message = f"the run took {num_missed} training steps without this rank, so its script's state is older"
+            log.warning("state_is_behind", meaning=message)
 
     @property
     def has_replayed(self) -> bool:

@@ -148,14 +148,6 @@ class Memory:
         elif begun is None:
             self.data.set_first_epoch()
 
-    def replayed(self) -> None:
-        """The replay of the contribution is complete."""
-        num_missed = self._strategy.replayed()
-        self.data.end_replay()
-        if num_missed:
-            message = f"the run took {num_missed} training steps without this rank, so its script's state is older"
-            log.warning("state_is_behind", meaning=message)
-
 
 class Generators:
     """State of the random generators of this process: torch (all devices), Python and NumPy."""

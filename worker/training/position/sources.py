@@ -6,7 +6,7 @@ Of a data set without a length every rank reads all samples in order and keeps e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -20,8 +20,7 @@ from ....common.errors import UsageError
 _SIGNATURE = inspect.signature(DataLoader).parameters
 # The session divides and orders the data by these itself. It passes all other arguments to a DataLoader of its own.
 _OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
-
-
+_FIX = "give session.shard() the data set: session.shard(loader.dataset, batch_size=..., sampler=...)"
 # The arguments of `session.shard()` about the data, and what they are unless a script gives them.
 _DEFAULTS = {"batch_size": None, "shuffle": True, "drop_last": False, "sampler": None}
 
@@ -32,15 +31,18 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
-def share_of_few(index: int, num_workers: int, num_left: int) -> tuple[int, int]:
-    """Assign the last samples of an epoch when fewer samples than workers are left.
+def share_of(rows: Any, index: int, num_workers: int) -> tuple[Any, int]:
+    """Returns the samples of worker `index` from those of all workers for a step, and their weight in samples.
 
-    Returns (sample, weight) for worker `index`. Worker i computes sample i mod num_left. More workers compute some
-    samples than others, and the weights make each sample count once.
+    It is every W-th sample. If fewer samples than workers are left, worker i computes sample i mod num_left. More
+    workers compute some samples than others, and the weights make each sample count once.
     """
-    at_least, num_more = divmod(num_workers, num_left)
-    is_more = index % num_left < num_more
-    return index % num_left, 1 if not num_more else at_least if is_more else at_least + 1
+    if (num_left := len(rows)) >= num_workers:
+        mine = rows[index::num_workers]
+        return mine, len(mine)
+    (at_least, num_more), which = divmod(num_workers, num_left), index % num_left
+    weight = 1 if not num_more else at_least if which < num_more else at_least + 1
+    return rows[which : which + 1], weight
 
 
 def pieces(source: Iterable[Any], seed: int, size: int, device: str | None = None) -> Iterator[list[Any]]:
@@ -86,17 +88,17 @@ class StreamPass(IterableDataset[Any]):
             if len(rows) < union and self.drop_last:
                 break
             if count >= self.first:
-                num_samples, mine = 0, rows[self.index :: self.num_workers]
-                if len(rows) < self.num_workers:
-                    which, num_samples = share_of_few(self.index, self.num_workers, len(rows))
-                    mine = [rows[which]]
-                yield self.collate(mine), num_samples or len(mine)
+                mine, num_samples = share_of(rows, self.index, self.num_workers)
+                yield self.collate(mine), num_samples
             count += 1
         yield None, -count
 
 
-def streamed(once: StreamPass, number: int, options: dict[str, Any]) -> Iterator[tuple[Any, int]]:
-    """Yield the batches of pass `number`, and what follows them. Raises UsageError for a pass without batches."""
+def streamed(once: StreamPass, number: int, options: dict[str, Any]) -> Generator[tuple[Any, int], None, int]:
+    """Yield the batches of pass `number`, each with its weight in samples. Returns the number of batches of the pass.
+
+    Raises UsageError for a pass without batches.
+    """
     stream: Any = once.stream
     if hasattr(stream, "set_epoch"):
         stream.set_epoch(number)
@@ -104,12 +106,13 @@ def streamed(once: StreamPass, number: int, options: dict[str, Any]) -> Iterator
     loader = DataLoader(once, **{"generator": generator, **options, "batch_size": None, "collate_fn": _as_it_is})
     with torch.device("cpu"):  # torch draws its seed on the default device
         batches = iter(loader)
-    for batch, num_samples in batches:
-        if not num_samples:
-            amount = "less than a batch for all workers" if once.drop_last else "no sample"
-            message = f"{type(stream).__name__} gave {amount} in epoch {number} (from 0)"
-            raise UsageError(message, fix="make each iter() of it start again, with enough samples for all workers")
-        yield batch, num_samples
+    while (found := next(batches))[1] > 0:
+        yield found
+    if not found[1]:
+        amount = "less than a batch for all workers" if once.drop_last else "no sample"
+        message = f"{type(stream).__name__} gave {amount} in epoch {number} (from 0)"
+        raise UsageError(message, fix="make each iter() of it start again, with enough samples for all workers")
+    return -int(found[1])
 
 
 def _as_it_is(item: Any) -> Any:
@@ -133,19 +136,20 @@ def check_stream(stream: Any, counts_epochs: bool, options: dict[str, Any]) -> N
 # ---- DataLoaders ----------------------------------------------------------------------------------
 
 
-def source_of(dataset: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Unpack a DataLoader into its data set and the arguments to divide it; return other data and `given` unchanged.
+def source_of(loader: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Unpack a DataLoader into its data set and the arguments to divide it; return other data and `given` as they are.
 
     `given`: the arguments of `session.shard()`, with the options for a DataLoader. A batch of the DataLoader is a batch
     of one worker. With a plain `shuffle=True` the order follows from the run's seed, as without a DataLoader. Raises
     UsageError for a DataLoader that the session cannot use, and for an argument that contradicts the DataLoader.
     """
-    loader = dataset
     if unknown := given.keys() - _SIGNATURE.keys():
         message = f"session.shard(): DataLoader has no option {', '.join(sorted(unknown))}"
         raise UsageError(message, fix="the options of torch.utils.data.DataLoader, such as num_workers=2")
+    if given.pop("batch_sampler", None) is not None:
+        raise _refusal("a batch_sampler", fix="give session.shard() batch_size=, drop_last= and sampler=")
     if not isinstance(loader, DataLoader):
-        return dataset, given
+        return loader, given
     kind, batches = type(loader), loader.batch_sampler
     if any(getattr(kind, name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")):
         raise _refusal(f"{kind.__name__}, which iterates in a way of its own")
@@ -182,8 +186,5 @@ def _order_of(loader: DataLoader[Any]) -> Any:
     return sampler if is_random and (sampler.replacement or sampler.num_samples != len(dataset)) else None
 
 
-def _refusal(source: str) -> UsageError:
-    return UsageError(
-        f"session.shard() divides the data itself and cannot use {source}",
-        fix="give session.shard() the data set: session.shard(loader.dataset, batch_size=..., sampler=...)",
-    )
+def _refusal(source: str, fix: str = _FIX) -> UsageError:
+    return UsageError(f"session.shard() divides the data itself and cannot use {source}", fix=fix)

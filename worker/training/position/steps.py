@@ -104,7 +104,6 @@ class Steps:
     @property
     def step(self) -> int:
         """The training step in hand: that of the void batches in hand, although the run is elsewhere by now."""
-        self.data.apply_start()
         return self._newest_step + 1 if self.data.is_void else self.progress.position
 
     def record(self, num_samples: int = 0, loss: float | None = None) -> None:
@@ -146,7 +145,6 @@ class Steps:
     def _is_void(self) -> bool:
         """Whether the step uses batches from before the run moved, or from after its end. Then it is not taken."""
         data = self.data
-        data.apply_start()
         if data.is_void:
             data.skip_step()
             self._newest_step += 1
@@ -201,8 +199,7 @@ class Steps:
             self.notice = None
         now = time.perf_counter()
         if self._slowdown is not None:  # the whole step counts as compute time
-            delay_s = self._slowdown.delay_s(self._newest_step + 1, now - self._resumed_at)
-            time.sleep(delay_s)
+            time.sleep(self._slowdown.delay_s(self._newest_step + 1, now - self._resumed_at))
             now = time.perf_counter()
         self._compute_s += now - self._resumed_at
         if self._is_due():
@@ -211,7 +208,7 @@ class Steps:
             else:
                 self._replays_left -= 1
                 if not self._replays_left:
-                    self.memory.replayed()
+                    self.data.replayed()
                     # an evaluation that was due then has taken place
                     self._evaluation.is_due(self.progress, self.data)
                 self._begin_anew()
@@ -268,7 +265,6 @@ class Steps:
         # A loop without `shard()` and `mark()` goes on with the batch it has.
         if self.data.is_sent and self.memory.has_moved and not (self.data.uses_shard or self.data.is_marked):
             self.memory.move(may_replay=self.data.is_parted)
-        self.data.apply_start()
         if self.data.is_void or (self.progress.is_done and self.data.has_in_hand):
             self.strategy.pause()
         if is_due and not self.progress.is_done:  # at the end `session.finish()` evaluates the final weights
@@ -286,7 +282,7 @@ class Steps:
         """No training step follows: contribute local steps that were not sent yet, of all optimizers."""
         self.strategy.restore()
         if self.progress.is_replaying:
-            self.memory.replayed()
+            self.data.replayed()
         if self.newest is not None and self.strategy.kind.worker_steps and self.strategy.cut_short():
             self._begins = True
             self._contribute(self.newest)
@@ -316,9 +312,9 @@ class Steps:
         return FirstInfo(num_samples, self._digest, data.run_steps, self._first_rates or (), self.work())
 
 
-def parameters_of(part: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of all its groups."""
-    return [param for group in part.param_groups for param in group["params"]]
+def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of all their groups."""
+    return [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -28,6 +28,7 @@ from ..ending import Ending, ending_of
 from ..evaluation import untouched
 from ..position.data import DataPosition
 from ..position.memory import Memory
+from ..position.steps import parameters_of
 from ..session import Session
 
 log = get_logger()
@@ -120,9 +121,7 @@ class EvaluatorSession(Session):
     ) -> tuple[Optimizer, ...]:
         self._check_first(reduction)
         self._model, self._memory = model, Memory(DataPosition(self._strategy, optimizers, self.length))
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        stepped = (parameter for group in groups for parameter in group["params"])
-        self._tensors = ModelTensors(model, stepped, averaged_buffers)
+        self._tensors = ModelTensors(model, parameters_of(*optimizers), averaged_buffers)
         for item in optimizers:
             item.register_step_pre_hook(lambda *_: self._watch_run())
             item.clip_grad_norm = check_max_norm  # type: ignore[attr-defined]  # no step follows
