@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.catalog.comparing import labels_of
-from paramserver.catalog.filtering import fitting
+from paramserver.catalog.showing import fitting
 from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
