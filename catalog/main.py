@@ -26,8 +26,6 @@ import typer
 
 from ..common.config.cli import make_app, run_app
 
-PROGRAM = "ps-runs"
-
 app = make_app(__doc__)
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name, id, or `last`.", show_default=False)]
@@ -138,4 +136,4 @@ def ui(file: FileArgument = None, listen: ListenOption = "127.0.0.1:0") -> None:
 
 def main() -> None:
     """Entry point of `ps-runs`."""
-    run_app(app, PROGRAM)
+    run_app(app, "ps-runs")

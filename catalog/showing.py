@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import operator
+import re
 import sqlite3
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +26,6 @@ from ..common.reporting.report import FittingTable, duration, report_console, sh
 from ..common.runstore.changing import remove, rename
 from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
 from ..common.wire.json_text import to_json
-from .filtering import fitting
 
 _STYLES = {"running": "green", "lost": "red", "stopped": "yellow"}
 _STATES = {"lost": "crashed"}
@@ -239,3 +241,68 @@ def _text_plot(points: list[tuple[float, float]], title: str) -> list[str]:
     lines = [f"{name:>{width}} │{''.join(row).rstrip()}" for name, row in zip(names, grid, strict=True)]
     end = f"{last:,.4g}"
     return [title, *lines, f"{'':{width}} └{'─' * _COLUMNS}", f"{'':{width}}  {first:<,.4g}{end:>{_COLUMNS - 6}}"]
+
+
+# ---- the filter of `list`: words, and terms such as mode=ssp, loss<0.3, tags=baseline, lr!=0.1. As on the page ------
+
+
+_TERM = re.compile(r"([A-Za-z_][\w.]*)(<=|>=|!=|=|<|>)(.*)", re.DOTALL)
+_ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
+_ALIASES = {"run": "name", "task": "work", "script": "work", "tag": "tags", "workers": "num_workers"}
+
+
+def fitting(
+    runs: Sequence[StoredRun], settings: Mapping[int, Mapping[str, Any]], terms: Sequence[str]
+) -> list[StoredRun]:
+    """Returns the runs that fit all terms. `settings`: by a run's key. Raises UsageError for an unknown name."""
+    known = [_values(run, settings.get(run.key, {})) for run in runs]
+    found = list(zip(runs, known, strict=True))
+    for term in terms:
+        if (parsed := _TERM.fullmatch(term)) is None:
+            word = term.lower()
+            found = [item for item in found if any(word in text for text in _words(item[0]))]
+            continue
+        name, sign, wanted = _ALIASES.get(parsed[1], parsed[1]), parsed[2], parsed[3]
+        if runs and not any(_find(values, name) for values in known):
+            fix = "e.g. mode=ssp, lr<0.1, config.width=64, tags=baseline"
+            raise UsageError(f"{term}: no run has '{name}'", fix=fix)
+        found = [item for item in found if _fits(_find(item[1], name), sign, wanted)]
+    return [run for run, _ in found]
+
+
+def _words(run: StoredRun) -> list[str]:
+    return [text.lower() for text in (run.id, run.label, run.mode, run.work, run.state, run.note, *run.tags)]
+
+
+def _values(run: StoredRun, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all values of a run by name; the first of a name counts."""
+    fields = run.model_dump(exclude={"metrics", "recorded"}) | {"name": run.label}
+    return {**settings, **run.recorded, **run.metrics, **fields}
+
+
+def _find(values: Mapping[str, Any], name: str) -> list[Any]:
+    """Returns the values of a name, or of settings that end in it; empty: there is none."""
+    if name in values:
+        return values[name] if isinstance(values[name], list) else [values[name]]
+    return [value for key, value in values.items() if key.endswith(f".{name}")]
+
+
+def _fits(values: list[Any], sign: str, wanted: str) -> bool:
+    if sign == "!=":
+        return not _fits(values, "=", wanted)
+    right = _number(wanted)
+    for value in values:
+        left, text = _number(value), "none" if value is None else str(value).lower()
+        if left is not None and right is not None:
+            if _ORDERS[sign](left, right):
+                return True
+        elif sign == "=" and fnmatch.fnmatchcase(text, wanted.lower()):
+            return True
+    return False
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
-from . import dropped, synonyms
+from . import synonyms
 from .errors import UnknownNameError, UsageError, did_you_mean
 from .user_code import UserCodeError, is_in_file, line_of, load_from_file, split_name
 
@@ -57,7 +57,7 @@ class Family:
 
     def check(self, name: str) -> str:
         """Returns `name`. Raises UsageError with the nearest known name if it is unknown."""
-        if (fix := dropped.NAMES.get(self.noun, {}).get(name)) is not None:
+        if (fix := synonyms.DROPPED_NAMES.get(self.noun, {}).get(name)) is not None:
             raise UnknownNameError(f"{self.noun} '{name}' was removed", fix=fix)
         if name not in self._modules:
             fix = synonyms.NAMES.get(self.noun, {}).get(name) or did_you_mean(name, self.names())

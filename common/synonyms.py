@@ -1,4 +1,4 @@
-"""Words that other tools use, each with the sentence that names ours. Pure.
+"""Words that other tools use, and names of earlier versions, each with the sentence that names ours. Pure.
 
 They are looked up only when a word is unknown here, so a word of ours is never taken from its program.
 """
@@ -124,6 +124,17 @@ NAMES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 RUNS = _by_word({"latest newest -1 recent": "`last` is the newest run"})
 
+# Names of earlier versions: of a family, by its noun, and of settings.
+DROPPED_NAMES = {
+    "codec": {"auto": "`ps-launch doctor` measures the link and names a codec; on a slow link q4 is the first to try"}
+}
+_COMPENSATION = "late gradients are taken as they come; policy.late_scale and late_cut act against lateness"
+_MERGE = "leave it out: the steps taken meanwhile are always added to the new weights, as by the rule shift"
+DROPPED_SETTINGS = {
+    "policy.late_compensation": _COMPENSATION, "policy.late_lambda": _COMPENSATION, "policy.merge": _MERGE,
+    "policy.merge_alpha": _MERGE, "upstream.merge": _MERGE, "upstream.merge_alpha": _MERGE,
+}  # fmt: skip
+
 _SETTING = re.compile(r"(--)?([a-z_]+\.[a-z_.]+)=(.*)", re.DOTALL)
 _HOST_PORT = re.compile(r"[\w.\[\]:-]*:\d+|\d+")
 
@@ -134,6 +145,11 @@ def of_flag(program: str, flag: str) -> str:
         return f"--set {found[2]}={found[3]}" if found else f"--set {flag.lstrip('-')}=VALUE"
     sentence = RUNS.get(flag) or FLAGS.get(flag.lstrip("-").replace("_", "-").lower(), "")
     return sentence if isinstance(sentence, str) else sentence.get(program, sentence.get(_ELSE, ""))
+
+
+def of_dropped_flag(flag: str) -> str:
+    """Returns the sentence for a flag of an earlier version, such as `--merge`; "" for none."""
+    return DROPPED_SETTINGS.get(f"policy.{flag.removeprefix('--').replace('-', '_')}", "")
 
 
 def of_word(program: str, word: str, before: str = "") -> str:

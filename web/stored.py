@@ -186,8 +186,7 @@ def summary_of(run: StoredRun, view: View) -> Summary:
     })  # fmt: skip
     with suppress(ValidationError):  # another version wrote the configuration
         prices = CostConfig.model_validate(view.about.settings.get("cost", {}))
-        if prices.rate is not None:
-            found.cost = Cost.of(prices.currency, prices.rate, found.wall_s, found.wait_share, None)
+        found.cost = Cost.of(prices, found.wall_s, found.wait_share)
     return found
 
 

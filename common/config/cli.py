@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .. import dropped, synonyms
+from .. import synonyms
 from ..errors import EXIT_DRAINED, EXIT_INTERRUPTED, EXIT_OUTPUT_LOST, OutputError, ParamServerError, UsageError
 from . import quiet
 
@@ -232,7 +232,7 @@ def show_config(resolved: Resolved) -> None:
 def _fix_of(program: str, error: Any, message: str) -> str:
     """Returns what to write instead of a wrong flag, command or argument."""
     wrong = getattr(error, "option_name", None)
-    found = dropped.flag(wrong) or synonyms.of_flag(program, wrong) if wrong else ""
+    found = synonyms.of_dropped_flag(wrong) or synonyms.of_flag(program, wrong) if wrong else ""
     for flag, word in pairwise(["", *sys.argv[1:]]):
         if f"unexpected extra argument ({word}" in message.replace("(s)", "") or f"No such command '{word}'" in message:
             takes_none = f"{flag} takes no value; " if flag.startswith("--") else ""

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from .. import dropped
+from .. import synonyms
 from ..errors import UsageError, did_you_mean
 from ..registry import canonical_mode
 from ..user_code import is_in_file
@@ -248,6 +248,6 @@ def _check_key(key: str, origin: str, known: Iterable[str]) -> None:
         elsewhere = [key for key in known if key.endswith(f".{name}")]
         near = [key.removeprefix(f"{section}.") for key in known if key.startswith(f"{section}.")]
         fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(name, near, f"{section}.")
-        if (why := dropped.SETTINGS.get(key)) is not None:
+        if (why := synonyms.DROPPED_SETTINGS.get(key)) is not None:
             raise UsageError(f"{origin}: {key} was removed", fix=why)
         raise UsageError(f"{origin}: unknown key '{section}.{name}'", fix=fix)

@@ -46,6 +46,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from io import FileIO
 from typing import Any
 
 from ..errors import OutputError
@@ -66,9 +67,10 @@ class HistoryFile:
     def __init__(self, path: str, role: str) -> None:
         self._role = role
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise OutputError(f"--history {path} cannot be written: {error.strerror}") from None
+        self._file = FileIO(descriptor, "ab")
 
     def line(self, op: str, at: float, fields: dict[str, Any]) -> bytes:
         line = {"op": op, "role": self._role, "t": round(at, 6), **fields}
@@ -77,35 +79,29 @@ class HistoryFile:
     def append(self, lines: bytes) -> None:
         """Write whole lines. Raises OSError; then the file may have a partial line."""
         while lines:
-            lines = lines[os.write(self._file, lines) :]
+            lines = lines[self._file.write(lines) :]
 
     def close(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
 
-class History:
-    """A worker's: written at once. Without a path, nothing."""
+class History(HistoryFile):
+    """A worker's, whose lines are written at once."""
 
-    def __init__(self, path: str | None) -> None:
-        self._path = path
-        self._file = HistoryFile(path, "worker") if path is not None else None
-        self._num_missing = 0
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "worker")
+        self._path, self._num_missing = path, 0
 
     def write(self, op: str, **fields: Any) -> None:
-        if self._file is None:
-            return
         try:
             if not self._num_missing:
-                self._file.append(self._file.line(op, time.monotonic(), fields))
+                self.append(self.line(op, time.monotonic(), fields))
                 return
         except OSError as error:
             log.warning("history_off", path=self._path, reason=error.strerror)
         self._num_missing += 1
 
     def close(self) -> None:
-        if self._file is None:
-            return
-        if self._num_missing:
+        if self._num_missing and not self._file.closed:
             log.warning("history_incomplete", path=self._path, missing=self._num_missing)
-        self._file.close()
-        self._file = None
+        super().close()

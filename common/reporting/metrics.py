@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, Flag, auto
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -137,7 +137,8 @@ def register(metric: Metric) -> None:
     if not metric.of_run:
         OF_WORKER[metric.name] = metric
     if metric.of_run or metric.over_workers is not None:
-        OF_RUN[metric.name] = metric
+        shown = metric.display if metric.display_run is None else metric.display_run
+        OF_RUN[metric.name] = replace(metric, display=shown)
 
 
 def shown_of_workers(where: Display) -> list[Metric]:
@@ -147,11 +148,7 @@ def shown_of_workers(where: Display) -> list[Metric]:
 
 def shown_of_run(where: Display) -> list[Metric]:
     """The metrics of the run that are displayed there, in the order of the table."""
-    return [
-        metric
-        for metric in OF_RUN.values()
-        if (metric.display if metric.display_run is None else metric.display_run) & where
-    ]
+    return [metric for metric in OF_RUN.values() if metric.display & where]
 
 
 def values_of(metrics: Iterable[Metric], source: Any) -> dict[str, Value]:

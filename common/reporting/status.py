@@ -28,7 +28,8 @@ def names_of(workers: Sequence[WorkerStatus]) -> str:
 class Measured(BaseModel):
     """A record with metrics beside its fields: attributes with the names of the table.
 
-    A missing metric is derived from others, or has its default. Unknown names are ignored.
+    A missing metric is that of the record's `workers` together, if it has them; else it is derived from others, or has
+    its default. Unknown names are ignored.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -42,10 +43,6 @@ class Measured(BaseModel):
     def declared_metrics(cls) -> list[Metric]:
         """Returns the metrics that such a record has."""
         return [metric for metric in OF_RUN.values() if not metric.of_run or metric.display & Display.STATUS]
-
-    def parts(self) -> list[WorkerStatus]:
-        """Returns the workers whose metrics add up to this record's metrics."""
-        return []
 
     def row(self) -> dict[str, Value]:
         """All metrics by name."""
@@ -67,7 +64,7 @@ class Measured(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        extra, workers = self.__pydantic_extra__, self.parts()
+        extra, workers = self.__pydantic_extra__, getattr(self, "workers", ())
         added = folded(workers, lambda metric, worker: worker.row()[metric.name]) if workers else {}
         extra.update(completed(self.declared_metrics(), added | extra))
         return self
@@ -112,9 +109,6 @@ class Status(Measured):
     left_out: int = 0  # number of ranks not in `workers`
     versions: list[int] = Field(default_factory=list)  # of each shard, if there are several
     shard_bytes: list[int] = Field(default_factory=list)  # memory of each shard
-
-    def parts(self) -> list[WorkerStatus]:
-        return self.workers
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Status | None:

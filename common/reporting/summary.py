@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field, model_validator
 
 from ..config.conditions import Condition
+from ..config.sections.launching import CostConfig
 from ..wire.json_text import read_json, to_json
 from .curve import MetricValue, Point, is_up, split_names
 from .metrics import OF_RUN, Display, Metric, Tense
@@ -39,10 +40,13 @@ class Cost(BaseModel):
     per_epoch: float | None = None  # if the number of samples of an epoch is known
 
     @classmethod
-    def of(cls, currency: str, per_hour: float, wall_s: float, wait_share: float, epochs: float | None) -> Cost:
-        total = per_hour * wall_s / 3600
+    def of(cls, prices: CostConfig, wall_s: float, wait_share: float, epochs: float | None = None) -> Cost | None:
+        """Returns the cost of so many seconds; None without prices."""
+        if prices.rate is None:
+            return None
+        total = prices.rate * wall_s / 3600
         per_epoch = total / epochs if epochs else None
-        return cls(currency=currency, total=total, waiting=total * wait_share, per_epoch=per_epoch)
+        return cls(currency=prices.currency, total=total, waiting=total * wait_share, per_epoch=per_epoch)
 
     def __str__(self) -> str:
         each = f", {price(self.per_epoch)} an epoch" if self.per_epoch is not None else ""
@@ -91,9 +95,6 @@ class Summary(Measured):
     def declared_metrics(cls) -> list[Metric]:
         wanted = (metric for metric in OF_RUN.values() if not metric.of_run or metric.display & Display.RESULTS)
         return [metric for metric in wanted if metric.name not in cls._OWN and metric.tense is not Tense.NOW]
-
-    def parts(self) -> list[WorkerStatus]:
-        return self.workers
 
     @property
     def label(self) -> str:

@@ -36,10 +36,10 @@ class Ran:
     settings: Settings = field(default_factory=dict)
 
 
-def settings_of(
+def what_ran(
     config: Config, mode: str, policy: Mapping[str, Any], optimizer: OptimizerSpec | None, work: Settings
-) -> Settings:
-    """Returns the settings of a run by section.
+) -> Ran:
+    """Returns what ran, with the settings by section.
 
     `policy`: the options of the mode, with values for its defaults. `optimizer`: None if it is unknown. Where its
     groups differ, a hyperparameter is a list of values. `work`: what workers say, empty before their first word.
@@ -58,14 +58,8 @@ def settings_of(
         found["optimizer"] = {"name": optimizer.name} | same
     for section, values in work.items():
         found[section] = {**found.get(section, {}), **values}
-    return found
-
-
-def label_of(work: Settings) -> str:
-    """Returns the script or the task as a phrase; empty: unknown."""
-    if path := work.get("script", {}).get("path"):
-        return f"script {Path(str(path)).name[:_LONGEST]}"
-    return str(work.get("task", {}).get("name", ""))[:_LONGEST]
+    path, task = work.get("script", {}).get("path"), str(work.get("task", {}).get("name", ""))
+    return Ran(f"script {Path(str(path)).name[:_LONGEST]}" if path else task[:_LONGEST], found)
 
 
 def read_work(text: str) -> Settings:

@@ -224,7 +224,7 @@ class RunStore:
         return self._document(run, "machine")
 
     def code(self, run: StoredRun) -> dict[str, Any]:
-        """Returns the version of this program, and the Git commit of the server's working directory if it has one."""
+        """Returns the version of this program, as `paramserver`."""
         return self._document(run, "code")
 
     # ---- how ----------------------------------------------------------------------------------

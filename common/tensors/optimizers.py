@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 
 from ..errors import Reason, UsageError, did_you_mean, refusal
-from .delayed import DelayedNesterov
 from .layout import DTYPES
 from .onebit import OneBitAdam
 
@@ -30,7 +29,6 @@ Reduction = Literal["mean", "sum"]
 # Keys of a group that do not change the result of a step, and keys that belong to schedulers.
 NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 _NOT_SENT = NOT_HYPERPARAMETERS | {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-_OURS: tuple[type[torch.optim.Optimizer], ...] = (OneBitAdam, DelayedNesterov)
 # The fix where a server cannot run an optimizer as it is.
 IN_WORKERS = "--mode localsgd, diloco or allreduce, whose workers run the optimizer themselves"
 # Limit on every hyperparameter: with larger values, products in float32 would not stay finite.
@@ -73,11 +71,6 @@ class TableSpec:
         """Return the spec with the rows of one shard."""
         first, end = (self.num_rows * number // num_shards for number in (shard, shard + 1))
         return replace(self, first=first, end=end)
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """All fields except the hyperparameters."""
-        return {key: value for key, value in vars(self).items() if key != "hyperparameters"}
 
 
 @dataclass(frozen=True)
@@ -125,8 +118,9 @@ class OptimizerSpec:
         facts["number of groups"] = len(self.groups)
         facts |= {f"tensors of group {index}": group.tensors for index, group in enumerate(self.groups)}
         facts["number of tables"] = len(self.tables)
-        for table in self.tables:
-            facts |= {f"{key} of table '{table.name}'": value for key, value in table.sizes.items()}
+        for table in self.tables:  # all of a table except its hyperparameters
+            sizes = {key: value for key, value in vars(table).items() if key != "hyperparameters"}
+            facts |= {f"{key} of table '{table.name}'": value for key, value in sizes.items()}
         return facts
 
     def _numbers(self) -> dict[tuple[str, str], Any]:
@@ -161,6 +155,50 @@ class OptimizerSpec:
         if any(_kind_of(then) != _kind_of(now) or isinstance(now, (bool, str)) for _, then, now in found):
             return None
         return [triple for at, triple in enumerate(found) if triple not in found[:at]]
+
+
+class DelayedNesterov(torch.optim.Optimizer):
+    """Nesterov's momentum for deltas that arrive one by one: every N-th step updates the momentum.
+
+    Source: Liu et al. 2024, arXiv:2401.09135, algorithm 3. Late deltas already act as momentum, so a momentum that
+    changes at each of them would be too large. With x, the share of a delta that one step uses (Delta / N in the
+    paper):
+
+        acc <- acc + x
+        every N-th:  m <- mu m + acc;   theta <- theta - lr ((1 - c (N - 1)) mu m + x);   acc <- 0
+        else:        theta <- theta - lr (c mu m + x)
+
+    The caller counts to N and sets the group's numbers before each step: `share` is x / delta, `part` is the factor of
+    mu m, and `moves` is 1 if the step updates m. With the defaults, the optimizer equals torch.optim.SGD with
+    nesterov=True. Each line rounds once, so a tensor that is divided among shards gets the same bits.
+
+    Raises ValueError for an invalid rate or momentum.
+    """
+
+    def __init__(self, params: Any, lr: float = 1.0, momentum: float = 0.5) -> None:
+        if lr < 0 or not 0 <= momentum < 1:
+            raise ValueError(f"lr is {lr:g}, momentum {momentum:g}; lr must be at least 0, momentum in [0, 1)")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "share": 1.0, "part": 1.0, "moves": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a server has no closure
+        for group in self.param_groups:
+            for parameter in (item for item in group["params"] if item.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state.update(momentum_buffer=torch.zeros_like(parameter), accumulated=torch.zeros_like(parameter))
+                momentum, accumulated = state["momentum_buffer"], state["accumulated"]
+                change = parameter.grad * group["share"]
+                accumulated.add_(change)
+                if group["moves"]:
+                    momentum.mul_(group["momentum"]).add_(accumulated)
+                    accumulated.zero_()
+                if group["part"]:
+                    change.add_(momentum * (group["part"] * group["momentum"]))
+                parameter.sub_(change.mul_(group["lr"]))
+
+
+_OURS: tuple[type[torch.optim.Optimizer], ...] = (OneBitAdam, DelayedNesterov)
 
 
 def without_compiler() -> None:
@@ -344,21 +382,16 @@ def build_optimizer(
     common = {k: v for k, v in groups[0].items() if k in accepted and k != "params"} if groups else {}
     arguments = as_arguments({**common, **(arguments or {})})
     groups = [{**group, **as_arguments({k: v for k, v in group.items() if k != "params"})} for group in groups]
+    optimizer: torch.optim.Optimizer | None = None
     on_cpu = [param for group in groups for param in group["params"] if param.device.type == "cpu"]
     if has_fused(name) and all(
         _is_fused_right(name, item.dtype) and torch.empty_like(item, device="meta").stride() == item.stride()  # no gaps
         for item in on_cpu
     ):
-        try:
-            return _with_sums(cls(groups, **arguments, fused=True))  # type: ignore[call-arg]
-        except (RuntimeError, ValueError):
-            pass  # this dtype or device has no fused step
-    return _with_sums(cls(groups, **arguments))
-
-
-def _with_sums(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Set Adagrad's first sums to each group's value. torch takes one value for all groups."""
-    for group in optimizer.param_groups:
+        with suppress(RuntimeError, ValueError):  # this dtype or device has no fused step
+            optimizer = cls(groups, **arguments, fused=True)  # type: ignore[call-arg]
+    optimizer = optimizer or cls(groups, **arguments)
+    for group in optimizer.param_groups:  # torch takes one value of Adagrad's first sums for all groups
         for param in group["params"] if "initial_accumulator_value" in group else ():
             optimizer.state[param]["sum"].fill_(group["initial_accumulator_value"])
     return optimizer

@@ -54,8 +54,8 @@ class Sink:
 class Bus:
     """The bus of one server process. `publish` is for one thread, the event loop's."""
 
-    def __init__(self, sinks: Iterable[Sink] = (), capacity: int | None = None) -> None:
-        self._subscriptions = [_Subscription(sink, capacity or sink.capacity) for sink in sinks]
+    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
+        self._subscriptions = [_Subscription(sink) for sink in sinks]
         self._by_kind: dict[type, list[_Subscription]] = {}  # by type of fact, filled at its first fact
         self._early: list[tuple[float, Fact]] | None = []  # facts before `begin`; None afterwards
 
@@ -90,9 +90,8 @@ class Bus:
 class _Subscription:
     """Isolates one sink, so that its errors and delays do not affect the run."""
 
-    def __init__(self, sink: Sink, capacity: int) -> None:
+    def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        self._capacity = capacity
         self._is_open = True  # facts go to the sink
         self._has_raised = False
         self._num_dropped = 0  # facts that did not fit into the queue
@@ -107,7 +106,7 @@ class _Subscription:
     def publish(self, at: float, fact: Fact) -> None:
         if self._thread is None:
             self._give([(at, fact)])
-        elif self._is_open and self._queue.qsize() < self._capacity:
+        elif self._is_open and self._queue.qsize() < self.sink.capacity:
             self._queue.put((at, fact))
         else:
             if self._is_open and not self._num_dropped:

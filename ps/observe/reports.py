@@ -11,7 +11,7 @@ from ...common.reporting.folding import folded, mean_recorded, with_mean_rate
 from ...common.reporting.metrics import OF_WORKER, Tense, Value, part_of_time, values_of
 from ...common.reporting.status import Status, WorkerStatus
 from ...common.reporting.summary import Cost, ShardSummary, Summary
-from ...common.runstore.ran import Ran, label_of, read_work, settings_of
+from ...common.runstore.ran import Ran, read_work, what_ran
 from ...common.wire.records import NO_ROW
 from ..core.counting.stats import Traffic, WorkerSource, work_of
 from ..core.run import Run
@@ -136,7 +136,7 @@ def summary(engine: Engine) -> Summary:
         steady_samples=samples,
         steady_steps=steps,
         staleness=dict(sorted(run.contributions.staleness.items())),
-        ended_by=ended_by(engine),
+        ended_by=run.ended_by or ("" if engine.error is None else str(engine.error)),
         final=final,
         curve=[with_bytes(engine, point) for point in run.curve.points],
         best=with_bytes(engine, run.curve.best) if run.curve.best is not None else None,
@@ -150,7 +150,6 @@ def summary(engine: Engine) -> Summary:
 
 def ran(engine: Engine) -> Ran:
     """Return what ran: settings of the server and the mode, and what the lowest rank that has contributed says."""
-    work = read_work(work_of(engine.traffic))
     run, model, config = engine.run, engine.model, engine.config
     policy, outer = run.policy, run.policy.outer
     options = policy.options.model_dump(mode="json")
@@ -159,26 +158,17 @@ def ran(engine: Engine) -> Ran:
     if "overlap_steps" in options:
         options["overlap_steps"] = policy.overlap_steps
     optimizer = model.whole_optimizer if model.has_model else None
-    found = settings_of(config, run.mode, options, optimizer, work)
-    found["run"] |= {"workers": config.run.workers or len(run.roster.stats), "parent": engine.parent}
-    return Ran(label_of(work), found)
+    found = what_ran(config, run.mode, options, optimizer, read_work(work_of(engine.traffic)))
+    found.settings["run"] |= {"workers": config.run.workers or len(run.roster.stats), "parent": engine.parent}
+    return found
 
 
 def cost(engine: Engine, found: Status | Summary) -> Cost | None:
     """Return the cost of the run so far, or None without prices."""
     elapsed_s, samples = found.wall_s if isinstance(found, Summary) else found.elapsed_s, found.samples
-    prices, epoch_samples = engine.config.cost, engine.run.contributions.data.num_samples
-    if prices.rate is None:
-        return None
+    epoch_samples = engine.run.contributions.data.num_samples
     epochs = samples / epoch_samples if epoch_samples and samples is not None else None
-    wait_share = part_of_time(found.row(), "wait_s") or 0.0
-    return Cost.of(prices.currency, prices.rate, elapsed_s, wait_share, epochs)
-
-
-def ended_by(engine: Engine) -> str:
-    """Return the reason or error that ended the run, or "" if it took all steps or still runs."""
-    run, error = engine.run, engine.error
-    return run.ended_by or ("" if error is None else str(error))
+    return Cost.of(engine.config.cost, elapsed_s, part_of_time(found.row(), "wait_s") or 0.0, epochs)
 
 
 def with_bytes(engine: Engine, point: Point) -> Point:

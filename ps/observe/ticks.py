@@ -161,10 +161,8 @@ class RecordingSink(Sink):
         """Record the results. The event loop waits for this thread, so the run no longer changes."""
         if self._record is not None:
             last = self._last or Tick(at=time.time(), status=reports.status(self._engine))
-            ended_by = reports.ended_by(self._engine)
-            if not ended_by and not self._engine.finished.done():
-                ended_by = "its server was told to stop"
-            self._record.end(last, reports.summary(self._engine), ended_by)
+            summary, is_stopped = reports.summary(self._engine), not self._engine.finished.done()
+            self._record.end(last, summary, summary.ended_by or ("its server was told to stop" if is_stopped else ""))
 
 
 class Timeline:

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from platform import node
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.catalog.comparing import labels_of
-from paramserver.catalog.filtering import fitting
+from paramserver.catalog.showing import fitting
 from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
@@ -110,7 +111,9 @@ def test_runs_are_listed_shown_named_and_forgotten(folder: Path) -> None:
     assert [run["state"] for run in found] == ["lost", "done", "done", "done"], "its writer is gone"
     assert "crashed" in ps_runs("list", folder=folder)
     assert "bbbb00000003 is baseline" in ps_runs("tag", "bbbb", "baseline", folder=folder)
-    assert "baseline" in ps_runs("list", folder=folder) and "host here" in ps_runs("show", "baseline", folder=folder)
+    assert "baseline" in ps_runs("list", folder=folder) and f"host {node()}" in ps_runs(
+        "show", "baseline", folder=folder
+    )
     output = ps_runs("tag", "aaaa00000001", "baseline", folder=folder, code=2)
     assert "another run is called baseline" in output
     assert "worker 0 is gone: lost" in ps_runs("show", "baseline", folder=folder), "an event is a sentence"

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from paramserver.common.config.schema import CostConfig
 from paramserver.common.reporting.comparison import comparison_cells
 from paramserver.common.reporting.status import WorkerStatus
 from paramserver.common.reporting.summary import Cost, Summary, price
 from paramserver.launch.plan.hosts import load_hosts
 from paramserver.launch.plan.placement import place_processes
 from paramserver.launch.plan.process import Child
+
+PRICES = CostConfig(total_per_hour=2.0, currency="EUR")
 
 
 def summary() -> Summary:
@@ -22,12 +25,12 @@ def summary() -> Summary:
 
 def test_what_half_an_hour_costs() -> None:
     run = summary()
-    cost = Cost.of("EUR", 2.0, run.wall_s, run.wait_share, run.samples / 1000)
-    assert (cost.total, cost.waiting) == (1.0, 0.25)
+    cost = Cost.of(PRICES, run.wall_s, run.wait_share, run.samples / 1000)
+    assert cost is not None and (cost.total, cost.waiting) == (1.0, 0.25)
     assert cost.per_epoch == pytest.approx(1 / 3)
     assert str(cost) == "1.00 EUR, 0.33 an epoch; 0.25 for waiting"
-    assert Cost.of("EUR", 2.0, run.wall_s, run.wait_share, None).per_epoch is None
-    assert Cost.of("EUR", 2.0, 0.0, 0.0, 0.0).total == 0.0
+    free = Cost.of(PRICES, 0.0, 0.0, 0.0)
+    assert free is not None and (free.total, free.per_epoch) == (0.0, None)
 
 
 @pytest.mark.parametrize(("amount", "text"), [(0.0, "0.00"), (1234.5, "1,234.50"), (0.1, "0.10"), (0.00123, "0.0012")])
@@ -37,7 +40,7 @@ def test_prices_are_read_by_people(amount: float, text: str) -> None:
 
 def test_a_comparison_has_prices_where_there_are_some() -> None:
     priced = summary()
-    priced.cost = Cost.of("EUR", 2.0, priced.wall_s, priced.wait_share, None)
+    priced.cost = Cost.of(PRICES, priced.wall_s, priced.wait_share)
     head, rows = comparison_cells([("sync", priced), ("async", summary())])
     assert head[-2:] == ["cost", "for waiting"]
     assert [row[-2:] for row in rows] == [["1.00 EUR", "0.25"], ["-", "-"]]

@@ -1,4 +1,4 @@
-"""Words of other tools end in a sentence that names ours, and every flag that a sentence names exists."""
+"""Words of other tools and earlier versions end in a sentence that names ours, and every flag that it names exists."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import typer
 
 from paramserver.common import synonyms
 from paramserver.common.config.cli import run_command, single_app
+from paramserver.common.config.flags import settings
 from paramserver.common.config.option import LAUNCHER, SERVE, SERVER, WORKER
 from paramserver.common.config.schema import Config
+from paramserver.common.config.sources import load_config
+from paramserver.common.errors import UsageError
 from paramserver.common.registry import CODECS, MODES
 from paramserver.common.runstore.record import Record
 from paramserver.launch import main as launch_main
@@ -101,3 +104,30 @@ def test_a_word_for_the_newest_run_is_answered_with_last(
 def test_the_package_names_its_programs() -> None:
     done = subprocess.run([sys.executable, "-m", "paramserver"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "ps-launch -n 4 train.py" in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(synonyms.DROPPED_NAMES["codec"]))
+def test_a_dropped_codec_is_refused_with_its_fix(name: str) -> None:
+    assert name not in CODECS.names()
+    with pytest.raises(UsageError, match=f"codec '{name}' was removed") as caught:
+        CODECS.check(name)
+    assert caught.value.fix == synonyms.DROPPED_NAMES["codec"][name]
+
+
+@pytest.mark.parametrize("key", sorted(synonyms.DROPPED_SETTINGS))
+def test_a_dropped_setting_is_refused_with_its_fix(key: str) -> None:
+    assert key not in settings()
+    with pytest.raises(UsageError, match=f"--set {key}: {key} was removed") as caught:
+        load_config(None, {}, [f"{key}=1"], {})
+    assert caught.value.fix == synonyms.DROPPED_SETTINGS[key]
+
+
+@pytest.mark.parametrize("flag", ["--merge", "--merge-alpha", "--late-compensation"])
+def test_a_dropped_flag_is_refused_with_its_fix(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ps-server", "--mode", "diloco", flag, "x"])
+    with pytest.raises(SystemExit) as ended:
+        run_command(SERVER, server)
+    assert ended.value.code == UsageError.exit_code
+    assert capsys.readouterr().err == f"ps-server: No such option: {flag}\n  fix: {synonyms.of_dropped_flag(flag)}\n"

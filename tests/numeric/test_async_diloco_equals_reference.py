@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.common.tensors.delayed import DelayedNesterov
+from paramserver.common.tensors.optimizers import DelayedNesterov
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold, Reply
 from paramserver.ps.tensors.store import Step

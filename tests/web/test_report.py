@@ -176,7 +176,7 @@ def test_one_worker_with_the_batch_of_four_takes_as_many_steps_as_four() -> None
 def test_why_the_fastest_was_is_what_it_did_less_of() -> None:
     def of(mode: str, wall_s: float, wait_s: float, sent: int) -> Summary:
         worker = WorkerStatus(rank=0, training_steps=100, compute_s=1.0, wait_s=wait_s, bytes_sent=sent)
-        cost = Cost.of("USD", 3600.0, wall_s, 0.0, None)
+        cost = Cost(currency="USD", total=wall_s, waiting=0.0)
         return Summary(mode=mode, wall_s=wall_s, workers=[worker], cost=cost)
 
     sentences = findings([("sync", of("sync", 4.0, 1.0, 9000)), ("async", of("async", 2.0, 0.0, 9000))])
@@ -262,7 +262,7 @@ def test_a_mode_that_diverged_is_best_in_nothing_and_is_last(lost: float | None,
 
 def test_costs_of_two_currencies_are_apart() -> None:
     costs = [("a", "EUR"), ("a", "USD"), ("b", "USD")]
-    runs = [(name, run(0.5, 3600.0).model_copy(update={"cost": Cost.of(currency, 2.0, 3600.0, 0.0, None)}))
+    runs = [(name, run(0.5, 3600.0).model_copy(update={"cost": Cost(currency=currency, total=2.0, waiting=0.0)}))
             for name, currency in costs]  # fmt: skip
     table = results(runs)
     assert (table["a"]["cost, EUR"], table["a"]["cost, USD"], table["b"]["cost, USD"]) == ("-", "-", "2.00 USD")

@@ -16,7 +16,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 from paramserver.common.runstore.process import code_of
-from paramserver.common.runstore.ran import label_of, read_work, settings_of
+from paramserver.common.runstore.ran import read_work, what_ran
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.records import MAX_WORK
 from paramserver.worker.training.work import Work
@@ -47,7 +47,7 @@ def test_a_prompt_and_a_notebook_have_no_script(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
         work = Work(Config())
         work.set_script(["x.py"])
-        assert label_of(work.sections) == "" and "script" not in work.sections
+        assert what_ran(Config(), "sync", {}, None, work.sections).work == "" and "script" not in work.sections
 
 
 def test_the_sizes_of_batches_are_those_of_the_loops() -> None:
@@ -95,11 +95,11 @@ def test_a_commit_and_whether_files_differ_from_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", MODES.names())
 def test_what_no_worker_has_said_is_unknown_and_what_the_mode_decides_is_known(mode: str) -> None:
     config = Config()
-    found = settings_of(config, mode, config.policy.options(mode).model_dump(mode="json"), None, {})
+    found = what_ran(config, mode, config.policy.options(mode).model_dump(mode="json"), None, {}).settings
     assert found["run"]["batch_size"] is None
     unknown = {"script", "task", "optimizer", "train", "loader", "worker", "slowdown", "config"}
     assert not unknown & found.keys()
     assert MODES.load(mode).Options.model_fields.keys() <= found["policy"].keys()
     adam = OptimizerSpec("Adam", (GroupSpec((), {"lr": 0.3}),))
-    known = settings_of(config, mode, {}, adam, {"run": {"batch_size": 8}, "config": {"a": 1}})
+    known = what_ran(config, mode, {}, adam, {"run": {"batch_size": 8}, "config": {"a": 1}}).settings
     assert (known["optimizer"]["lr"], known["run"]["batch_size"], known["config"]) == (0.3, 8, {"a": 1})

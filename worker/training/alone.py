@@ -24,7 +24,7 @@ from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.status import RECORDED, Status, WorkerStatus
 from ...common.reporting.summary import Cost, Summary
 from ...common.reporting.view import EvaluatedPoint, Tick
-from ...common.runstore.ran import Ran, label_of, settings_of
+from ...common.runstore.ran import what_ran
 from ...common.runstore.record import Record
 from ...common.tensors.clipping import clip
 from ...common.tensors.judgement import SOUND, Judgement, decide, halted, overflowed, rejected_too_often, unsound_start
@@ -385,8 +385,8 @@ class Alone:
                 continue
             points, best = self.curve.points[num_points:], self.curve.best
             num_points += len(points)
-            ran = Ran(label_of(self._work), settings_of(config, _MODE, {}, self._described, self._work))
-            record.model, record.ran = self.fingerprint, ran
+            record.model = self.fingerprint
+            record.ran = what_ran(config, _MODE, {}, self._described, self._work)
             evaluations = [EvaluatedPoint(**point.model_dump(), is_best=point is best) for point in points]
             tick = Tick(at=time.time(), status=status, evaluations=evaluations, is_over=is_last)
             if is_last and self.summary is not None:
@@ -413,9 +413,8 @@ class Alone:
                 workers=[worker], curve=self.curve.points, best=self.curve.best,
                 step_s=(last - first) / max(1, steps - 1), steady_s=round(last - first, 6),
                 steady_samples=0 if samples is None else samples - self.first_samples, steady_steps=max(0, steps - 1),
+                cost=Cost.of(config.cost, wall_s, 0.0),
             )  # fmt: skip
-            if (rate := config.cost.rate) is not None:
-                summary.cost = Cost.of(config.cost.currency, rate, wall_s, 0.0, None)
             tensors = {}
             if config.output.save is not None and self.has_overflowed:
                 log.error("not_saved", reason="earlier work on the weights failed, so they are not a valid version")

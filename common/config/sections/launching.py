@@ -46,11 +46,10 @@ def _matching(pattern: str, otherwise: str) -> AfterValidator:
 
 _SAFETENSORS = _matching(r"\.safetensors$", "weights are written as safetensors: the name must end in .safetensors")
 _CURVE = _matching(r"\.(csv|jsonl)$", "evaluations are CSV or JSON lines: the name must end in .csv or .jsonl")
-_NAME = _matching(r"^(?!last$)[^\x00-\x1f\x7f]+$", "can be printed, and `last` is the newest run")
-_URL = _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")
 Weights = Annotated[str, _SAFETENSORS]
 Curve = Annotated[str, _CURVE]
-Url = Annotated[str, _URL]
+Url = Annotated[str, _matching(r"^https?://", "is the address of a collector, such as http://127.0.0.1:4318")]
+_NAME = _matching(r"^(?!last$)[^\x00-\x1f\x7f]+$", "can be printed, and `last` is the newest run")
 RunName = Annotated[str, Field(max_length=100), _NAME]
 Trackers = Annotated[str, checked_by(lambda text: [TRACKERS.check(name) for name in _names_in(text)])]
 

@@ -5,7 +5,6 @@ Curves with the same name are runs that differ only in their seed. They share a 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from html import escape
 from itertools import cycle
@@ -63,17 +62,12 @@ def band(curves: Sequence[Points]) -> list[tuple[float, float, float]]:
     """Returns (x, lowest, highest) where all curves have a value, with linear interpolation; x ascends."""
     if len(curves) < 2:
         return []
+    import numpy as np  # loaded only here: most programs draw no band
+
     first, last = max(points[0][0] for points in curves), min(points[-1][0] for points in curves)
     xs = sorted({x for points in curves for x, _ in points if first <= x <= last})
-    rows = [(x, [_at(points, x) for points in curves]) for x in xs]
-    return [(x, min(ys), max(ys)) for x, ys in rows]
-
-
-def _at(points: Points, x: float) -> float:
-    after = bisect_left(points, x, key=lambda point: point[0])
-    right = points[min(after, len(points) - 1)]
-    left = points[max(0, after - 1)]
-    return right[1] if right[0] <= left[0] else left[1] + (right[1] - left[1]) * (x - left[0]) / (right[0] - left[0])
+    at = [np.interp(xs, *np.array(points, float).T).tolist() for points in curves]
+    return [(x, min(ys), max(ys)) for x, *ys in zip(xs, *at, strict=True)]
 
 
 def png(path: Path, title: str, curves: Curves, unit: str, line: float | None = None) -> bool:

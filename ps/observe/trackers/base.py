@@ -29,7 +29,6 @@ class TrackedRun(NamedTuple):
     """Facts about the run, for the start of a tracker."""
 
     run: str  # the run's random name, which stays the same after a resume
-    mode: str
     project: str
     folder: str  # for files
     config: dict[str, Any]  # what ran, as JSON, in sections
@@ -98,7 +97,7 @@ class TrackerSink(Sink):
             output, mode, run = self._config.output, self._config.run.mode, self._run.name
             settings, self._step = reports.ran(self._engine).settings, self._from_step or 0
             name = output.name or f"{mode}-{run[:6]}"
-            tracked = TrackedRun(run, mode, output.project, output.track_dir, settings, self._step, name)
+            tracked = TrackedRun(run, output.project, output.track_dir, settings, self._step, name)
             self._tracker.start(tracked)
             self._is_started = True
 

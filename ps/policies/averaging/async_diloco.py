@@ -15,7 +15,7 @@ that arrive one by one act as momentum.
              steps per second of computing, as the worker reports it. If it included exchanges, a slow link would
              lead to fewer steps, so to more exchanges, down to one step; without a report it does include them
 
-    delay    N = `outer_delay`: outer momentum moves with every N-th delta only (DN: `common/tensors/delayed.py`), by
+    delay    N = `outer_delay`: outer momentum moves with every N-th delta only (DN: `DelayedNesterov`), by
              the movement of the weights since. A round of k deltas takes c k of it; the round with the N-th, the rest
 
 With the delayed update workers continue during the exchange, as in diloco (`diloco.py`). A reply's number of steps

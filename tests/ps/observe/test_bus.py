@@ -58,8 +58,8 @@ def committed(version: int) -> Commit:
 LEFT = WorkerLeft(0, 1, "closed", "connection lost")
 
 
-def begun(sinks: list[Any], capacity: int | None = None, is_large: bool = False) -> Bus:
-    bus = Bus(sinks, capacity)
+def begun(sinks: list[Any], is_large: bool = False) -> Bus:
+    bus = Bus(sinks)
     model: Any = SimpleNamespace(is_large=is_large)
     bus.begin(SimpleNamespace(model=model, run=None))  # type: ignore[arg-type]  # the sinks here see the model
     return bus
@@ -100,7 +100,8 @@ def test_a_slow_sink_loses_facts_and_the_run_no_time(capsys: pytest.CaptureFixtu
     for kind, expected in ((Slow, [0, 1, 2, 3, 4, 100]), (Strict, [0, 1, 2, 3, 4])):
         sink = kind()
         sink.may_go_on.clear()
-        bus = begun([sink], capacity=4)
+        sink.capacity = 4  # type: ignore[misc]  # of this sink
+        bus = begun([sink])
         bus.publish(0.0, committed(0))
         while not sink.events:  # it has the first in its hands
             pass
