@@ -184,8 +184,8 @@ WeightsInfo       reference : part header
 ReferenceInfo     number : whole header
 ReferenceInfo     checked : whole compared
 ReferenceInfo     crc : hash compared
-ReferenceInfo     left_out : part Reference._codecs
-LeftOut           tensors : whole Reference._codecs
+ReferenceInfo     left_out : part Down._codecs
+LeftOut           tensors : whole Down._codecs
 GroupInfo         generation members : whole header
 GroupInfo         rendezvous : address header
 GroupInfo         secret : bytes header

@@ -6,11 +6,14 @@ import queue
 import random
 import threading
 
+import pytest
+
 from paramserver.common.wire.direct import out_of_band_messages
 from paramserver.common.wire.frames import frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.channel import next_frame
 from paramserver.worker.conversation.stream_client import _drain
+from paramserver.worker.transports import limit as limit_file
 from paramserver.worker.transports.limit import Limit
 
 from .test_direct_receiving import connected
@@ -22,13 +25,22 @@ class _Time:
     def __init__(self) -> None:
         self.now = 100.0
 
+    def monotonic(self) -> float:
+        return self.now
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
 
-def test_no_stretch_of_time_passes_more_than_the_rate_and_a_burst() -> None:
-    draw, time = random.Random(7), _Time()
-    limit = Limit(8.0, lambda: time.now, time.sleep)  # 1 MB/s
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> _Time:
+    found = _Time()
+    monkeypatch.setattr(limit_file, "time", found)
+    return found
+
+
+def test_no_stretch_of_time_passes_more_than_the_rate_and_a_burst(time: _Time) -> None:
+    draw, limit = random.Random(7), Limit(8.0)  # 1 MB/s
     passed: list[tuple[float, float, int]] = []  # begun, through, bytes
     for _ in range(300):
         time.now += draw.choice([0.0, 0.0, 0.3]) * draw.random()
@@ -42,9 +54,8 @@ def test_no_stretch_of_time_passes_more_than_the_rate_and_a_burst() -> None:
             assert num_bytes <= 1e6 * (through - passed[first][0] + BURST_S) + 1e-3, begun
 
 
-def test_who_sends_all_the_time_gets_the_rate_and_the_way_back_is_another_one() -> None:
-    time = _Time()
-    limit = Limit(8.0, lambda: time.now, time.sleep)
+def test_who_sends_all_the_time_gets_the_rate_and_the_way_back_is_another_one(time: _Time) -> None:
+    limit = Limit(8.0)
     for _ in range(100):
         limit.sent(100_000)
     assert abs(time.now - 100.0 - 10.0) <= BURST_S + 1e-6
@@ -52,18 +63,18 @@ def test_who_sends_all_the_time_gets_the_rate_and_the_way_back_is_another_one() 
     assert abs(time.now - 110.0) <= BURST_S + 1e-6
 
 
-def test_without_a_limit_nothing_waits() -> None:
-    limit = Limit(None, lambda: 0.0, lambda seconds: 1 / 0)
+def test_without_a_limit_nothing_waits(time: _Time) -> None:
+    limit, began = Limit(None), time.now
     limit.sent(1 << 40)
     limit.received(1 << 40)
-    assert limit.at_once == 0
+    assert limit.at_once == 0 and time.now == began
 
 
 class _Counted(Limit):
     """Notes what passes, and waits for nothing."""
 
     def __init__(self) -> None:
-        super().__init__(8.0, lambda: 0.0, lambda seconds: None)
+        super().__init__(8.0)
         self.up: list[int] = []
         self.down: list[int] = []
 

@@ -30,11 +30,8 @@ from ..session import Progress
 Welcome = pb.Welcome
 Final = pb.Final
 Goodbye = pb.Leave
-HeartbeatReply = pb.HeartbeatReply
 ReplyMessage = pb.Reply
-Snapshot = pb.Snapshot
 StatusReply = pb.StatusReply
-KindOfRun = pb.RunSettings.ContributionKind
 
 
 @dataclass(frozen=True)
@@ -119,11 +116,6 @@ def join_message(
     )
 
 
-def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
-    """The heartbeat of an evaluator; `metrics` are the fields of EvaluationMetrics."""
-    return pb.HeartbeatRequest(process=process, evaluates=True, metrics=metrics).SerializeToString()
-
-
 def model_message(layout: Layout, optimizer: OptimizerSpec, codec: str, reply_codec: str) -> pb.Model:
     """The Model message, without a transport's offer. `codec`: that of contributions."""
     return pb.Model(
@@ -164,14 +156,8 @@ def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(end, start + step))
 
 
-_KINDS = {
-    pb.RunSettings.GRADIENT: ContributionKind.GRADIENT,
-    pb.RunSettings.WEIGHTS: ContributionKind.WEIGHTS,
-    pb.RunSettings.DELTA: ContributionKind.DELTA,
-    pb.RunSettings.COMPLETION: ContributionKind.COMPLETION,
-    pb.RunSettings.DELTA_OF_FRAGMENT: ContributionKind.DELTA,
-    pb.RunSettings.DELTA_OVERLAPPED: ContributionKind.DELTA,
-}
+_KINDS = {pb.RunSettings.ContributionKind.Value(kind.name): kind for kind in ContributionKind}
+_KINDS |= dict.fromkeys((pb.RunSettings.DELTA_OF_FRAGMENT, pb.RunSettings.DELTA_OVERLAPPED), ContributionKind.DELTA)
 
 
 def settings_from(payload: bytes) -> Settings:

@@ -15,13 +15,14 @@ from ...common.config.schema import Config
 from ...common.errors import UsageError, bad_request
 from ...common.tensors.sharding import divide
 from ...common.wire.protocol import layout_from_proto
+from ...proto import parameter_server_pb2 as pb
 from ..session import Retry
 from ..tensors.staged import make_transfer
 from ..tensors.transfer import ModelTensors, part_of
 from ..transports.limit import Limit
 from .channel import Channel, Lost, Write, wait_for_server
 from .heartbeat import Heartbeat
-from .messages import HeartbeatReply, Settings, Snapshot, StatusReply, evaluator_heartbeat, read_settings
+from .messages import Settings, read_settings
 from .security import worker_credentials
 
 _CONNECT_S = 1.0
@@ -43,7 +44,7 @@ class Reader:
         self._channels = {"": self._coordinator}  # of the shards, by address; the coordinator's is empty
         self._run = ""
 
-    def standing(self) -> StatusReply:
+    def standing(self) -> pb.StatusReply:
         """Request the run's state from the server. Raises Lost, or the error with which the server refuses."""
         try:
             status = self._coordinator.status()
@@ -97,7 +98,7 @@ def pull_part(channel: Channel, part: ModelTensors, **which: Any) -> int:
     """
     transfer, num_bytes = make_transfer(part), part.layout.total_bytes
 
-    def begin(announced: Snapshot) -> Write:
+    def begin(announced: pb.Snapshot) -> Write:
         # An average may be written into a model that takes no part in the run.
         found = part.layout if which.get("averaged") else layout_from_proto(announced.tensors)
         if differences := found.differences(part.layout):
@@ -131,8 +132,8 @@ class Evaluator(Reader):
         self._retry = Retry(worker.server, worker.give_up_s)
         self._process = secrets.token_hex(8)
         # Fields of EvaluationMetrics by number, until the server has replied to their heartbeat, which may be lost with
-        # its connection. The event is set then.
-        self._results: dict[int, tuple[dict[str, Any], threading.Event]] = {}
+        # its connection.
+        self._results: dict[int, dict[str, Any]] = {}
         self._num_reported = 0
         self._reported = threading.Condition()
         self._was_there = False
@@ -163,37 +164,39 @@ class Evaluator(Reader):
 
     def report(self, version: int, step: int, **result: Any) -> None:
         """Send the metrics of a version, or a failure. A failure has reached the server on return."""
-        is_received = threading.Event()
         with self._reported:
-            self._results[self._num_reported] = {"version": version, "step": step, **result}, is_received
-            self._num_reported += 1
+            number, self._num_reported = self._num_reported, self._num_reported + 1
+            self._results[number] = {"version": version, "step": step, **result}
             self._reported.notify_all()
-        if result.get("failure"):
-            is_received.wait(_REPLY_S)
+            if result.get("failure"):
+                self._reported.wait_for(lambda: number not in self._results, _REPLY_S)
 
-    def _replied(self, number: int | None, reply: HeartbeatReply) -> None:
+    def _replied(self, number: int | None, reply: pb.HeartbeatReply) -> None:
         if reply.is_gone:
             self.is_over = True
             self._heartbeat.stop()
         if number is not None:
             with self._reported:
-                self._results.pop(number)[1].set()
+                del self._results[number]
+                self._reported.notify_all()
 
     def _heartbeats(self) -> Iterator[tuple[int | None, bytes]]:
         """The heartbeats of one call, with the number of their result.
 
         Results that an earlier call sent without a reply are sent again.
         """
-        yield None, evaluator_heartbeat(self._process, None)  # the server takes results only after a first heartbeat
+        heartbeat = pb.HeartbeatRequest(process=self._process, evaluates=True).SerializeToString()
+        yield None, heartbeat  # the server takes results only after a first one
         begin = 0  # results before it are in this call
         while not self.is_over:
             with self._reported:
                 if self._num_reported <= begin:
                     self._reported.wait(_HEARTBEAT_S)
                 number = next((number for number in self._results if number >= begin), None)
-                metrics = None if number is None else self._results[number][0]
+                metrics = None if number is None else self._results[number]
             begin = begin if number is None else number + 1
-            yield number, evaluator_heartbeat(self._process, metrics)
+            # Messages of protobuf that follow one another are one message.
+            yield number, heartbeat + pb.HeartbeatRequest(metrics=metrics).SerializeToString()
 
     def close(self) -> None:
         self.is_over = True

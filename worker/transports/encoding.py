@@ -194,25 +194,22 @@ class Encoding:
         """The contribution does not count. `work`: a dropped delta, gathered again; the residual takes it."""
         self._encoder.rollback()
         if work is not None:
-            if self._payload is None:
-                self._payload = new_payload(self._layout.exchange_bytes)
-            _Gather(work, self._payload).until_end()
-            self._square, residuals = 0.0, self._payload if self.residual is None else self.residual
-            for values, residual in self._views(self._payload, residuals):
+            payload, _ = self._memory()
+            _Gather(work, payload).until_end()
+            self._square, residuals = 0.0, payload if self.residual is None else self.residual
+            for values, residual in self._views(payload, residuals):
                 if self.residual is not None:
                     values.add_(residual, alpha=self.codec.decay)
                 self._square += _square(values)
             self._retain()
         self._forget_attempt()
 
-    def start(self) -> float:
-        """The server has forgotten earlier contributions. Returns the norm of the lost residual."""
+    def start(self) -> None:
+        """The server has forgotten earlier contributions, so the residual is lost."""
         self._encoder = self.codec.encoder(self._layout)
         self._forget_attempt()
-        norm = self._reset()
-        if norm > 0:
+        if (norm := self._reset()) > 0:
             self._lose(norm)
-        return norm
 
     def take_lost(self) -> float | None:
         """The norm of residuals discarded since the last call; None: there was none."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 # Traffic that may pass at once after a pause, so that a small message is not delayed.
 _BURST_S = 0.05
@@ -17,14 +16,8 @@ class Limit:
     A thread waits after its bytes have passed, so a message is never interrupted.
     """
 
-    def __init__(
-        self,
-        mbit: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, mbit: float | None = None) -> None:
         self._seconds_per_byte = 8e-6 / mbit if mbit else 0.0
-        self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._free_at = {"up": 0.0, "down": 0.0}  # when the bytes so far have passed
         self.at_once = _AT_ONCE_BYTES if mbit else 0  # bytes to write or read in one call; 0: any number
@@ -39,11 +32,11 @@ class Limit:
 
     def _passed(self, way: str, num_bytes: int) -> None:
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             free_at = max(self._free_at[way], now - _BURST_S) + num_bytes * self._seconds_per_byte
             self._free_at[way] = free_at
         if free_at > now:
-            self._sleep(free_at - now)
+            time.sleep(free_at - now)
 
 
 NO_LIMIT = Limit()

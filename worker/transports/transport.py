@@ -33,28 +33,21 @@ class Transport:
     name: ClassVar[str] = "grpc"  # shown to people
     carries_codecs: ClassVar[bool] = True  # can carry payloads of a codec other than raw
     is_beside_stream: ClassVar[bool] = False  # payloads of more than INLINE_BYTES are announced as in shared memory
+    is_open: bool = True
 
     def __init__(self) -> None:
-        self.is_open = True
         self.reason = ""
         self.segment: torch.Tensor | None = None  # uint8 [exchange_bytes], for contributions
         self._may_leave_out = False  # whether zeros may be left out
 
     # ---- agreed on once on every stream -------------------------------------------------------
 
-    def joined(self, welcome: pb.Welcome) -> None:
-        """A new stream is open. Nothing of an earlier stream is used any more."""
-        self._may_leave_out = welcome.takes_left_out
+    def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
+        """A new stream is open. Nothing of an earlier stream is used any more.
 
-    def offer(self, model: pb.Model, num_bytes: int) -> bool:
-        """Write into `model` what the server should open for contributions of `num_bytes`.
-
-        Returns whether it will reply.
+        `why_not_direct`: a phrase that says why there is no direct connection, or empty.
         """
-        return False
-
-    def decided(self, verdict: pb.SharedMemory) -> None:
-        """The server's reply to the offer."""
+        self._may_leave_out = welcome.takes_left_out
 
     # ---- payloads -----------------------------------------------------------------------------
 
@@ -94,14 +87,11 @@ class DirectTransport(Transport):
 
     name = "direct"
     is_beside_stream = True
+    is_open = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_open = False
-
-    def reached(self, why_not: str) -> None:
-        """Set whether there is a direct connection. `why_not` is a phrase with the reason, or empty."""
-        self.is_open, self.reason = not why_not, why_not
+    def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
+        super().joined(welcome, why_not_direct)
+        self.is_open, self.reason = not why_not_direct, why_not_direct
 
     def raw(self, pieces: Iterable[memoryview], offset: int) -> Iterator[Messages]:
         return self.messages(pieces, offset, lambda *payload: list(out_of_band_messages(*payload)))
@@ -116,16 +106,16 @@ class SharedTransport(Transport):
     name = "shared memory"
     # A codec changes the result, so a worker that sets one uses another transport.
     carries_codecs = False
+    is_open = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_open = False
         self._may_offer = False
         self._is_broken = False  # a segment of the server could not be opened
         self._offered: Segment | None = None
         self._mapped: dict[str, Segment] = {}
 
-    def joined(self, welcome: pb.Welcome) -> None:
+    def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
         # A segment of an earlier stream is not reused, because the server may still read a contribution from it.
         self.is_open, self.segment, self._offered, self._may_offer = False, None, None, False
         self._mapped.clear()
@@ -141,6 +131,10 @@ class SharedTransport(Transport):
             self.reason = str(error)
 
     def offer(self, model: pb.Model, num_bytes: int) -> bool:
+        """Write into `model` what the server should open for contributions of `num_bytes`.
+
+        Returns whether it will reply.
+        """
         if self._may_offer and num_bytes > INLINE_BYTES:
             try:
                 self._offered = new_segment(num_bytes)
@@ -152,6 +146,7 @@ class SharedTransport(Transport):
         return True
 
     def decided(self, verdict: pb.SharedMemory) -> None:
+        """The server's reply to the offer."""
         assert self._offered is not None
         self.is_open = verdict.accepted
         if verdict.accepted:
@@ -179,14 +174,15 @@ class SharedTransport(Transport):
         return segment.bytes
 
 
+_BY_NAME = {"shared": SharedTransport, "direct": DirectTransport, "grpc": Transport}
+
+
 class Transports:
     """The transports that a worker may use, ordered by preference. `transport` is the one in use."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._direct = DirectTransport()
-        by_name = {"shared": SharedTransport(), "direct": self._direct, "grpc": Transport()}
-        self._all: list[Transport] = [by_name[name] for name in config.wanted_transports]
-        self.wants_direct = self._direct in self._all
+        self._all: list[Transport] = [_BY_NAME[name]() for name in config.wanted_transports]
+        self.wants_direct = "direct" in config.wanted_transports
         self.transport = self._all[-1]
         self._off: list[str] = []  # why a transport is not tried
         codecs = [name for name in (config.codec, config.reply_codec) if name != "raw"]
@@ -197,17 +193,16 @@ class Transports:
     def joined(self, welcome: pb.Welcome, why_not_direct: str) -> None:
         """A new stream is open. `why_not_direct` is empty if there is a direct connection."""
         for transport in self._all:
-            transport.joined(welcome)
-        self._direct.reached(why_not_direct)
+            transport.joined(welcome, why_not_direct)
         self.agreed()
 
-    def offer(self, model: pb.Model, num_bytes: int) -> Transport | None:
-        """Let the best transport that can make an offer write it into `model`. The server replies to it.
+    def offer(self, model: pb.Model, num_bytes: int) -> SharedTransport | None:
+        """Offer shared memory in `model`, and return its transport, which waits for the server's reply.
 
-        Returns None if a better transport is open.
+        Returns None if a better transport is open, or if there is nothing to offer.
         """
         for transport in self._all[: self._all.index(self._first())]:
-            if transport.offer(model, num_bytes):
+            if isinstance(transport, SharedTransport) and transport.offer(model, num_bytes):
                 self.transport = transport
                 return transport
         return None

@@ -43,11 +43,10 @@ class Up:
         self._is_out_of_band = False  # payloads of raw bytes travel beside the stream
         self.departed: set[int] = set()  # indices of tensors whose gradients were sent early
 
-    def joined(self, transport: Transport, welcome: pb.Welcome | None = None) -> None:
+    def joined(self, transport: Transport, welcome: pb.Welcome) -> None:
         """A new stream is open. Everything sent on the old one may be lost, except for a partial transfer."""
         self.transport = transport
-        has_some = welcome is not None and welcome.HasField("partial_transfer")
-        self._offered = welcome.partial_transfer if has_some and welcome is not None else None
+        self._offered = welcome.partial_transfer if welcome.HasField("partial_transfer") else None
         is_large = self._layout.exchange_bytes > INLINE_BYTES
         self._is_out_of_band = transport.segment is not None or (transport.is_beside_stream and is_large)
         self.departed.clear()
@@ -108,48 +107,56 @@ class Up:
         if self.departed:
             rest = [index for index in range(self._num_exchanged) if index not in self.departed]
             self.departed.clear()
-        codec, num_bytes, is_outside = self.encoding.codec, self._layout.exchange_bytes, self._is_out_of_band
-        is_encoded = not codec.is_identity or self.encoding.residual is not None
+        encoding, transport, is_outside = self.encoding, self.transport, self._is_out_of_band
+        codec, num_bytes = encoding.codec, self._layout.exchange_bytes
+        is_encoded = not codec.is_identity or encoding.residual is not None
         if is_encoded:
             num_bytes, is_outside = payload_bytes(codec, self._layout), False
         payload = PayloadInfo(codec.name, num_bytes, is_outside, contribution.payload.without_gradient)
         announced = contribution_message(changed(contribution, **topics, payload=payload))
-        if is_encoded:
-            self._contribute_encoded(announced, kind, rest)
-            return
-        may_continue = rest is None and self._offered and self.transport.segment is None and self.transfer.lies_here
-        if may_continue and self._continue(announced, list(self.transfer.gather(kind)[0].pieces), self.transport.raw):
-            return
-        if rest is None and not self._is_out_of_band and num_bytes <= INLINE_BYTES:
-            self._send([frame(announced, 0, self.transfer.gather(kind, None)[0].pieces)])
-        else:
-            self._send([frame(announced)])
-            self._send_tensors(kind, rest)
-
-    def _contribute_encoded(self, announced: pb.WorkerMessage, kind: ContributionKind, rest: list[int] | None) -> None:
         if rest is not None:
             self._send([frame(announced)])
             self._send_tensors(kind, rest)
-            self.encoding.completed()
+            if is_encoded:
+                encoding.completed()
             return
-        payload = self.encoding.payload
-        if payload is None:
-            payload = self.encoding.whole(self.transfer.gather(kind, None)[0])
-        if self._continue(announced, [payload], self.transport.messages):
+        has_memory_here = transport.segment is None and self.transfer.lies_here
+        may_continue = self._offered is not None and (is_encoded or has_memory_here)
+        is_small, pieces = not is_outside and num_bytes <= INLINE_BYTES, list[memoryview]()
+        if is_encoded:
+            pieces = [encoding.whole(self.transfer.gather(kind)[0]) if encoding.payload is None else encoding.payload]
+        elif is_small or may_continue:
+            pieces = list(self.transfer.gather(kind)[0].pieces)
+        if may_continue and self._continue(announced, pieces, transport.messages if is_encoded else transport.raw):
             return
-        is_small = len(payload) <= INLINE_BYTES
-        self._send([frame(announced, 0, [payload] if is_small else [])])
-        for frames in self.transport.messages([] if is_small else [payload]):
-            self._send(frames)
+        self._send([frame(announced, 0, pieces if is_small else ())])
+        if is_encoded and not is_small:
+            for frames in transport.messages(pieces):
+                self._send(frames)
+        elif not is_small:
+            self._send_tensors(kind, None)
 
     def _continue(self, announced: pb.WorkerMessage, pieces: list[memoryview], carry: Carry) -> bool:
-        """Send the rest of a partial transfer. Returns False if there is none; then nothing was sent."""
-        payload = announced.contribution.payload
-        begin = pb.Begin(num_bytes=payload.num_bytes, codec=payload.codec, in_shared_memory=payload.in_shared_memory)
+        """Send the rest of a payload whose stream broke off: `ps/wire/partial_transfers.py` is the server's side.
+
+        Returns False if the server has bytes of another payload; then nothing was sent.
+        """
         offered, self._offered = self._offered, None  # for one attempt
-        rest = rest_of(offered, begin, announced.contribution.seq, pieces) if offered is not None else None
-        if rest is None:
+        seq, payload = announced.contribution.seq, announced.contribution.payload
+        expected = seq, payload.num_bytes, payload.codec
+        if offered is None or (offered.seq, offered.payload_bytes, offered.codec) != expected:
             return False
+        ranges = list(zip(offered.ranges[::2], offered.ranges[1::2], strict=False))
+        stretches, crc = list(divided(pieces, ranges)), 0
+        for part in (part for _, parts, is_there in stretches if is_there for part in parts):
+            crc = zlib.crc32(part, crc)
+        if crc != offered.crc:
+            log.warning("not_continued", seq=seq, meaning="the server's bytes are of another payload: all are sent")
+            return False
+        rest = [(at, parts) for at, parts, is_there in stretches if not is_there]
+        log.info("continued", seq=seq, num_bytes=sum(len(part) for _, parts in rest for part in parts), of=expected[1])
+        is_outside = payload.in_shared_memory
+        begin = pb.Begin(num_bytes=expected[1], codec=expected[2], in_shared_memory=is_outside, continues=seq)
         self._send([frame(pb.WorkerMessage(begin=begin)), frame(announced)])
         for at, parts in rest:
             for frames in carry(parts, at):
@@ -167,32 +174,6 @@ class Up:
             start, encoded = self.encoding.part(stretch, tensors)
             for frames in self.transport.messages([encoded], start):
                 self._send(frames)
-
-
-# ---- a payload whose stream broke off: `ps/wire/partial_transfers.py` is the server's side ---------
-
-
-def rest_of(
-    offered: pb.PartialTransfer, begin: pb.Begin, seq: int, pieces: list[memoryview]
-) -> list[tuple[int, list[memoryview]]] | None:
-    """The stretches of this payload that the server lacks, with their offsets. Sets `begin.continues`.
-
-    `offered`: what the server has, according to its Welcome. Returns None if these are bytes of another payload.
-    """
-    if (offered.seq, offered.payload_bytes, offered.codec) != (seq, begin.num_bytes, begin.codec):
-        return None
-    ranges = list(zip(offered.ranges[::2], offered.ranges[1::2], strict=False))
-    stretches, crc = list(divided(pieces, ranges)), 0
-    for part in (part for _, parts, is_there in stretches if is_there for part in parts):
-        crc = zlib.crc32(part, crc)
-    if crc != offered.crc:
-        log.warning("not_continued", seq=seq, meaning="the server's bytes are of another payload: all are sent")
-        return None
-    begin.continues = seq
-    rest = [(at, parts) for at, parts, is_there in stretches if not is_there]
-    num_bytes = sum(len(part) for _, parts in rest for part in parts)
-    log.info("continued", seq=seq, num_bytes=num_bytes, of=begin.num_bytes)
-    return rest
 
 
 def divided(

@@ -130,7 +130,7 @@ class Follower(Worker):
         result, weights = reply.result, read_weights(reply.weights)
         self.seq, codec, number = result.seq, weights.codec, reply.weights.reference.number
         if result.outcome == pb.Reply.START:
-            self.down.started()
+            self.down.reference = 0
 
         def receive(write: Callable[[int, memoryview], None]) -> None:
             for piece in pieces:
@@ -165,14 +165,10 @@ class Follower(Worker):
             assert torch.equal(copy, reference._payload)
 
 
-def reference_of(down: Down) -> Any:
-    assert down._reference is not None
-    return down._reference
-
-
 def payload_of(down: Down) -> torch.Tensor:
     """The worker's copy of the reference."""
-    return reference_of(down)._payload
+    assert down._copy is not None
+    return down._copy
 
 
 def random_payload(layout: Layout, chance: torch.Generator) -> torch.Tensor:
@@ -262,7 +258,6 @@ def _kinds_with_losses(seed: int) -> list[str]:
         worker.take()
         saved: list[tuple[int, bytes, torch.Tensor]] = []
         for _ in range(30):
-            reference = reference_of(worker.down)
             saved.append((worker.number, bytes(worker.mine), payload_of(worker.down).clone()))
             worker.push(random_payload(SMALL, chance), wants_weights=order.random() < 0.5)
             await server.settle()
@@ -274,10 +269,10 @@ def _kinds_with_losses(seed: int) -> list[str]:
             worker.seq = worker.newest_reply.result.seq  # its reply was lost, or brought nothing
             if fault == "torn":
                 says = order.choice([0, 2**64 - 1])  # or what nobody has
-                worker.number = reference.number = 0
+                worker.number = worker.down.reference = 0
             elif fault == "long lost":  # as of a process that stood still
                 worker.number, mine, payload = saved[max(0, len(saved) - order.randint(1, 8))]
-                worker.mine, reference.number = bytearray(mine), worker.number
+                worker.mine, worker.down.reference = bytearray(mine), worker.number
                 payload_of(worker.down).copy_(payload)
             worker.send(ask_again=pb.AskAgain(seq=worker.seq, reference=says or worker.number))
             await server.settle()
@@ -331,8 +326,7 @@ def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
 
     def take(data: bytes, settings: dict[str, Any], base: int = 3) -> int:
         down = Down(codec, tensors, make_transfer(tensors))
-        reference = reference_of(down)
-        reference.number, reference._payload = base, new_payload(layout.exchange_bytes)
+        down.reference = base
         name = settings.pop("codec", "topk")
         info = ReferenceInfo(**{"number": 4, **settings}) if settings.get("number", 4) else None
         down.take(WeightsInfo(len(data), name, reference=info), lambda write: write(0, memoryview(data)))
