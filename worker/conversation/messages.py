@@ -30,7 +30,9 @@ from ..session import Progress
 Welcome = pb.Welcome
 Final = pb.Final
 Goodbye = pb.Leave
+HeartbeatReply = pb.HeartbeatReply
 ReplyMessage = pb.Reply
+Snapshot = pb.Snapshot
 StatusReply = pb.StatusReply
 
 
@@ -114,6 +116,11 @@ def join_message(
         region=region_name,
         num_workers=num_workers,
     )
+
+
+def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
+    """The heartbeat of an evaluator; `metrics` are the fields of EvaluationMetrics."""
+    return pb.HeartbeatRequest(process=process, evaluates=True, metrics=metrics).SerializeToString()
 
 
 def model_message(layout: Layout, optimizer: OptimizerSpec, codec: str, reply_codec: str) -> pb.Model:

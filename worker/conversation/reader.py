@@ -15,14 +15,13 @@ from ...common.config.schema import Config
 from ...common.errors import UsageError, bad_request
 from ...common.tensors.sharding import divide
 from ...common.wire.protocol import layout_from_proto
-from ...proto import parameter_server_pb2 as pb
 from ..session import Retry
 from ..tensors.staged import make_transfer
 from ..tensors.transfer import ModelTensors, part_of
 from ..transports.limit import Limit
 from .channel import Channel, Lost, Write, wait_for_server
 from .heartbeat import Heartbeat
-from .messages import Settings, read_settings
+from .messages import HeartbeatReply, Settings, Snapshot, StatusReply, evaluator_heartbeat, read_settings
 from .security import worker_credentials
 
 _CONNECT_S = 1.0
@@ -44,7 +43,7 @@ class Reader:
         self._channels = {"": self._coordinator}  # of the shards, by address; the coordinator's is empty
         self._run = ""
 
-    def standing(self) -> pb.StatusReply:
+    def standing(self) -> StatusReply:
         """Request the run's state from the server. Raises Lost, or the error with which the server refuses."""
         try:
             status = self._coordinator.status()
@@ -98,7 +97,7 @@ def pull_part(channel: Channel, part: ModelTensors, **which: Any) -> int:
     """
     transfer, num_bytes = make_transfer(part), part.layout.total_bytes
 
-    def begin(announced: pb.Snapshot) -> Write:
+    def begin(announced: Snapshot) -> Write:
         # An average may be written into a model that takes no part in the run.
         found = part.layout if which.get("averaged") else layout_from_proto(announced.tensors)
         if differences := found.differences(part.layout):
@@ -171,7 +170,7 @@ class Evaluator(Reader):
             if result.get("failure"):
                 self._reported.wait_for(lambda: number not in self._results, _REPLY_S)
 
-    def _replied(self, number: int | None, reply: pb.HeartbeatReply) -> None:
+    def _replied(self, number: int | None, reply: HeartbeatReply) -> None:
         if reply.is_gone:
             self.is_over = True
             self._heartbeat.stop()
@@ -185,8 +184,7 @@ class Evaluator(Reader):
 
         Results that an earlier call sent without a reply are sent again.
         """
-        heartbeat = pb.HeartbeatRequest(process=self._process, evaluates=True).SerializeToString()
-        yield None, heartbeat  # the server takes results only after a first one
+        yield None, evaluator_heartbeat(self._process, None)  # the server takes results only after a first heartbeat
         begin = 0  # results before it are in this call
         while not self.is_over:
             with self._reported:
@@ -195,8 +193,7 @@ class Evaluator(Reader):
                 number = next((number for number in self._results if number >= begin), None)
                 metrics = None if number is None else self._results[number]
             begin = begin if number is None else number + 1
-            # Messages of protobuf that follow one another are one message.
-            yield number, heartbeat + pb.HeartbeatRequest(metrics=metrics).SerializeToString()
+            yield number, evaluator_heartbeat(self._process, metrics)
 
     def close(self) -> None:
         self.is_over = True
