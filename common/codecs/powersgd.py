@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ..tensors.layout import Layout, TensorSpec
-from .shared.by_tensor import ByTensor, Piece, PieceEncoder, pieces_of
+from .shared.by_tensor import ByTensor, Piece, PieceEncoder, all_pieces
 
 _VALUE_BYTES = 4
 _LEAST_RATIO = 2
@@ -53,9 +53,8 @@ class _Encoder(PieceEncoder):
         self._next: dict[int, torch.Tensor] = {}
 
     def begin(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        for pieces in pieces_of(self._codec, self._layout):
-            for piece in pieces:
-                self.write(piece, piece.of_payload(payload), out)
+        for piece in all_pieces(self._codec, self._layout):
+            self.write(piece, piece.of_payload(payload), out)
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
         if not piece.is_encoded:

@@ -25,6 +25,7 @@ from google.protobuf.message import Message
 from ...proto import parameter_server_pb2 as pb
 from ..config.addresses import split_address
 from ..errors import Reason, UsageError, bad_request, refusal, shown
+from .direct import TICKET_BYTES
 from .records import MAX_WORK
 
 MAX_NAME = 1_000  # characters
@@ -39,7 +40,6 @@ _MAX_SHARDS = 4096
 _MAX_GROUPS = 100_000  # parameter groups of an optimizer
 _MAX_STATE_BYTES = 1 << 40  # the setting limits.state_bytes is the server's own, lower limit
 _SECRET_BYTES = 32
-_TICKET_BYTES = 32
 
 # ---- one value --------------------------------------------------------------------------------------
 
@@ -104,9 +104,9 @@ def _check_join(join: pb.Join) -> None:
 
 def _check_welcome(welcome: pb.Welcome) -> None:
     direct = welcome.direct
-    if welcome.HasField("direct") and not (0 < direct.port < 65536 and len(direct.ticket) == _TICKET_BYTES):
+    if welcome.HasField("direct") and not (0 < direct.port < 65536 and len(direct.ticket) == TICKET_BYTES):
         fields = f"Welcome.direct has port {direct.port} and a ticket of {len(direct.ticket)} bytes"
-        raise bad_request(f"{fields}; a port is 1 to 65535, a ticket has {_TICKET_BYTES}")
+        raise bad_request(f"{fields}; a port is 1 to 65535, a ticket has {TICKET_BYTES}")
     if welcome.shards and (len(welcome.shards) < 2 or welcome.shards[0] or not all(welcome.shards[1:])):
         message = f"Welcome.shards are {len(welcome.shards)} addresses"
         raise bad_request(f"{message}; of two or more only the coordinator's, the first, is empty")

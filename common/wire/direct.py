@@ -49,8 +49,7 @@ class OutOfBand(NamedTuple):
 
 def decode_length(prefix: bytes | bytearray | memoryview, at: int = 0) -> int:
     """Return the message length that the four bytes at `at` encode."""
-    found: int = _LENGTH.unpack_from(prefix, at)[0]
-    return found
+    return int(_LENGTH.unpack_from(prefix, at)[0])
 
 
 def to_buffers(message: bytes | OutOfBand) -> Pieces:

@@ -73,10 +73,8 @@ def layout_from_proto(tensors: Any) -> Layout:
             raise bad_request(f"tensor '{tensor.name}' has no kind")
         check_text("a dtype", tensor.dtype)
         if len(tensor.shape) > _MAX_DIMENSIONS:
-            message = (
-                f"tensor '{tensor.name}' has {len(tensor.shape)} dimensions; at most {_MAX_DIMENSIONS} are possible"
-            )
-            raise bad_request(message)
+            dimensions = f"{len(tensor.shape)} dimensions; at most {_MAX_DIMENSIONS} are possible"
+            raise bad_request(f"tensor '{tensor.name}' has {dimensions}")
         num_names += 1 + len(tensor.aliases)
         if num_names > _MAX_NAMES:
             raise bad_request(f"more than {_MAX_NAMES} names of tensors")
@@ -85,8 +83,7 @@ def layout_from_proto(tensors: Any) -> Layout:
         kind = Kind(tensor.kind)
         is_averaged = tensor.averaged or kind is not Kind.BUFFER
         shape, aliases = tuple(tensor.shape), tuple(tensor.aliases)
-        spec = TensorSpec(tensor.name, kind, tensor.dtype, shape, aliases, is_averaged)
-        specs.append(spec)
+        specs.append(TensorSpec(tensor.name, kind, tensor.dtype, shape, aliases, is_averaged))
     return Layout(specs)
 
 

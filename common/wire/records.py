@@ -91,13 +91,9 @@ class Row(NamedTuple):
     def plus(self, counts: Counts) -> Row:
         """Returns the row with one more contribution."""
         seq, steps, samples, batches, part = self
-        if not counts.part:
-            new = counts.num_samples
-            samples = samples + new if new and samples is not None else None
-            return Row(seq + 1, steps + counts.num_steps, samples, batches + counts.num_batches)
-        added = counts.new_samples
+        added = counts.new_samples if counts.part else counts.num_samples or None
         samples = None if samples is None or added is None else samples + added
-        part = part + 1 if counts.continues_step else 1
+        part = (part + 1 if counts.continues_step else 1) if counts.part else 0
         return Row(seq + 1, steps + counts.num_steps, samples, batches + counts.num_batches, part)
 
     def at(self, other: Row) -> Row:

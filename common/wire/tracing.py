@@ -22,7 +22,7 @@ try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 except ModuleNotFoundError as error:
     raise UsageError(f"output.traces: {error.name} is not installed", fix="pip install 'paramserver[otel]'") from None
@@ -45,23 +45,20 @@ class Ids(RandomIdGenerator):
         return self.fixed[1] if self.fixed else int(super().generate_span_id())
 
 
-class _Exporter(SpanExporter):
+class _Exporter(OTLPSpanExporter):
     """Exports spans, and warns once if the collector does not accept them."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._has_warned = url, False
-        self._inner = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
+        super().__init__(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=_TIMEOUT_S)
+        self._to, self._has_warned = url, False
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # no tracebacks beside the warning below
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._inner.export(spans)
+        result = super().export(spans)
         if result is not SpanExportResult.SUCCESS and not self._has_warned:
             self._has_warned = True
-            log.warning("traces_lost", to=self._url, meaning="no collector accepts traces there; the run continues")
+            log.warning("traces_lost", to=self._to, meaning="no collector accepts traces there; the run continues")
         return result
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
 
 
 class Traces:

@@ -65,7 +65,7 @@ class Pair:
             self.transport.segment = new_payload(self.layout.exchange_bytes)
         if transport == "direct":
             self.transport = DirectTransport()
-        self.up.joined(self.transport)
+        self.up.joined(self.transport, pb.Welcome())
 
     def _send(self, frames: Iterable[bytes]) -> None:
         self.sent += frames
@@ -131,7 +131,7 @@ def test_what_is_contributed_arrives_and_what_is_sent_again_is_the_same(
     for seed in range(3):
         pair.compute(seed)
         first = pair.contribute()
-        pair.up.joined(pair.transport)  # the stream was lost
+        pair.up.joined(pair.transport, pb.Welcome())  # the stream was lost
         again = pair.contribute()
         assert again == first
         pair.decode(first)
@@ -148,7 +148,7 @@ def test_zeros_do_not_travel_to_a_server_that_knows_of_it(transport: str, codec:
     pair.compute(0)
     pair.net.first.weight.grad = None
     whole, payload = num_bytes(pair.contribute()), pair.decode(pair.sent).clone()
-    pair.transport.joined(pb.Welcome(takes_left_out=True))
+    pair.transport.joined(pb.Welcome(takes_left_out=True), "")
     assert num_bytes(pair.contribute()) < whole / 3
     assert torch.equal(pair.decode(pair.sent), payload)
 
@@ -188,7 +188,7 @@ def test_contributions_that_count_are_remembered_once(fates: list[str]) -> None:
     for fate in fates:
         sent = pair.contribute()
         if fate == "lost on the way":
-            pair.up.joined(pair.transport)
+            pair.up.joined(pair.transport, pb.Welcome())
             continue  # resumed: the same contribution again
         if fate == "start":
             for each in (pair, other):
@@ -196,7 +196,7 @@ def test_contributions_that_count_are_remembered_once(fates: list[str]) -> None:
             continue
         outcome = {"applied": "APPLIED", "reply lost": "REPEATED", "dropped": "DROPPED", "rejected": "REJECTED"}[fate]
         if fate == "reply lost":  # and asked for again on a new stream, before anything else
-            pair.up.joined(pair.transport)
+            pair.up.joined(pair.transport, pb.Welcome())
         pair.up.replied(pb.Reply.Outcome.Value(outcome))
         if outcome in ("APPLIED", "REPEATED"):
             other.compute(seed)

@@ -92,7 +92,7 @@ class WorkerEnd:
         self._script: list[bytes] = []
         self._patches = [
             mock.patch.object(channel, "open_channel", self._channel),
-            mock.patch.object(channel, "wait_until_ready", return_value=True),
+            mock.patch.object(channel.Channel, "connect"),
             mock.patch.object(heartbeat.Heartbeat, "start"),
         ]
 
@@ -223,7 +223,7 @@ class WorkerEnd:
         self._say(hostile, self._snapshot(num_bytes), num_bytes)
         try:
             if hostile.random.random() < 0.5:
-                found.shards.pull_averaged(self._model)
+                found.pull_averaged(self._model)
             else:
                 reader.pull_newest([found.shards.first.channel], self._model)
         finally:

@@ -19,16 +19,9 @@ import pytest
 
 from paramserver.common.config.schema import Config, WorkerConfig
 from paramserver.common.errors import UnreachableError
-from paramserver.common.security import PLAINTEXT
 from paramserver.common.wire.protocol import other_protocol
-from paramserver.worker.conversation.channel import (
-    HEARTBEAT_OPTIONS,
-    OPTIONS,
-    Channel,
-    Lost,
-    open_channel,
-    wait_until_ready,
-)
+from paramserver.worker.conversation import channel
+from paramserver.worker.conversation.channel import HEARTBEAT_OPTIONS, OPTIONS, Channel, Lost
 from paramserver.worker.conversation.exchange import Exchange
 from paramserver.worker.conversation.reader import Evaluator
 
@@ -52,16 +45,20 @@ def silent() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("options", [OPTIONS, HEARTBEAT_OPTIONS], ids=["exchange", "heartbeat"])
-def test_an_attempt_to_connect_is_given_up_and_made_again(silent: str, options: Sequence[tuple[str, int]]) -> None:
+def test_an_attempt_to_connect_is_given_up_and_made_again(
+    silent: str, options: Sequence[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """gRPC's own limit is 20 s: a heartbeat that is silent for so long has lost its lease."""
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise Failed
 
-    channel = open_channel(silent, PLAINTEXT, options)
+    monkeypatch.setattr(channel, "OPTIONS", options)
+    monkeypatch.setattr(channel, "diagnose", fail)
+    client = Channel(silent)
     with pytest.raises(Failed):
-        wait_until_ready(channel, 15.0, fail)
-    channel.close()
+        client.connect(15.0)
+    client.close()
 
 
 def test_a_worker_gives_up_in_time(silent: str) -> None:

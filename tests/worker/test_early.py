@@ -41,7 +41,7 @@ class Receiver:
         self._is_out_of_band = way.segment is not None
         self.up = Up(CODECS.load(codec)(), model, self.transfer, self._come)
         self.up.encoding.ready(1)  # 1-bit Adam after its warm-up
-        self.up.joined(way)
+        self.up.joined(way, pb.Welcome())
         self.shards = self.up
         self._begin()
 

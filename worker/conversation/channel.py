@@ -57,6 +57,7 @@ _STATUS_S = 2.0
 Write = Callable[[int, memoryview], None]
 Received = TypeVar("Received", bound=Message)
 
+_SERIALIZE = methodcaller("SerializeToString")
 _HEALTH = "/grpc.health.v1.Health/Check"
 
 # After these refusals the same process may join again.
@@ -104,33 +105,43 @@ class Channel:
         Wrong TLS settings on either side raise AuthError at once. Another service at the address raises
         UnreachableError.
         """
-        cause = "no reply"
-
-        def explain() -> None:
-            """Called after a failed connection: use renewed certificates, or raise the error for a wrong setting."""
-            nonlocal cause
-            renewed = self.credentials.renewed()
-            if renewed != self.credentials:
-                self.credentials = renewed
-                self._open_again()
-                raise Lost("the certificates were renewed")
+        # Any reply shows that the channel is connected. gRPC's own watch of a channel has a thread, which prints a
+        # traceback if the channel is closed meanwhile.
+        check, cause, deadline = self._channel.unary_unary(_HEALTH), "", time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
             try:
-                mistake = diagnose(self.address, renewed)
-            except OSError as error:
-                cause = (error.strerror or str(error) or "no reply").lower()
+                check(b"", timeout=left_s, wait_for_ready=bool(cause))
                 return
-            if mistake is not None:
-                raise mistake
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    break
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    return
+            except ValueError:  # another thread has closed the channel
+                break
+            cause = cause or self._cause()
+        cause = (cause or "no reply") + proxy_hint(self.address)
+        self.turn()
+        raise Lost(cause)
 
-        if not wait_until_ready(self._channel, timeout_s, explain):
-            cause += proxy_hint(self.address)
-            self.turn()
-            raise Lost(cause)
+    def _cause(self) -> str:
+        """Why the connection failed. Uses renewed certificates, or raises the error for a wrong setting."""
+        renewed = self.credentials.renewed()
+        if renewed != self.credentials:
+            self.credentials = renewed
+            self._open_again()
+            raise Lost("the certificates were renewed")
+        try:
+            mistake = diagnose(self.address, renewed)
+        except OSError as error:
+            return (error.strerror or str(error) or "no reply").lower()
+        if mistake is not None:
+            raise mistake
+        return "no reply"
 
-    def method(self, kind: str, name: str, **serializers: Any) -> Callable[..., Any]:
-        """A function that calls a method of the service; `kind` is gRPC's, such as unary_unary."""
-        call = getattr(self._channel, kind)(f"/{SERVICE}/{name}", **serializers)
-        return lambda request, **options: call(request, metadata=self.credentials.metadata, **options)
+    def method(self, kind: str, name: str, **serializers: Any) -> Any:
+        """gRPC's callable for a method of the service; `kind` is gRPC's, such as unary_unary."""
+        return getattr(self._channel, kind)(f"/{SERVICE}/{name}", **serializers)
 
     def wait_longer(self, lost: Lost) -> None:
         """After a stream without a ping reply, give the next connection a longer ping time."""
@@ -165,8 +176,8 @@ class Channel:
 
         `begin` gets the announcement. It refuses the payload, or returns the function that writes a piece.
         """
-        serializer = pb.PullRequest.SerializeToString
-        call = self.method("unary_stream", "Pull", request_serializer=serializer)(pb.PullRequest(**which))
+        pull = self.method("unary_stream", "Pull", request_serializer=_SERIALIZE)
+        call = pull(pb.PullRequest(**which), metadata=self.credentials.metadata)
         until, is_over = time.monotonic() + _PULL_S, threading.Event()
 
         def watch() -> None:
@@ -222,10 +233,7 @@ class Channel:
         self, name: str, requests: Sequence[Message], reply: type[Received], timeout_s: float = _PULL_S
     ) -> Callable[[], list[Received]]:
         """Start a call of this method for each of these requests. The returned function waits for their replies."""
-        call = self._channel.unary_unary(
-            f"/{SERVICE}/{name}",
-            request_serializer=methodcaller("SerializeToString"), response_deserializer=reply.FromString,
-        )  # fmt: skip
+        call = self.method("unary_unary", name, request_serializer=_SERIALIZE, response_deserializer=reply.FromString)
         calls = [call.future(item, timeout=timeout_s, metadata=self.credentials.metadata) for item in requests]
 
         def wait() -> list[Received]:
@@ -248,32 +256,6 @@ def open_channel(address: str, credentials: Credentials, options: Sequence[tuple
         return grpc.insecure_channel(address, options=(*options, *proxy_options(address)))
     tls = grpc.ssl_channel_credentials(credentials.ca, credentials.key, credentials.cert)
     return grpc.secure_channel(address, tls, options=(*options, *proxy_options(address)))
-
-
-def wait_until_ready(channel: grpc.Channel, timeout_s: float, on_failure: Callable[[], None]) -> bool:
-    """Wait until the channel is connected. Returns False after `timeout_s` seconds.
-
-    `on_failure` is called after the first failed attempt and may raise the reason. Otherwise gRPC keeps trying.
-    """
-    # Any reply shows that the channel is connected. gRPC's own watch of a channel has a thread, which prints a
-    # traceback if the channel is closed meanwhile.
-    check = channel.unary_unary(_HEALTH)
-    deadline = time.monotonic() + timeout_s
-    has_failed = False
-    while (left_s := deadline - time.monotonic()) > 0:
-        try:
-            check(b"", timeout=left_s, wait_for_ready=has_failed)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
-        except ValueError:  # another thread has closed the channel
-            return False
-        else:
-            return True
-        if not has_failed:
-            has_failed = True
-            on_failure()
-    return False
 
 
 def next_frame(call: Any, limit: Limit = NO_LIMIT) -> Frame:

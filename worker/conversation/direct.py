@@ -15,7 +15,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from ...common.config.addresses import join_address, split_address
 from ...common.proxies import proxy_of
@@ -28,6 +27,7 @@ from ...common.wire.direct import (
     WAKE_BYTES,
     LowWater,
     OutOfBand,
+    Pieces,
     decode_length,
     drop_front,
     set_socket_options,
@@ -53,13 +53,10 @@ class _Incoming(io.RawIOBase):
     """Raw stream whose bytes come from `receive`."""
 
     def __init__(self, receive: Callable[[memoryview], int]) -> None:
-        self._receive = receive
+        self.readinto = receive  # type: ignore[method-assign, assignment]
 
     def readable(self) -> bool:
         return True
-
-    def readinto(self, target: Any) -> int:
-        return self._receive(target)
 
 
 class DirectConnection:
@@ -100,10 +97,12 @@ class DirectConnection:
     def send(self, messages: Iterable[Message]) -> None:
         """Send messages in order. A write error is ignored here: the connection is lost, and `receive` raises."""
         with self._lock:
-            if self._num_unsent == 0 and isinstance(messages, list) and _num_bytes(messages) <= 2 * INLINE_BYTES:
-                with contextlib.suppress(OSError):
-                    self._write(messages)
-                return
+            if self._num_unsent == 0 and isinstance(messages, list):
+                buffers = [buffer for message in messages for buffer in to_buffers(message)]
+                if sum(map(len, buffers)) <= 2 * INLINE_BYTES:
+                    with contextlib.suppress(OSError):
+                        self._write(buffers)
+                    return
             self._num_unsent += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="direct", daemon=True)
@@ -111,29 +110,29 @@ class DirectConnection:
         self._outgoing.put(messages)
 
     def _run(self) -> None:
+        message: Message | None = None
         while (messages := self._outgoing.get()) is not None:
             try:
                 with contextlib.suppress(OSError):
-                    self._write(messages)
+                    for message in messages:
+                        self._write(to_buffers(message))
             except BaseException:  # the generator failed, so no reply will come
                 self.hang_up()
                 raise
-            del messages  # frees the payload while the thread waits
+            messages = message = None  # frees the payload while the thread waits
             with self._lock:
                 self._num_unsent -= 1
 
-    def _write(self, messages: Iterable[Message]) -> None:
-        for message in messages:
-            pieces = to_buffers(message)
-            while pieces:
-                now = take_front(pieces, self._limit.at_once or MAX_SEND_BYTES)
-                if isinstance(self._socket, ssl.SSLSocket):
-                    num_bytes = self._retry_tls(self._socket.send, now[0])
-                else:
-                    num_bytes = self._socket.sendmsg(now)
-                if self._limit.at_once:
-                    self._limit.passed("up", num_bytes)
-                pieces = drop_front(pieces, num_bytes)
+    def _write(self, pieces: Pieces) -> None:
+        while pieces:
+            now = take_front(pieces, self._limit.at_once or MAX_SEND_BYTES)
+            if isinstance(self._socket, ssl.SSLSocket):
+                num_bytes = self._retry_tls(self._socket.send, now[0])
+            else:
+                num_bytes = self._socket.sendmsg(now)
+            if self._limit.at_once:
+                self._limit.passed("up", num_bytes)
+            pieces = drop_front(pieces, num_bytes)
 
     # ---- in ---------------------------------------------------------------------------------
 
@@ -220,10 +219,6 @@ class DirectConnection:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_LINGER_S)
         self._socket.close()
-
-
-def _num_bytes(messages: list[Message]) -> int:
-    return sum(sum(map(len, item.pieces)) if isinstance(item, OutOfBand) else len(item) for item in messages)
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:

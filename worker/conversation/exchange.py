@@ -22,11 +22,12 @@ from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.wire.records import NO_RESIDUAL, ContributionId, GroupInfo, Outcome, Reply, Timing, changed
 from ..session import Progress, Retry
-from ..tensors.transfer import ModelTensors
+from ..tensors.transfer import ModelTensors, part_of
 from ..transports.transport import Transports
 from .channel import Lost, wait_for_server
 from .heartbeat import GroupView, MemberHeartbeat
 from .messages import Begun, Final, Goodbye, Outgoing, Welcome, join_message, loses_replies, read_settings
+from .reader import pull_newest, pull_part
 from .shard import Shard
 from .shard_set import ShardSet
 from .threads import sleep
@@ -39,7 +40,6 @@ log = get_logger()
 Pulled = TypeVar("Pulled")
 
 _NO_GROUP = GroupInfo()
-_ATTEMPT_S = 2.0  # for one attempt to connect
 
 
 class Exchange:
@@ -101,7 +101,7 @@ class Exchange:
         progress = self.progress
         while True:
             try:
-                welcome = self.shards.first.join(join_message(progress, self.config.device, self._region), _ATTEMPT_S)
+                welcome = self.shards.first.join(join_message(progress, self.config.device, self._region))
                 break
             except Lost as lost:
                 wait_for_server(self.retry, lost)
@@ -126,7 +126,7 @@ class Exchange:
             if shard.number:
                 seated = join_message(self.progress, self.config.device, self._region, self.welcome)
                 try:
-                    shard.join(seated, _ATTEMPT_S)
+                    shard.join(seated)
                 except Lost as lost:
                     raise shards.lost(shard, lost) from None
             shard.offer(kind, self.group_view.rendezvous)
@@ -195,7 +195,6 @@ class Exchange:
         After a lost connection it sends the same contribution again, or, if that has counted, requests its reply.
         """
         started, progress = time.perf_counter(), self.progress
-        name = progress.run, progress.rank or 0, progress.incarnation or 0, progress.row.seq + 1
         reply, is_counted = None, False
         while reply is None:
             try:
@@ -207,25 +206,26 @@ class Exchange:
                 reply = self._rejoin(lost)
                 is_counted = self.welcome.seq > progress.row.seq
         if self._traces is not None:
-            self._traces.end(*name, reply.result.gate_wait_s, reply.result.outcome.name)
+            self._traces.end(reply.result)
         self._last_transfer_s = max(0.0, time.perf_counter() - started - reply.result.gate_wait_s)
         return reply
 
     def _exchange(self, outgoing: Outgoing) -> Reply:
         # Number the contribution, and add the facts that depend on the worker's progress.
         contribution, progress, seq = outgoing.contribution, self.progress, self.progress.row.seq + 1
-        outgoing = outgoing.changed(
+        contribution = changed(
+            contribution,
             id=ContributionId(progress.rank or 0, progress.incarnation, seq),
             base=changed(contribution.base, version=progress.version),
             timing=Timing(contribution.timing.compute_s, self._last_transfer_s),
             residual=self.shards.residual() if self._has_residual else NO_RESIDUAL,
         )
         if contribution.completion.generation or not (progress.wants_weights or contribution.training.evaluates):
-            outgoing = outgoing.changed(training=changed(contribution.training, wants_weights=False))
+            contribution = changed(contribution, training=changed(contribution.training, wants_weights=False))
         if self._region is not None:
             self._region = self._region[0], contribution.counts.num_workers  # for the next join
         if self._traces is not None:
-            self._traces.begin()
+            self._traces.begin(progress.run, contribution.id)
         self._send_pending()
         if self._history is not None:
             counts = contribution.counts
@@ -234,7 +234,7 @@ class Exchange:
                 num_steps=counts.num_steps, num_batches=counts.num_batches,
                 **({"part": counts.part} if counts.part else {}),
             )  # fmt: skip
-        return self._replied(self.shards.each(self._exchange_with, outgoing))
+        return self._replied(self.shards.each(self._exchange_with, outgoing._replace(contribution=contribution)))
 
     def _exchange_with(self, shard: Shard, outgoing: Outgoing) -> Reply:
         shard.contribute(outgoing)
@@ -271,7 +271,7 @@ class Exchange:
         return self._until_reached(lambda: self.shards.pull_rows(table, ids))
 
     def pull_exact(self, model: ModelTensors) -> int:
-        return self._until_reached(lambda: self.shards.pull_exact(model))
+        return self._until_reached(lambda: pull_newest([shard.channel for shard in self.shards.all], model))
 
     def _until_reached(self, pull: Callable[[], Pulled]) -> Pulled:
         """Pull; again while the server is lost, up to the give-up time."""
@@ -284,8 +284,9 @@ class Exchange:
                 self.shards.find_again(self.progress.run)
 
     def pull_averaged(self, model: ModelTensors) -> None:
-        """Write the run's Polyak average into the model."""
-        self.shards.pull_averaged(model)
+        """Write the run's Polyak average into another instance of the model."""
+        for shard in self.shards.all:
+            pull_part(shard.channel, part_of(model, shard.share), averaged=True)
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
         return self.shards.pull_optimizer()
@@ -322,7 +323,8 @@ class Exchange:
         if goodbye.finished:
             self._send_pending()
         for shard in self.shards.all:
-            shard.leave(goodbye)
+            shard.stream.say(leave=goodbye)
+            shard.stream.end_stream()
         self.drop()
 
     def drop(self) -> None:

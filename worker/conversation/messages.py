@@ -34,7 +34,6 @@ HeartbeatReply = pb.HeartbeatReply
 ReplyMessage = pb.Reply
 Snapshot = pb.Snapshot
 StatusReply = pb.StatusReply
-KindOfRun = pb.RunSettings.ContributionKind
 
 
 @dataclass(frozen=True)
@@ -164,14 +163,8 @@ def chunks(first: int, end: int, row_bytes: int) -> Iterator[slice]:
         yield slice(start, min(end, start + step))
 
 
-_KINDS = {
-    pb.RunSettings.GRADIENT: ContributionKind.GRADIENT,
-    pb.RunSettings.WEIGHTS: ContributionKind.WEIGHTS,
-    pb.RunSettings.DELTA: ContributionKind.DELTA,
-    pb.RunSettings.COMPLETION: ContributionKind.COMPLETION,
-    pb.RunSettings.DELTA_OF_FRAGMENT: ContributionKind.DELTA,
-    pb.RunSettings.DELTA_OVERLAPPED: ContributionKind.DELTA,
-}
+_KINDS = {pb.RunSettings.ContributionKind.Value(kind.name): kind for kind in ContributionKind}
+_KINDS |= dict.fromkeys((pb.RunSettings.DELTA_OF_FRAGMENT, pb.RunSettings.DELTA_OVERLAPPED), ContributionKind.DELTA)
 
 
 def settings_from(payload: bytes) -> Settings:

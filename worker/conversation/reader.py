@@ -131,8 +131,8 @@ class Evaluator(Reader):
         self._retry = Retry(worker.server, worker.give_up_s)
         self._process = secrets.token_hex(8)
         # Fields of EvaluationMetrics by number, until the server has replied to their heartbeat, which may be lost with
-        # its connection. The event is set then.
-        self._results: dict[int, tuple[dict[str, Any], threading.Event]] = {}
+        # its connection.
+        self._results: dict[int, dict[str, Any]] = {}
         self._num_reported = 0
         self._reported = threading.Condition()
         self._was_there = False
@@ -163,13 +163,12 @@ class Evaluator(Reader):
 
     def report(self, version: int, step: int, **result: Any) -> None:
         """Send the metrics of a version, or a failure. A failure has reached the server on return."""
-        is_received = threading.Event()
         with self._reported:
-            self._results[self._num_reported] = {"version": version, "step": step, **result}, is_received
-            self._num_reported += 1
+            number, self._num_reported = self._num_reported, self._num_reported + 1
+            self._results[number] = {"version": version, "step": step, **result}
             self._reported.notify_all()
-        if result.get("failure"):
-            is_received.wait(_REPLY_S)
+            if result.get("failure"):
+                self._reported.wait_for(lambda: number not in self._results, _REPLY_S)
 
     def _replied(self, number: int | None, reply: HeartbeatReply) -> None:
         if reply.is_gone:
@@ -177,7 +176,8 @@ class Evaluator(Reader):
             self._heartbeat.stop()
         if number is not None:
             with self._reported:
-                self._results.pop(number)[1].set()
+                del self._results[number]
+                self._reported.notify_all()
 
     def _heartbeats(self) -> Iterator[tuple[int | None, bytes]]:
         """The heartbeats of one call, with the number of their result.
@@ -191,7 +191,7 @@ class Evaluator(Reader):
                 if self._num_reported <= begin:
                     self._reported.wait(_HEARTBEAT_S)
                 number = next((number for number in self._results if number >= begin), None)
-                metrics = None if number is None else self._results[number][0]
+                metrics = None if number is None else self._results[number]
             begin = begin if number is None else number + 1
             yield number, evaluator_heartbeat(self._process, metrics)
 

@@ -34,13 +34,12 @@ from ..transports.transport import Transports
 from ..transports.up import Up
 from . import messages
 from .channel import Channel, Lost, collect
-from .messages import Begun, Final, Goodbye, Outgoing, Settings, Welcome
+from .messages import Begun, Final, Outgoing, Settings, Welcome
 from .stream_client import StreamClient
 
 log = get_logger()
 
 _LOG_WAITING_AFTER_S = 5.0
-_GOODBYE_S = 5.0
 _MOST_SHOWN = 2_000  # longest sentence of a server that is logged, in characters
 
 
@@ -53,22 +52,22 @@ class Shard:
     transfer: DirectTransfer
     up: Up
     down: Down
+    _welcome: Welcome  # of the current stream
 
     def __init__(self, number: int, channel: Channel, config: WorkerConfig, progress: Progress, retry: Retry) -> None:
         self.number, self.channel = number, channel
         self.stream = StreamClient(channel)
         self.transports = Transports(config)
         self._config, self._progress, self._retry = config, progress, retry
-        self._welcome: Welcome | None = None  # of the current stream
         self._sent_hyperparameters: tuple[Hyperparameters, ...] | None = None
         self._sent_state: bytes | None = None  # sent with the newest contribution, while the server keeps it
         self.begun: Begun | None = None  # from the newest START
 
     # ---- joining ------------------------------------------------------------------------------
 
-    def join(self, join: Any, timeout_s: float) -> Welcome:
+    def join(self, join: Any) -> Welcome:
         """Connect and join. Returns the server's Welcome. Raises Lost."""
-        self.stream.open(timeout_s)
+        self.stream.open()
         self.stream.say(join=join)
         welcome = self.expect("welcome").of(Welcome)
         why_not = self.stream.go_direct(welcome) if self.transports.wants_direct else "not wanted"
@@ -97,7 +96,7 @@ class Shard:
         self.model = part_of(whole, self.share)
         self.transfer = self.up.transfer = self.down.transfer = make_transfer(self.model)
 
-    def offer(self, kind: messages.KindOfRun, rendezvous: str) -> None:
+    def offer(self, kind: pb.RunSettings.ContributionKind, rendezvous: str) -> None:
         """Offer the model and negotiate the transport. `kind` is that of contributions, as in RunSettings."""
         model = pb.Model(contribution=kind, rendezvous=rendezvous)
         model.MergeFrom(self._offered)
@@ -212,7 +211,7 @@ class Shard:
         if memory is not None and len(memory) < num_bytes:
             raise bad_request(f"the server sends {num_bytes} bytes of weights, in shared memory of {len(memory)}")
         is_in_place = memory is None and weights.codec in ("", "raw") and weights.reference is None
-        is_out_of_band = memory is not None or (is_in_place and self.stream.is_direct)
+        is_out_of_band = memory is not None or (is_in_place and self.stream.direct is not None)
         kept: list[tuple[int, int]] = []  # bytes [start, end) that are not sent, because the model has them
 
         def leave(offset: int, num_bytes: int) -> None:
@@ -283,8 +282,3 @@ class Shard:
         final = received.of(Final)
         self._receive_weights(received, changed(read_weights(final.weights), codec=""))
         return final
-
-    def leave(self, goodbye: Goodbye) -> None:
-        """Leave the run with a goodbye message."""
-        self.stream.say(leave=goodbye)
-        self.stream.end_stream(_GOODBYE_S)

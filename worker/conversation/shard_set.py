@@ -24,12 +24,11 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import divide
 from ...common.wire.records import ResidualInfo
 from ..session import Progress, Retry
-from ..tensors.transfer import ModelTensors, part_of
+from ..tensors.transfer import ModelTensors
 from ..transports.encoding import Encoding
 from ..transports.limit import Limit
 from .channel import Channel, Lost
 from .messages import Settings
-from .reader import pull_newest, pull_part
 from .shard import Shard
 from .threads import END_S, Helper, wait_for
 
@@ -196,15 +195,6 @@ class ShardSet:
                 for shard, address in zip(self.all, self.first.channel.shard_addresses(run), strict=False):
                     if shard.number and address != shard.channel.address:
                         shard.channel.move(address)
-
-    def pull_averaged(self, model: ModelTensors) -> None:
-        """Write the Polyak average into another instance of the model."""
-        for shard in self.all:
-            pull_part(shard.channel, part_of(model, shard.share), averaged=True)
-
-    def pull_exact(self, model: ModelTensors) -> int:
-        """Write the newest version into the model, without a codec. Returns the version."""
-        return pull_newest([shard.channel for shard in self.all], model)
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
         """Fetch the state of the server's optimizer, by parameter and key (exp_avg, step). Raises UnreachableError."""

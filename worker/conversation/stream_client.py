@@ -21,6 +21,8 @@ from .direct import DirectConnection, DirectError
 from .messages import message
 from .threads import uninterrupted
 
+_ATTEMPT_S = 2.0  # for one attempt to connect
+_GOODBYE_S = 5.0
 _STATUS_S = 2.0  # time in which a stream reports why it ended
 
 
@@ -30,18 +32,19 @@ class StreamClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._outgoing: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
-        self._connected: DirectConnection | None = None  # the direct connection
-        self._direct: DirectConnection | None = None  # set once messages use the direct connection
+        self._connected: DirectConnection | None = None
+        self.direct: DirectConnection | None = None  # the same, once messages use it
         self._call: Any = None
         self._is_reading = False
         at_exit(self.close_stream)  # runs before the channel is closed
 
-    def open(self, timeout_s: float) -> None:
+    def open(self) -> None:
         """Connect and start a stream. Raises as `Channel.connect`."""
         self.close_stream()
-        self._channel.connect(timeout_s)
-        self._outgoing = queue.SimpleQueue()
-        self._call = self._channel.method("stream_stream", "Exchange")(_drain(self._outgoing, self._channel.limit))
+        channel, self._outgoing = self._channel, queue.SimpleQueue()
+        channel.connect(_ATTEMPT_S)
+        exchange = channel.method("stream_stream", "Exchange")
+        self._call = exchange(_drain(self._outgoing, channel.limit), metadata=channel.credentials.metadata)
         self._is_reading = False
 
     def go_direct(self, welcome: pb.Welcome) -> str:
@@ -65,12 +68,12 @@ class StreamClient:
         """Send the model. With a direct connection it is the last message on the stream."""
         model.direct = self._connected is not None
         self.say(model=model)
-        self._direct = self._connected
+        self.direct = self._connected
 
     def send(self, frames: Iterable[bytes | OutOfBand]) -> None:
         """Queue messages. A generator is consumed only as fast as the connection takes the messages."""
-        if self._direct is not None:
-            self._direct.send(frames)
+        if self.direct is not None:
+            self.direct.send(frames)
         else:
             self._outgoing.put(frames)  # type: ignore[arg-type]  # OutOfBand needs a direct connection
 
@@ -82,7 +85,7 @@ class StreamClient:
         """Receive the next message. Raises Lost, or the refusal that ended the stream."""
         self._is_reading = True
         with uninterrupted:
-            if self._direct is None:
+            if self.direct is None:
                 try:
                     received = next_frame(self._call, self._channel.limit)
                 except Lost as lost:
@@ -90,7 +93,7 @@ class StreamClient:
                     raise
             else:
                 try:
-                    received = parse(pb.ServerMessage, self._direct.receive())
+                    received = parse(pb.ServerMessage, self.direct.receive())
                 except (OSError, EOFError, ValueError) as error:
                     raise self._why_lost(error) from None
             self._is_reading = False
@@ -112,40 +115,30 @@ class StreamClient:
             hang_up.cancel()
         return Lost(f"the direct connection was lost: {error or 'closed'}")
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether messages use the direct connection."""
-        return self._direct is not None
-
     def receive_into(self, targets: Iterator[memoryview]) -> None:
         """Receive the bytes that follow a message on the direct connection. Raises as `receive`."""
-        assert self._direct is not None
+        assert self.direct is not None
         try:
             with uninterrupted:
-                self._direct.receive_into(targets)
+                self.direct.receive_into(targets)
         except (OSError, EOFError, ValueError) as error:
             raise self._why_lost(error) from None
 
-    def end_stream(self, timeout_s: float) -> None:
+    def end_stream(self) -> None:
         """Half-close after pending messages, and wait for the server to end the stream. Ignores a lost server."""
         if self._call is None:
             return
         self._outgoing.put(None)
-        if self._direct is not None:
-            self._direct.half_close()
+        if self.direct is not None:
+            self.direct.half_close()
         if not self._is_reading:  # else interrupted in the middle of an operation: the call is unusable
-            hang_up = threading.Timer(timeout_s, self._call.cancel)
+            hang_up = threading.Timer(_GOODBYE_S, self._call.cancel)
             hang_up.start()
             with suppress(grpc.RpcError):
                 for _ in self._call:
                     pass  # a Waiting message that was in flight
             hang_up.cancel()
         self.close_stream()
-
-    def _close_direct(self) -> None:
-        connected, self._connected, self._direct = self._connected, None, None
-        if connected is not None:
-            connected.close()
 
     def hang_up(self) -> None:
         """End the stream from any thread. A reader then raises Lost."""
@@ -166,7 +159,9 @@ class StreamClient:
             self._outgoing.put(None)
             self._call.cancel()
             self._call = None
-        self._close_direct()
+        connected, self._connected, self.direct = self._connected, None, None
+        if connected is not None:
+            connected.close()
 
 
 def _drain(outgoing: queue.SimpleQueue[Iterable[bytes] | None], limit: Limit) -> Iterator[bytes]:

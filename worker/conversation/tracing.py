@@ -7,9 +7,9 @@ weights. The spans are recorded after the exchange. This file is imported only w
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from ...common.config.option import WORKER
+from ...common.wire.records import ContributionId, Result
 from ...common.wire.tracing import Traces, ids_of
 
 
@@ -18,13 +18,13 @@ class ExchangeTraces:
 
     def __init__(self, url: str, rank: int | None) -> None:
         self._traces = Traces(url, WORKER, **({} if rank is None else {"paramserver.rank": rank}))
-        self._begun = 0
+        self._run, self._id, self._begun = "", ContributionId(0, 0, 0), 0
         self._sent: list[int] = []
         self._came: list[int] = []
 
-    def begin(self) -> None:
-        """An exchange begins, or begins again."""
-        self._begun = time.time_ns()
+    def begin(self, run: str, contribution: ContributionId) -> None:
+        """The exchange of this contribution begins, or begins again."""
+        self._run, self._id, self._begun = run, contribution, time.time_ns()
         self._sent, self._came = [], []
 
     def sent(self) -> None:
@@ -35,16 +35,16 @@ class ExchangeTraces:
         """A shard's reply starts to arrive."""
         self._came.append(time.time_ns())
 
-    def end(self, run: str, rank: int, incarnation: int, number: int, gate_wait_s: float, outcome: str) -> None:
+    def end(self, result: Result) -> None:
         """The complete reply has arrived: record the spans."""
         ended = time.time_ns()
         sent = max(self._sent, default=self._begun)
         came = max(sent, max(self._came, default=ended))
-        about: dict[str, Any] = {"paramserver.rank": rank, "paramserver.number": number, "paramserver.outcome": outcome}
-        ids = ids_of(run, rank, incarnation, number)
-        above = self._traces.exchange(ids, self._begun, ended, about)
+        rank, _, seq = self._id
+        about = {"paramserver.rank": rank, "paramserver.number": seq, "paramserver.outcome": result.outcome.name}
+        above = self._traces.exchange(ids_of(self._run, *self._id), self._begun, ended, about)
         self._traces.below(above, "encode", self._begun, sent)
-        self._traces.below(above, "wait", sent, came, {"paramserver.gate_wait_s": gate_wait_s})
+        self._traces.below(above, "wait", sent, came, {"paramserver.gate_wait_s": result.gate_wait_s})
         self._traces.below(above, "apply", came, ended)
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ class Exchanger(Protocol):
     settings: Settings
     progress: Progress  # as the server knows it
     measured: list[dict[str, Any]]  # evaluations (EvaluationMetrics in the proto) that the server may not have received
+    replies_lose: bool  # a codec of replies makes the model differ from the server's weights until the run ends
     stop_reason: str  # why this worker requests the end of the run; empty: it does not
 
     @property
@@ -43,10 +44,6 @@ class Exchanger(Protocol):
 
     def contribute(self, outgoing: Outgoing) -> Reply:
         """Send the next contribution. Returns when the model has the weights of the reply."""
-
-    @property
-    def replies_lose(self) -> bool:
-        """Whether a codec of replies makes the model differ from the server's weights until the run ends."""
 
     def pull_exact(self, model: ModelTensors) -> int:
         """Write the server's exact newest weights into this model. Returns their version. Waits for a lost server."""
@@ -82,11 +79,10 @@ class Strategy:
         self.kind = exchange.settings.kind  # of contributions
         self.progress = exchange.progress  # the training loop's progress in the run
         self._undone: dict[int, torch.Tensor] = {}  # tensors as they were before a replay, by index
-        self._decoded: list[torch.Tensor] = []  # the model's tensors while it shows exact ones
+        self._aside: list[torch.Tensor] = []  # the model's tensors while it shows others to an evaluation
         # (number of the start, tensors as they arrived with it, by index)
         self._at_start: tuple[int, dict[int, torch.Tensor]] = (0, {})
         self._watch: Watch | None = None  # of the weights as the newest step left them
-        self._replaced: list[int] = []  # indices of the weights that differ from the script's since the start
         self._is_fresh = True  # no step of this process came before the next one, which begins at the run's weights
         self._change = 0  # whether the script has changed the weights before this step: 1; 2: not known
 
@@ -120,11 +116,8 @@ class Strategy:
 
         `is_parted`: it has several optimizers, and a backward pass for one of them also fills gradients of the others.
         """
-        self._model = model
-        self._watch = watch = Watch(model)
+        self._model, self._watch = model, Watch(model)
         self._start(model, optimizer, is_parted)
-        self._replaced = watch.changed()
-        watch.note()
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         raise NotImplementedError
@@ -134,9 +127,8 @@ class Strategy:
 
     def began(self) -> None:
         """The model has the run's weights. Say once that they are not those that the script gave it."""
-        if self._watch is None:
-            return
-        replaced = self._replaced or self._watch.changed()
+        assert self._watch is not None
+        replaced = self._watch.changed()
         self._watch.note()
         if replaced and not self.progress.row.steps:
             log.warning(
@@ -334,14 +326,18 @@ class Strategy:
         """After `settle`: replace decoded weights by the server's exact ones. Returns the version in the model."""
         if not self._exchange.replies_lose:
             return version
-        self._decoded = [tensor.detach().clone() for tensor in self._model.tensors]
+        self._set_aside()
         return self._exchange.pull_exact(self._model)
+
+    def _set_aside(self) -> None:
+        """Keep the model's tensors until `measured` puts them back."""
+        self._aside = self._aside or [tensor.detach().clone() for tensor in self._model.tensors]
 
     def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
         """Send the result of an evaluation with the next message to the server."""
-        for tensor, decoded in zip(self._model.tensors, self._decoded, strict=False):
-            tensor.data.copy_(decoded)
-        self._decoded = []
+        for tensor, before in zip(self._model.tensors, self._aside, strict=False):
+            tensor.data.copy_(before)
+        self._aside = []
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         result = {"version": version, "step": self.progress.position, "metrics": finite}
         self._exchange.measured.append({**result, "failure": failure, "exit_code": exit_code})

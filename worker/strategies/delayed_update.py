@@ -55,8 +55,7 @@ class Shadow(ModelTensors):
         self.layout = layout = model.layout
         self.names = model.names
         self._stream = SideStream(model.tensors)
-        sent = layout.views(self._stream.new_payload(layout.exchange_bytes))
-        self._sent = [view for _, view in islice(sent, self.num_exchanged)]
+        self._sent = self.views(self._stream.new_payload(layout.exchange_bytes))
         self.tensors = [view for _, view in layout.views(self._stream.new_payload(layout.total_bytes))]
         self._stream.copy(self.tensors, model.tensors)
         self.settle()
@@ -276,15 +275,11 @@ class Overlapped(DelayedUpdate):
         super()._hand_over(base_version, outgoing)
 
     def settle(self) -> int:
-        assert self._overlap is not None
         if self._flight is not None:
             wait_for(self._flight)
             if self._flight.exception() is not None or not self._goes_on(self._flight.result()):
                 return super().settle()
-        self._overlap.show(self._shadow.tensors)
+        self._aside = []  # of an evaluation that did not take place
+        self._set_aside()
+        self._shadow.take(end=self._shadow.num_exchanged)
         return self._exchange.progress.version
-
-    def measured(self, version: int, metrics: dict[str, float], failure: str = "", exit_code: int = 0) -> None:
-        super().measured(version, metrics, failure, exit_code)
-        if self._overlap is not None:
-            self._overlap.hide()

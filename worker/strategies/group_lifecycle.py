@@ -40,6 +40,8 @@ class GroupLifecycle:
     Collectives run on a helper thread, so that signals can interrupt the calling thread.
     """
 
+    _generation: Generation  # of the group, or of the group that is forming
+
     def __init__(self, exchange: Exchange, stage: int = 0) -> None:
         self._exchange, self._stage = exchange, stage
         host = own_address(exchange.server)
@@ -50,7 +52,6 @@ class GroupLifecycle:
         self._rendezvous = Rendezvous(host)
         exchange.group_view.rendezvous = join_address(*self._rendezvous.address)
         self.group: Group | None = None
-        self._generation: Generation | None = None  # of the group, or of the group that is forming
         self._failed_name = ""  # name of the generation whose group failed to form
         self._num_sent = 0.0  # bytes sent to peers in earlier groups
         self._num_failed: dict[tuple[int, ...], int] = {}  # in a row, with the same members
@@ -125,7 +126,7 @@ class GroupLifecycle:
         """
         future: Future[Any] = self._helper.submit(work)
         while not wait([future], timeout=_LOOK_UP_S).done:
-            if self._generation is None or not self._exchange.group_view.is_over(self._generation.number):
+            if not self._exchange.group_view.is_over(self._generation.number):
                 continue
             message = f"generation {self._generation.number} has ended: {_RELEASED}"
             if self.group is None:

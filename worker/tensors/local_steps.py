@@ -66,7 +66,6 @@ class Overlap(Anchor):
     def __init__(self, model: ModelTensors, num_fragments: int) -> None:
         super().__init__(model)
         self._fragments = fragments_of(model.layout.entries[: model.num_trained], num_fragments)
-        self._aside: list[torch.Tensor] = []  # the model's own tensors while the model shows the server's weights
 
     def choose(self, fragment: int | None) -> tuple[int, ...]:
         """Select this fragment for the next delta; None selects all parameters.
@@ -92,17 +91,6 @@ class Overlap(Anchor):
             if is_chosen or not torch.equal(anchor, new):
                 shift(now, anchor, new)
             anchor.copy_(new)
-
-    def show(self, received: Sequence[torch.Tensor]) -> None:
-        """Put the server's weights into the model until `hide` is called."""
-        self._aside = [tensor.detach().clone() for tensor in self._model.tensors[: self._model.num_exchanged]]
-        for tensor, new in zip(self._model.tensors, received[: len(self._aside)], strict=False):
-            tensor.detach().copy_(new)
-
-    def hide(self) -> None:
-        for tensor, saved in zip(self._model.tensors, self._aside, strict=False):
-            tensor.detach().copy_(saved)
-        self._aside = []
 
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)|\d+(?=\.)")  # matches the layer in a parameter's name, such as blocks.3

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,20 +112,20 @@ class ModelTensors:
         self.names = {id(tensor): name for name, tensor in tensors.items()}
         # Moving a model replaces the buffers in these dicts and the memory of the parameters.
         self._homes: list[Home] = [homes.get(id(tensor), ({"": tensor}, "")) for tensor in self.tensors]
-        self.places = [tensor.data_ptr() for tensor in self.tensors]
+        self.places = list(map(torch.Tensor.data_ptr, self.tensors))
 
     def has_moved(self) -> bool:
         """Look the tensors up again. Returns whether any tensor has moved since the last call (43 us for 300 tensors).
 
         Raises UsageError if a tensor is no longer the one that was offered to the run.
         """
-        found = [home.get(key) for home, key in self._homes]
+        found: list[torch.Tensor | None] = list(starmap(dict.get, self._homes))
         is_same = all(map(operator.is_, found, self.tensors))
         if not is_same:
             for entry, tensor, old in zip(self.layout.entries, found, self.tensors, strict=True):
                 check_still(entry.spec, tensor, old)
             self.tensors = [tensor for tensor in found if tensor is not None]
-        places = [tensor.data_ptr() for tensor in self.tensors]
+        places = list(map(torch.Tensor.data_ptr, self.tensors))
         if is_same and places == self.places:
             return False
         for entry, tensor in zip(self.layout.entries, self.tensors, strict=True):
@@ -229,7 +229,7 @@ class ModelTensors:
         return found
 
 
-Home = tuple[Mapping[str, torch.Tensor | None], str]  # a module's dict and a key in it
+Home = tuple[dict[str, Any], str]  # a module's dict of tensors and a key in it
 
 
 def homes_of(model: nn.Module) -> dict[int, Home]:

@@ -34,13 +34,15 @@ class Watch:
 
     def note(self) -> None:
         """Remember the weights as they are."""
-        self._look_up()
+        if self._places is not self._model.places:
+            self._look_up()
         self._before = {}
         self._noted, self._sums = list(map(bytes, self._small.values())), list(map(_value, self._rest.values()))
 
     def changed(self) -> list[int]:
         """Indices of the tensors that differ from the remembered weights."""
-        self._look_up()
+        if self._places is not self._model.places:
+            self._look_up()
         if not self._before:
             is_same = list(map(bytes, self._small.values())) == self._noted
             if is_same and all(map(_has_same_bits, map(_value, self._rest.values()), self._sums)):
@@ -55,8 +57,7 @@ class Watch:
         return f"'{self._names[indices[0]]}'{rest}"
 
     def _look_up(self) -> None:
-        if self._places is self._model.places:
-            return
+        """Find the weights again, because they have moved in memory."""
         if self._places is not None:
             self._before = self._before or self._kept()
         self._places = self._model.places

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -88,17 +89,15 @@ class ByTensor(Codec):
         return self.fallback_dtype if dtype.itemsize > _HALF_BYTES else dtype
 
     def encoded_bytes(self, layout: Layout) -> int:
-        return max((piece.end for pieces in pieces_of(self, layout) for piece in pieces), default=0)
+        return max((piece.end for piece in all_pieces(self, layout)), default=0)
 
     def encode(self, layout: Layout, payload: torch.Tensor, out: torch.Tensor) -> None:
-        for pieces in pieces_of(self, layout):
-            for piece in pieces:
-                self.write(piece, piece.of_payload(payload), out)
+        for piece in all_pieces(self, layout):
+            self.write(piece, piece.of_payload(payload), out)
 
     def decode(self, layout: Layout, encoded: torch.Tensor, payload: torch.Tensor) -> None:
-        for pieces in pieces_of(self, layout):
-            for piece in pieces:
-                self.read(piece, encoded, piece.of_payload(payload))
+        for piece in all_pieces(self, layout):
+            self.read(piece, encoded, piece.of_payload(payload))
         for spec, offset, end in layout.entries if self.without else ():
             if spec.kind is Kind.PARAMETER and spec.name in self.without:
                 payload[offset:end].zero_()
@@ -191,6 +190,11 @@ def pieces_of(codec: ByTensor, layout: Layout) -> list[list[Piece]]:
             found.append(pieces)
             last = spec.dtype
     return found
+
+
+def all_pieces(codec: ByTensor, layout: Layout) -> Iterator[Piece]:
+    """Return the pieces of all parameters, in the order of a payload."""
+    return chain.from_iterable(pieces_of(codec, layout))
 
 
 def aligned(at: int) -> int:

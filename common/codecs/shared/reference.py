@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
 
 import torch
 
 from ...errors import bad_request
 from ...tensors.layout import Kind, Layout, as_bytes
 from ..base import Codec
-from .by_tensor import ROOM, ByTensor, Piece, PieceEncoder, pieces_of
+from .by_tensor import ROOM, ByTensor, Piece, PieceEncoder, all_pieces
 
 
 def moves_reference(codec: Codec | None) -> bool:
@@ -37,7 +36,7 @@ def approach(
     `weights` is uint8 [>= exchange_bytes], `payload` uint8 [exchange_bytes], `out` uint8 [payload_bytes]. The reference
     also takes the buffers. `encoder` must be the same object at each call. Decoding does not need its memory.
     """
-    for piece in _pieces(codec, layout):
+    for piece in all_pieces(codec, layout):
         known = piece.of_payload(payload)
         difference = torch.sub(piece.of_payload(weights), known, out=ROOM.of("difference", known.shape, known.dtype))
         encoder.write(piece, difference, out)
@@ -54,7 +53,7 @@ def follow(codec: ByTensor, layout: Layout, encoded: torch.Tensor, payload: torc
     Raises a BAD_REQUEST refusal for bytes that cannot be decoded. `payload` is then partly updated.
     """
     try:
-        for piece in _pieces(codec, layout):
+        for piece in all_pieces(codec, layout):
             _move(codec, piece, encoded, piece.of_payload(payload))
     except Exception as error:
         raise bad_request(f"codec '{codec.name}' cannot decode: {type(error).__name__}: {error}") from error
@@ -74,10 +73,6 @@ def distance(layout: Layout, weights: torch.Tensor, payload: torch.Tensor) -> fl
         squared += float((values - run.view(payload)).double().norm()) ** 2
         total += float(values.double().norm()) ** 2
     return math.sqrt(squared / total) if total else 0.0
-
-
-def _pieces(codec: ByTensor, layout: Layout) -> Iterator[Piece]:
-    return (piece for pieces in pieces_of(codec, layout) for piece in pieces)
 
 
 def _move(codec: ByTensor, piece: Piece, encoded: torch.Tensor, values: torch.Tensor) -> None:

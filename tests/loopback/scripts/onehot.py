@@ -40,7 +40,7 @@ def main() -> None:
                 model.padding.grad = torch.ones_like(model.padding)
             if step and cut_every and step % cut_every == 0 and step != cut_at:
                 cut_at = step
-                session._exchange.shards.first.stream._direct.hang_up()
+                session._exchange.shards.first.stream.direct.hang_up()
             session.record(num_samples=1, loss=float(step))
             optimizer.step()
         session.finish()
