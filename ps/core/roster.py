@@ -70,7 +70,6 @@ class Roster:
         self.workers: dict[int, Worker] = {}
         self.num_finished = 0  # of those
         self._ranks: list[int] = []  # of those, ascending
-        self._ranks_of: dict[str, dict[int, None]] = {}  # of those, by process
         # The newest sign of life of each rank with a lease, the last heard from comes last.
         self.heard_at: OrderedDict[int, float] = OrderedDict()
         self.stats: dict[int, WorkerStats] = {}
@@ -126,7 +125,6 @@ class Roster:
             self.remove(old)
         worker = self.workers[rank] = Worker(rank, newest + 1, joined.process)
         insort(self._ranks, rank)
-        self._ranks_of.setdefault(joined.process, {})[rank] = None
         self.num_joins[rank], self.processes[rank] = worker.incarnation, joined.process
         if joined.num_workers > 1 or (joined.num_workers and rank in self.num_behind):
             self.num_behind[rank] = joined.num_workers
@@ -153,9 +151,6 @@ class Roster:
             return
         del self.workers[rank]
         del self._ranks[bisect_left(self._ranks, rank)]
-        del self._ranks_of[worker.process][rank]
-        if not self._ranks_of[worker.process]:
-            del self._ranks_of[worker.process]
         self.heard_at.pop(rank, None)
         self.num_finished -= worker.is_finished
 
@@ -185,8 +180,7 @@ class Roster:
             return None
         del self.heartbeats[process]
         self.evaluators.discard(process)
-        seats = [self.workers[rank] for rank in self._ranks_of.get(process, ())]
-        return next((worker for worker in seats if worker.is_away), None)
+        return next((worker for worker in self.workers.values() if worker.process == process and worker.is_away), None)
 
     def heartbeat(self, rank: int, process: str, now: float) -> None:
         """Note a heartbeat. From its first one on, the worker has a lease."""
@@ -197,12 +191,6 @@ class Roster:
     def is_member(self, rank: int, process: str) -> bool:
         """Whether this process holds the rank."""
         return bool(process) and rank in self.workers and self.workers[rank].process == process
-
-    def spoke(self, worker: Worker, now: float) -> None:
-        """Note a message of the worker's exchange, which renews its lease as a heartbeat does."""
-        if worker.rank in self.heard_at:
-            self.heard_at[worker.rank] = now
-            self.heard_at.move_to_end(worker.rank)
 
     def silent(self, now: float) -> list[tuple[Worker, float]]:
         """Returns the workers whose lease has ended, by rank, with the seconds since their last message.

@@ -21,6 +21,7 @@ from .roster import Worker, replaced
 from .state import Options
 
 ABOVE_IS_OVER = "the run of the server above is over"  # why a region ended
+_LOST = "connection lost"  # why a worker is away, or left
 
 
 class Run(Ending):
@@ -68,8 +69,10 @@ class Run(Ending):
             if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
                 # It was released or replaced, or the run has ended; it was notified.
                 return self.contributions.refuse(event) if isinstance(event, events.Contributed) else []
-            if not isinstance(event, events.Disconnected | events.Left):
-                self.roster.spoke(worker, event.at)
+            heard_at = self.roster.heard_at
+            if worker.rank in heard_at and not isinstance(event, events.Disconnected | events.Left):
+                heard_at[worker.rank] = event.at  # it renews the worker's lease, as a heartbeat does
+                heard_at.move_to_end(worker.rank)
             found = handle(worker, event)
         else:
             found = handle(event)
@@ -94,7 +97,7 @@ class Run(Ending):
 
     def _heartbeat_stopped(self, event: events.HeartbeatStopped) -> Iterable[Effect]:
         departed = self.roster.heartbeat_stopped(event.process)
-        return () if departed is None else self._leave(departed, "closed", "connection lost", event.at)
+        return () if departed is None else self._leave(departed, "closed", _LOST, event.at)
 
     def _heartbeat(self, event: events.Heartbeat) -> Iterable[Effect]:
         self.roster.heartbeat(event.rank, event.process, event.at)
@@ -278,13 +281,13 @@ class Run(Ending):
     def _disconnected(self, worker: Worker, event: events.Disconnected) -> Iterator[Effect]:
         """Handle a lost stream. While its process sends heartbeats, the worker may come back and continue."""
         if not (worker.process in self.roster.heartbeats and self._has_place(worker)):
-            yield from self._leave(worker, "closed", event.reason, event.at)
+            yield from self._leave(worker, "closed", _LOST, event.at)
             return
         worker.is_away = True
         self.policy.disconnected(worker.rank)
         yield effects.Fence(worker.rank, worker.incarnation)
         yield effects.WorkerMoved(worker.rank, worker.incarnation, "away", self.policy.seq(worker.rank))
-        yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": event.reason})
+        yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": _LOST})
 
     def _ticked(self, event: events.Ticked) -> Iterator[Effect]:
         at, silent = event.at, self.roster.silent(event.at)
@@ -293,8 +296,7 @@ class Run(Ending):
         for worker, silent_s in silent:
             reason = f"no message for {silent_s:.1f} s (server.lease_s is {self.options.lease_s:g})"
             error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} was released: {reason}")
-            yield effects.Refuse(worker.rank, worker.incarnation, error)
-            yield from self._leave(worker, "lease", reason, at)
+            yield from self.expel(worker, error, at, "lease", reason)
         if self.has_weights:
             yield from self.performed(self.policy.tick(at), at)
         yield from self._end_if_over(at)

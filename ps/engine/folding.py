@@ -15,6 +15,7 @@ from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import overflowed
 from ...common.wire.records import ContributionId, Row
 from ..core import effects
+from ..policies.base import Policy
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
 from ..tensors.replies.publication import Publication
@@ -75,12 +76,12 @@ class Folding:
         self,
         model: Model,
         tensors: TensorThread,
-        replies_before_commit: bool,
+        policy: Policy,
         measured: Callable[[int, float], None] = lambda version, norm: None,
     ) -> None:
         """`measured` receives the norm of this shard's part of each mean."""
         self._model, self._tensors, self._measured = model, tensors, measured
-        self._replies_before_commit = replies_before_commit
+        self._policy, self.states = policy, States()
         self.free_buffers = FreeBuffers(_MAX_FREE_BUFFERS)  # for encoded payloads
         self._staged: dict[ContributionId, Staged] = {}
         self._fenced: dict[int, int] = {}  # by rank, the newest fenced incarnation
@@ -99,15 +100,17 @@ class Folding:
         else:
             self._staged[id] = staged
 
-    def taken(self, taken: effects.ContributionTaken) -> StagedState | None:
-        """Keep the tensors of a contribution until they are folded, or drop them. Returns the state of its script."""
-        id, is_kept = taken.contribution.id, taken.is_kept
+    def taken(self, taken: effects.ContributionTaken) -> None:
+        """Keep the tensors of a contribution until they are folded, or drop them. Keep the state of its script."""
+        id = taken.contribution.id
         staged = self._staged.get(id)
-        if staged is not None and is_kept:
+        if staged is not None and taken.is_kept:
             staged.is_kept = True
         else:
             self._drop(id)
-        return staged.script if staged is not None else None
+        if taken.counts:
+            script = staged.script if staged is not None else None
+            self.states.counted(id, script, self._policy.committed[id.rank].seq)
 
     def _drop(self, id: ContributionId) -> None:
         if id in self._staged and not self._staged[id].is_kept:
@@ -133,7 +136,7 @@ class Folding:
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(payload)
         # its worker writes there when it gets its reply, and may keep it as a gradient
-        is_copied = may_keep and (self._replies_before_commit or fold.scale != 1.0)
+        is_copied = may_keep and (self._policy.replies_before_commit or fold.scale != 1.0)
 
         def work() -> list[torch.Tensor]:
             taken = payload.clone() if is_copied else payload

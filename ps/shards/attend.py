@@ -14,7 +14,6 @@ from urllib.parse import unquote
 import grpc.aio
 
 from ...common.config.addresses import split_address
-from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal, shown
 from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import judge_whole
@@ -66,11 +65,9 @@ class Attendance:
     `on_complete` is called once all shards have registered, and `on_lost` with the number of a lost shard.
     """
 
-    def __init__(
-        self, config: Config, engine: Engine, on_complete: Callable[[], object], on_lost: Callable[[int], object]
-    ) -> None:
-        self._config, self._engine = config, engine
-        run, model = engine.run, engine.model
+    def __init__(self, engine: Engine, on_complete: Callable[[], object], on_lost: Callable[[int], object]) -> None:
+        self._engine, self._config = engine, engine.config
+        run, model, config = engine.run, engine.model, engine.config
         self._num_shards = config.server.shards
         self._coordinator = engine.sequencer = Coordinator(
             self._num_shards,

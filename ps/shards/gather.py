@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
 import grpc.aio
 import torch
 
-from ...common.config.schema import Config
 from ...common.errors import OutputError
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import replacing
@@ -26,11 +25,8 @@ from ...common.tensors.sharding import divide
 from ...common.wire.frames import MAX_DATA_BYTES, MAX_MESSAGE_BYTES, PayloadReader, parse
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
-from ..core.run import Run
+from ..engine.engine import Engine
 from ..snapshots.resharding import put_together
-from ..tensors.model import Model
-from ..tensors.tables import Tables
-from ..tensors.thread import TensorThread
 from .link import open_channel
 
 log = get_logger()
@@ -48,22 +44,16 @@ _FIX = "use the shard's newest snapshot, if snapshots are kept"
 
 
 async def collect(
-    config: Config,
-    addresses: Sequence[str],
-    whole: Layout,
-    local_tensors: dict[str, torch.Tensor],
-    *,
-    averaged: bool = False,
-    version: int | None = None,
+    engine: Engine, local_tensors: dict[str, torch.Tensor], request: pb.PullRequest
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the model by name, with aliases.
 
-    `local_tensors` are the tensors of shard 0, by the names of its parts. The tensors are of the Polyak average
-    (`averaged`), of a `version` that all shards keep, or of the newest version. Raises OutputError if a shard does not
-    reply.
+    `local_tensors` are the tensors of shard 0, by the names of its parts. The request is for the Polyak average, for a
+    version that all shards keep, or for the newest version. Raises OutputError if a shard does not reply.
     """
-    parts, credentials = [local_tensors], Credentials.read(config.security)
-    request = pb.PullRequest(averaged=averaged, version=version)
+    parts, credentials = [local_tensors], Credentials.read(engine.config.security)
+    whole, addresses = engine.model.whole, engine.shard_addresses
+    assert whole is not None
     shares = divide(whole, len(addresses))
     for shard, address in enumerate(addresses[1:], start=1):
         try:
@@ -98,17 +88,17 @@ async def _pull(
 # ---- tables of rows -------------------------------------------------------------------------------
 
 
-async def write_tables(config: Config, run: Run, model: Model, tensors: TensorThread, addresses: Sequence[str]) -> None:
+async def write_tables(engine: Engine) -> None:
     """Write all rows of all shards to `output.tables`, by the names of the tables. Raises OutputError."""
-    path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
-    assert path is not None and optimizer is not None and own_tables is not None
-    metadata = {"mode": config.run.mode, "version": str(run.policy.version), "run": run.name}
+    run, path, optimizer = engine.run, engine.config.output.tables, engine.model.whole_optimizer
+    assert path is not None and optimizer is not None
+    metadata = {"mode": run.mode, "version": str(run.policy.version), "run": run.name}
     # Wider dtypes come first, so that every number is at a multiple of its size.
     tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)
     try:
         with replacing(Path(path)) as file:
             file.write(_header([table for _, table in tables], metadata))
-            async for block in _blocks(config, run.name, tensors, own_tables, addresses or ("",), tables):
+            async for block in _blocks(engine, tables):
                 await asyncio.to_thread(file.write, block)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="free some space and run again") from None
@@ -129,12 +119,11 @@ def _header(tables: list[TableSpec], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-async def _blocks(
-    config: Config, run: str, tensors: TensorThread, own_tables: Tables, addresses: Sequence[str],
-    tables: list[tuple[int, TableSpec]],
-) -> AsyncIterator[bytes]:  # fmt: skip
-    """Yield the rows of all tables, in order. `own_tables` has the rows of this shard."""
-    credentials = Credentials.read(config.security)
+async def _blocks(engine: Engine, tables: list[tuple[int, TableSpec]]) -> AsyncIterator[bytes]:
+    """Yield the rows of all tables, in order."""
+    own_tables, addresses = engine.model.store.tables, engine.shard_addresses or ("",)
+    assert own_tables is not None
+    credentials = Credentials.read(engine.config.security)
     async with contextlib.AsyncExitStack() as channels:
         calls = []
         for address in addresses[1:]:
@@ -147,9 +136,9 @@ async def _blocks(
                 for first in range(part.first, part.end, at_once := MAX_DATA_BYTES // table.row_bytes):
                     ids = bytes(as_bytes(torch.arange(first, min(part.end, first + at_once))))
                     if not shard:
-                        yield await tensors.run(partial(own_tables.pull, index, ids, MAX_DATA_BYTES))
+                        yield await engine.tensors.run(partial(own_tables.pull, index, ids, MAX_DATA_BYTES))
                         continue
-                    request = pb.RowsRequest(run=run, rank=_NOBODY, table=index, ids=ids)
+                    request = pb.RowsRequest(run=engine.run.name, rank=_NOBODY, table=index, ids=ids)
                     try:
                         reply = await calls[shard - 1](request, timeout=_FIRST_S, metadata=credentials.metadata)
                     except grpc.aio.AioRpcError as error:

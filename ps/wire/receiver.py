@@ -85,7 +85,7 @@ class Receiver:
     ) -> None:
         self._stream, self._peer, self._transport, self._partials = stream, peer, transport, partials
         self._run, self._model, self._tensors = engine.run, engine.model, engine.tensors
-        self._folding, self._offer, self._now = engine.folding, engine.offer, engine.now
+        self._folding, self._offer, self._now = engine.folding, engine.sequencer.offer, engine.now
         self._max_state_bytes = engine.config.limits.state_bytes
         # The number of contributions that will be folded before the next one of this worker.
         self._position = partial(self._run.policy.upload_position, peer.rank)
@@ -139,6 +139,8 @@ class Receiver:
         match received.header:
             case None:
                 return await self._take_piece(received)
+            case pb.Contribution() | pb.Begin() if not self._model.has_weights:
+                raise refusal(Reason.NOT_JOINED, f"rank {peer.rank} has no weights to compute on yet")
             case pb.Contribution() as header:
                 contribution = self._announced(header)
                 if self._upload is None and self._take_whole(contribution, received):
@@ -271,8 +273,6 @@ class Receiver:
         model, policy, rank = self._model, self._run.policy, self._peer.rank
         if self._transport.reading is not None:
             raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken, which frees the last reply's shared memory")
-        if not model.has_weights:
-            raise refusal(Reason.NOT_JOINED, f"rank {rank} has no weights to compute on yet")
         kind = policy.kind
         if not (kind.has_payload or header.completion.generation):
             raise refusal(Reason.BAD_REQUEST, f"rank {rank} sends a completion without its generation")
@@ -329,8 +329,6 @@ class Receiver:
 
     def _check(self, header: pb.Begin | PayloadInfo) -> tuple[Store, Codec]:
         """Return the store and codec of an announced payload. Raises a refusal for a wrong size or transport."""
-        if not self._model.has_weights:
-            raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
         store, codec, peer = self._model.store, codec_named(header.codec), self._peer
         if codec.name not in peer.codecs:
             error = unusable(self._run, peer, codec)

@@ -114,7 +114,7 @@ def test_the_snapshot_of_the_event_after_which_shards_differ_goes(tmp_path: Path
         engine.snapshots.least_common = 0
         written: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         saved = engine.run.saved(0.0)
-        engine.snapshots.take(saved, written.set_result)
+        engine.snapshots.take(saved, written.set_result, {})
         await written
         assert len(candidates(tmp_path)) == 1
         engine.offer(events.Failed("the shards are not in the same state after event 9", exit_code=1))
