@@ -70,6 +70,7 @@ class Roster:
         self.workers: dict[int, Worker] = {}
         self.num_finished = 0  # of those
         self._ranks: list[int] = []  # of those, ascending
+        self._ranks_of: dict[str, dict[int, None]] = {}  # of those, by process
         # The newest sign of life of each rank with a lease, the last heard from comes last.
         self.heard_at: OrderedDict[int, float] = OrderedDict()
         self.stats: dict[int, WorkerStats] = {}
@@ -125,6 +126,7 @@ class Roster:
             self.remove(old)
         worker = self.workers[rank] = Worker(rank, newest + 1, joined.process)
         insort(self._ranks, rank)
+        self._ranks_of.setdefault(joined.process, {})[rank] = None
         self.num_joins[rank], self.processes[rank] = worker.incarnation, joined.process
         if joined.num_workers > 1 or (joined.num_workers and rank in self.num_behind):
             self.num_behind[rank] = joined.num_workers
@@ -151,6 +153,9 @@ class Roster:
             return
         del self.workers[rank]
         del self._ranks[bisect_left(self._ranks, rank)]
+        del self._ranks_of[worker.process][rank]
+        if not self._ranks_of[worker.process]:
+            del self._ranks_of[worker.process]
         self.heard_at.pop(rank, None)
         self.num_finished -= worker.is_finished
 
@@ -180,7 +185,8 @@ class Roster:
             return None
         del self.heartbeats[process]
         self.evaluators.discard(process)
-        return next((worker for worker in self.workers.values() if worker.process == process and worker.is_away), None)
+        seats = [self.workers[rank] for rank in self._ranks_of.get(process, ())]
+        return next((worker for worker in seats if worker.is_away), None)
 
     def heartbeat(self, rank: int, process: str, now: float) -> None:
         """Note a heartbeat. From its first one on, the worker has a lease."""

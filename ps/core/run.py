@@ -2,7 +2,7 @@
 
 The same events give the same state and the same effects on every shard. So history, replay, simulation and several
 shards are one mechanism, and a bug report is a list of events. Each class extends the one before: `RunState`
-(`state.py`), `Saving`, `Ending`, `Run`. `contributions.py` has the effects of a contribution. An exception in here is a
+(`state.py`), `Ending`, `Run`. `contributions.py` has the effects of a contribution. An exception in here is a
 bug: the run ends, and no snapshot is taken of its state.
 """
 
@@ -108,7 +108,13 @@ class Run(Ending):
     def _joined(self, joined: events.Joined) -> Iterator[Effect]:
         may_resume = self._may_resume(joined)
         try:
-            self._check_join(joined, may_resume)
+            if joined.run and joined.run != self.name:
+                problem = f"this worker belongs to run {joined.run}, and the restarted server runs {self.name}"
+                raise refusal(Reason.RUN_MISMATCH, problem, fix="start the worker again to join the new run")
+            if self.is_closed:
+                raise stopping()
+            if self.is_done and not may_resume:
+                raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
             worker, old = self.roster.seat(joined)
         except ParamServerError as error:
             yield effects.NotSeated(joined.stream, error)
@@ -123,15 +129,6 @@ class Run(Ending):
             yield from self._displace(old, worker, joined.at)
         rank = worker.rank
         yield effects.Seated(joined.stream, rank, worker.incarnation, may_resume, self.policy.seq(rank))
-
-    def _check_join(self, joined: events.Joined, may_resume: bool) -> None:
-        if joined.run and joined.run != self.name:
-            problem = f"this worker belongs to run {joined.run}, and the restarted server runs {self.name}"
-            raise refusal(Reason.RUN_MISMATCH, problem, fix="start the worker again to join the new run")
-        if self.is_closed:
-            raise stopping()
-        if self.is_done and not may_resume:
-            raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
 
     def _may_resume(self, joined: events.Joined) -> bool:
         """Whether the process lost only its connection, perhaps before it received its newest incarnation, and so

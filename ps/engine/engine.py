@@ -386,7 +386,7 @@ class Engine:
         own_bytes = sum(value.num_sent + value.num_received for value in self.traffic.values())
         elsewhere = (sum(passed) for state in self.shard_states.values() for passed in state.traffic.values())
         self.bytes_when[found.point.version] = own_bytes + sum(elsewhere)
-        self.copies.evaluated(found.point.version, found.is_best)
+        self.tensors.then(partial(self.copies.evaluated, found.point.version, found.is_best))
 
     def _log(self, line: effects.Log) -> None:
         if self.config.server.shard == 0:  # the other shards would log the same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ import torch
 from ...common.codecs.base import FreeBuffers
 from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import overflowed
-from ...common.wire.records import ContributionId, Row
+from ...common.wire.records import Contribution, ContributionId, Row
 from ..core import effects
 from ..policies.base import Policy
 from ..tensors.flat_optimizer import OptimizerState
@@ -47,11 +47,6 @@ class Above(Protocol):
         """Why workers wait for the server above, as a phrase; empty: they do not."""
 
 
-# The beginning of a contribution that came: a position, and the script's state. Without a state it repeats that of the
-# rank's contribution before.
-StagedState = tuple[dict[str, int], bytes | None]
-
-
 @dataclass(slots=True)
 class Staged:
     """The tensors of a complete contribution, until they are folded or dropped."""
@@ -61,7 +56,7 @@ class Staged:
     rows: Sequence[Rows] = ()
     optimizer: OptimizerState | None = None  # the state of its worker's optimizer, if the worker steps
     slot: torch.Tensor | None = None  # of the staging pool, for rows or state beside a payload in the worker's memory
-    script: StagedState | None = None  # the state of its worker's script
+    script: bytes | None = None  # the state of its worker's script; None: as with its contribution before
     is_kept: bool = False  # its contribution counts, so it outlasts its worker
 
 
@@ -110,7 +105,7 @@ class Folding:
             self._drop(id)
         if taken.counts:
             script = staged.script if staged is not None else None
-            self.states.counted(id, script, self._policy.committed[id.rank].seq)
+            self.states.counted(taken.contribution, script, self._policy.committed[id.rank].seq)
 
     def _drop(self, id: ContributionId) -> None:
         if id in self._staged and not self._staged[id].is_kept:
@@ -218,16 +213,18 @@ class States:
     def __init__(self) -> None:
         self._of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
 
-    def counted(self, id: ContributionId, staged: StagedState | None, num_committed: int) -> None:
-        """Keep the state of a contribution that counts. `num_committed` of its rank's are in a version."""
-        rank, kept = id.rank, self._of_rank.get(id.rank, {})
-        position, payload = staged or (None, None)
+    def counted(self, contribution: Contribution, payload: bytes | None, num_committed: int) -> None:
+        """Keep the state of a contribution that counts; None: it is that of the rank's contribution before.
+        `num_committed` of its rank's are in a version."""
+        rank, position = contribution.id.rank, contribution.position
+        kept = self._of_rank.get(rank, {})
         if payload is None and kept:
             payload = kept[max(kept)].payload
         if position is None or payload is None:
             self._of_rank.pop(rank, None)  # the script has no state
             return
-        kept[id.seq] = Kept(position, payload)
+        fields = {name: value for name, value in asdict(position).items() if value is not None}
+        kept[contribution.id.seq] = Kept(fields, payload)
         oldest = max((number for number in kept if number <= num_committed), default=0)
         self._of_rank[rank] = {number: snapshot for number, snapshot in kept.items() if number >= oldest}
 

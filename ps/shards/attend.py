@@ -28,7 +28,7 @@ from ..engine.peers import ShardState
 from ..wire.limits import FirstMessages
 from ..wire.security import check_shard
 from ..wire.service import refuse
-from .messages import LINES, BeginRun, End, GoOn, Order, Ready, Register, ShardFailed
+from .messages import LINES, BeginRun, End, GoOn, Order, Ready, Register, Report, ShardFailed
 
 log = get_logger()
 
@@ -208,7 +208,7 @@ class Attendance:
         shard = line.register.shard
         async for message in reports:
             line.outbox.acknowledge(message.num_received)
-            report = LINES.read(message.message)
+            report: Report = LINES.read(message.message)
             if isinstance(report, Digest | events.Event):
                 self._coordinator.hear(shard, message.number, report)
                 continue

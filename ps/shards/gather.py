@@ -22,11 +22,12 @@ from ...common.security import Credentials
 from ...common.tensors.layout import Layout, as_bytes, new_payload
 from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.sharding import divide
-from ...common.wire.frames import MAX_DATA_BYTES, MAX_MESSAGE_BYTES, PayloadReader, parse
+from ...common.wire.frames import MAX_DATA_BYTES, MAX_MESSAGE_BYTES, parse
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
 from ..engine.engine import Engine
 from ..snapshots.resharding import put_together
+from ..wire.stream import reader_into
 from .link import open_channel
 
 log = get_logger()
@@ -70,12 +71,7 @@ async def _pull(
     address: str, credentials: Credentials, layout: Layout, request: pb.PullRequest
 ) -> dict[str, torch.Tensor]:
     payload = new_payload(layout.total_bytes)
-    target = as_bytes(payload)
-
-    def write(offset: int, data: memoryview) -> None:
-        target[offset : offset + len(data)] = data
-
-    reader = PayloadReader(layout.total_bytes, write)
+    reader = reader_into(as_bytes(payload))
     async with open_channel(address, credentials, _OPTIONS) as channel:
         pull = channel.unary_stream(f"/{SERVICE}/Pull", pb.PullRequest.SerializeToString)
         async with asyncio.timeout(_FIRST_S) as deadline:

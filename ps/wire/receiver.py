@@ -7,7 +7,6 @@ may arrive before the contribution that they belong to (`upload.py`).
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from functools import partial
 
 from ...common.codecs.base import Codec, payload_bytes
@@ -360,10 +359,7 @@ class Receiver:
             judgement = Judgement("reject", problem, "in every mode")
         elif rows:
             judgement = self._model.store.sanity.with_rows(judgement, [row.values for row in rows])
-        script, base = None, contribution.base
-        if (position := contribution.position) is not None:
-            fields = {name: value for name, value in asdict(position).items() if value is not None}
-            script = fields, self._script_state.take()
+        base, script = contribution.base, self._script_state.take() if contribution.position is not None else None
         if payload is not None or script is not None:
             slot = None
             if payload is not None:  # the reserved memory is still unused if this is in the worker's shared memory
