@@ -14,7 +14,6 @@ from ..common.errors import EXIT_BUG, OutputError, ParamServerError, Unreachable
 from ..common.reporting.log import get_logger
 from ..common.reporting.output import check_writable, write_results
 from ..common.tensors.optimizers import check_arguments
-from ..proto import parameter_server_pb2 as pb
 from .core.controls import keep_out
 from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
@@ -81,7 +80,7 @@ class Server:
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
             self._attendance = Attendance(self.engine, self._assemble, self._lost)
-            self.engine.copies.gather = lambda version, own: collect(self.engine, own, pb.PullRequest(version=version))
+            self.engine.copies.gather = lambda version, own: collect(self.engine, own, version=version)
 
     def after(self, config: Config) -> Server:
         """Return the server that replaces this one after it went back to a snapshot."""
@@ -262,7 +261,7 @@ class Server:
             return {}
         local_tensors = await tensors.run(lambda: model.store.tensors(output.save_averaged))
         try:
-            return await collect(self.engine, local_tensors, pb.PullRequest(averaged=output.save_averaged))
+            return await collect(self.engine, local_tensors, averaged=output.save_averaged)
         except OutputError as error:
             if self.engine.error is None:
                 raise

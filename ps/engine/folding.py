@@ -13,7 +13,7 @@ import torch
 from ...common.codecs.base import FreeBuffers
 from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import overflowed
-from ...common.wire.records import Contribution, ContributionId, Row
+from ...common.wire.records import NO_ROW, Contribution, ContributionId, Row
 from ..core import effects
 from ..policies.base import Policy
 from ..tensors.flat_optimizer import OptimizerState
@@ -105,7 +105,10 @@ class Folding:
             self._drop(id)
         if taken.counts:
             script = staged.script if staged is not None else None
-            self.states.counted(taken.contribution, script, self._policy.committed[id.rank].seq)
+            committed = self._policy.committed.get(
+                id.rank, NO_ROW
+            )  # without a row in a simulation, which has no states
+            self.states.counted(taken.contribution, script, committed.seq)
 
     def _drop(self, id: ContributionId) -> None:
         if id in self._staged and not self._staged[id].is_kept:

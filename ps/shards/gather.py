@@ -45,16 +45,18 @@ _FIX = "use the shard's newest snapshot, if snapshots are kept"
 
 
 async def collect(
-    engine: Engine, local_tensors: dict[str, torch.Tensor], request: pb.PullRequest
+    engine: Engine, local_tensors: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the model by name, with aliases.
 
-    `local_tensors` are the tensors of shard 0, by the names of its parts. The request is for the Polyak average, for a
-    version that all shards keep, or for the newest version. Raises OutputError if a shard does not reply.
+    `local_tensors` are the tensors of shard 0, by the names of its parts. The tensors are of the Polyak average
+    (`averaged`), of a `version` that all shards keep, or of the newest version. Raises OutputError if a shard does not
+    reply.
     """
     parts, credentials = [local_tensors], Credentials.read(engine.config.security)
     whole, addresses = engine.model.whole, engine.shard_addresses
     assert whole is not None
+    request = pb.PullRequest(averaged=averaged, version=version)
     shares = divide(whole, len(addresses))
     for shard, address in enumerate(addresses[1:], start=1):
         try:
