@@ -70,17 +70,18 @@ class Server:
             config, make_policy(config), name=secrets.token_hex(6), publish=self._bus.publish, now=self._clock.now
         )
         self._run, self._model, self._tensors = self.engine.run, self.engine.model, self.engine.tensors
+        self._copies = self.engine.copies
         self._evicted: tuple[int, ...] = ()
         if before is not None:
-            old, roster = before.engine, before.engine.run.roster
-            self._run.name, self._run.incarnation = old.run.name, old.run.incarnation + 1
-            self._run.roster.restore(roster.num_joins)
-            self.engine.parent, self._evicted = old.parent, tuple(sorted(roster.evicted))
+            run, self.engine.parent = before.engine.run, before.engine.parent
+            self._run.name, self._run.incarnation = run.name, run.incarnation + 1
+            self._run.roster.restore(run.roster.num_joins)
+            self._evicted = tuple(sorted(run.roster.evicted))
         self._listening = Listening(config)
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
             self._attendance = Attendance(self.engine, self._assemble, self._lost)
-            self.engine.copies.gather = lambda version, own: collect(self.engine, own, version=version)
+            self._copies.gather = lambda version, tensors: collect(self.engine, tensors, version=version)
 
     def after(self, config: Config) -> Server:
         """Return the server that replaces this one after it went back to a snapshot."""
@@ -195,7 +196,7 @@ class Server:
         await self._wind_down()
         tensors = await self._final_tensors()
         lost = await self._write_tables() if tensors else None
-        await engine.copies.best_written(is_cut_short=self.goes_back)
+        await self._copies.best_written(is_cut_short=self.goes_back)
         await self._end_shards()
         await self._listening.stop()
         engine.close()

@@ -25,14 +25,14 @@ def go_on(engine: Engine, available: Available, name: SnapshotName | None) -> No
     The run gets the name of its line (`resume.Line`). A run that leaves its line keeps the name that it has now, and so
     does one that goes back in its process. Raises CheckpointError for a snapshot
     that this run cannot continue from."""
-    config, run, model = engine.config, engine.run, engine.model
+    config, run, model, folding = engine.config, engine.run, engine.model, engine.folding
     new_name, has_gone_back = run.name, run.incarnation > 1
     if name is not None:
         saved = resume_model(config, available, name, model)
         assert model.whole is not None and model.whole_optimizer is not None
         has_changed = mode_anywhere(config.run.mode) != mode_anywhere(saved["mode"])
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
-        engine.folding.states.restore(run.policy.rows, saved["training"].get("places"), saved["states"])
+        folding.states.restore(run.policy.rows, saved["training"].get("places"), saved["states"])
         restore_traffic(engine, saved["training"])
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps

@@ -53,8 +53,8 @@ async def collect(
     (`averaged`), of a `version` that all shards keep, or of the newest version. Raises OutputError if a shard does not
     reply.
     """
-    parts, credentials = [local_tensors], Credentials.read(engine.config.security)
-    whole, addresses = engine.model.whole, engine.shard_addresses
+    config, model, addresses = engine.config, engine.model, engine.shard_addresses
+    parts, credentials, whole = [local_tensors], Credentials.read(config.security), model.whole
     assert whole is not None
     request = pb.PullRequest(averaged=averaged, version=version)
     shares = divide(whole, len(addresses))
@@ -88,7 +88,8 @@ async def _pull(
 
 async def write_tables(engine: Engine) -> None:
     """Write all rows of all shards to `output.tables`, by the names of the tables. Raises OutputError."""
-    run, path, optimizer = engine.run, engine.config.output.tables, engine.model.whole_optimizer
+    run, config, model = engine.run, engine.config, engine.model
+    path, optimizer = config.output.tables, model.whole_optimizer
     assert path is not None and optimizer is not None
     metadata = {"mode": run.mode, "version": str(run.policy.version), "run": run.name}
     # Wider dtypes come first, so that every number is at a multiple of its size.
@@ -119,9 +120,10 @@ def _header(tables: list[TableSpec], metadata: dict[str, str]) -> bytes:
 
 async def _blocks(engine: Engine, tables: list[tuple[int, TableSpec]]) -> AsyncIterator[bytes]:
     """Yield the rows of all tables, in order."""
-    own_tables, addresses = engine.model.store.tables, engine.shard_addresses or ("",)
+    run, config, model, tensors = engine.run, engine.config, engine.model, engine.tensors
+    own_tables, addresses = model.store.tables, engine.shard_addresses or ("",)
     assert own_tables is not None
-    credentials = Credentials.read(engine.config.security)
+    credentials = Credentials.read(config.security)
     async with contextlib.AsyncExitStack() as channels:
         calls = []
         for address in addresses[1:]:
@@ -134,9 +136,9 @@ async def _blocks(engine: Engine, tables: list[tuple[int, TableSpec]]) -> AsyncI
                 for first in range(part.first, part.end, at_once := MAX_DATA_BYTES // table.row_bytes):
                     ids = bytes(as_bytes(torch.arange(first, min(part.end, first + at_once))))
                     if not shard:
-                        yield await engine.tensors.run(partial(own_tables.pull, index, ids, MAX_DATA_BYTES))
+                        yield await tensors.run(partial(own_tables.pull, index, ids, MAX_DATA_BYTES))
                         continue
-                    request = pb.RowsRequest(run=engine.run.name, rank=_NOBODY, table=index, ids=ids)
+                    request = pb.RowsRequest(run=run.name, rank=_NOBODY, table=index, ids=ids)
                     try:
                         reply = await calls[shard - 1](request, timeout=_FIRST_S, metadata=credentials.metadata)
                     except grpc.aio.AioRpcError as error:

@@ -84,7 +84,7 @@ class Receiver:
     ) -> None:
         self._stream, self._peer, self._transport, self._partials = stream, peer, transport, partials
         self._run, self._model, self._tensors = engine.run, engine.model, engine.tensors
-        self._folding, self._offer, self._now = engine.folding, engine.sequencer.offer, engine.now
+        self._folding, self._offer, self._now = engine.folding, engine.offer, engine.now
         self._max_state_bytes = engine.config.limits.state_bytes
         # The number of contributions that will be folded before the next one of this worker.
         self._position = partial(self._run.policy.upload_position, peer.rank)
