@@ -30,7 +30,6 @@ from .shards.server import shared_config
 from .snapshots.available import Available
 from .snapshots.common import choose_common
 from .snapshots.resume import after_going_back
-from .snapshots.snapshots import Snapshots
 from .wire.listening import Listening
 from .wire.security import check_security, security_text
 from .wire.service import ParameterServerService
@@ -67,28 +66,22 @@ class Server:
         self._has_begun = False
         self._was_done = asyncio.Event()  # set if the run had all its steps already at the start
         self._bus = make_bus(config)
-        old = before.engine if before is not None else None
         self.engine: Engine = Engine(
-            config,
-            make_policy(config),
-            name=old.run.name if old is not None else secrets.token_hex(6),
-            incarnation=old.run.incarnation + 1 if old is not None else 1,
-            publish=self._bus.publish,
-            now=self._clock.now,
+            config, make_policy(config), name=secrets.token_hex(6), publish=self._bus.publish, now=self._clock.now
         )
         self._run, self._model, self._tensors = self.engine.run, self.engine.model, self.engine.tensors
         self._copies = self.engine.copies
-        self._found: tuple[int, ...] = ()  # versions for which all shards have snapshots, also unusable ones
         self._evicted: tuple[int, ...] = ()
-        if old is not None:
-            roster = old.run.roster
-            self._run.roster.restore(roster.num_joins)
-            self.engine.parent, self._evicted = old.parent, tuple(sorted(roster.evicted))
+        if before is not None:
+            run, self.engine.parent = before.engine.run, before.engine.parent
+            self._run.name, self._run.incarnation = run.name, run.incarnation + 1
+            self._run.roster.restore(run.roster.num_joins)
+            self._evicted = tuple(sorted(run.roster.evicted))
         self._listening = Listening(config)
         self._attendance: Attendance | None = None
         if config.server.shards > 1:
-            self._attendance = Attendance(config, self.engine, self._assemble, self._lost)
-            self._copies.gather = lambda version, tensors: self._collect(tensors, version=version)
+            self._attendance = Attendance(self.engine, self._assemble, self._lost)
+            self._copies.gather = lambda version, tensors: collect(self.engine, tensors, version=version)
 
     def after(self, config: Config) -> Server:
         """Return the server that replaces this one after it went back to a snapshot."""
@@ -104,13 +97,13 @@ class Server:
         config, engine = self._config, self.engine
         self._available = Available(config)
         if self._attendance is None:
-            self._found = self._available.versions
-            go_on(engine, config, self._available, self._available.newest())
+            found = self._available.versions
+            go_on(engine, self._available, self._available.newest())
         attend = self._attendance.attend if self._attendance else None
-        service = ParameterServerService(engine, config, attend, self._listening.direct)
+        service = ParameterServerService(engine, attend, self._listening.direct)
         self._listening.bind()
         if self._attendance is None:
-            self._begin()
+            self._begin(found)
         self._bus.begin(engine)
         await self._listening.serve(service.handler())
         about: dict[str, object] = {"mode": self._run.mode, "run": self._run.name}
@@ -119,17 +112,15 @@ class Server:
         about |= {name: steps for name in ("steps", "epochs") if (steps := getattr(config.run, name)) is not None}
         log.info("listening", address=self.address, security=security_text(config), **about)
 
-    def _begin(self) -> None:
-        """Begin the run, whose state is complete now."""
+    def _begin(self, found: tuple[int, ...]) -> None:
+        """Begin the run, whose state is complete now. All shards have snapshots of the versions `found`."""
         config, engine, run, model = self._config, self.engine, self._run, self._model
-        if config.checkpoint.dir is not None:
-            engine.snapshots = Snapshots(model, self._tensors, config, engine.tell)
         self._restored()
         engine.tell(RunStarted(
             run.name, run.incarnation, run.mode, run.policy.version, dict(run.policy.committed),
             config.run.workers, run.policy.staleness_bound, source=model.source or None,
             skipped=tuple(engine.skipped_snapshots), options=run.policy.options.model_dump(mode="json"),
-            common=asdict(run.policy.common), found=self._found,
+            common=asdict(run.policy.common), found=found,
         ))  # fmt: skip
         self._has_begun = True
         if run.has_weights and run.was_over_before:
@@ -152,13 +143,12 @@ class Server:
             by_shard = {shard: line.register.snapshots for shard, line in self._attendance.lines.items()}
             by_shard[0] = self._available.entries
             common = set.intersection(*({entry.name.version for entry in entries} for entries in by_shard.values()))
-            self._found = tuple(sorted(common, reverse=True))
             name = choose_common(by_shard) if self._config.checkpoint.resume != "never" else None
-            go_on(self.engine, self._config, self._available, name)
+            go_on(self.engine, self._available, name)
         except ParamServerError as error:
             self.engine.end_with(error)
             return
-        self._begin()
+        self._begin(tuple(sorted(common, reverse=True)))
         run = self._run
         keep_out(run, self._evicted)
         num_joins = {} if name is not None else dict(run.roster.num_joins)
@@ -272,7 +262,7 @@ class Server:
             return {}
         local_tensors = await tensors.run(lambda: model.store.tensors(output.save_averaged))
         try:
-            return await self._collect(local_tensors, averaged=output.save_averaged)
+            return await collect(self.engine, local_tensors, averaged=output.save_averaged)
         except OutputError as error:
             if self.engine.error is None:
                 raise
@@ -283,15 +273,8 @@ class Server:
         """Write the tables beside the weights; returns the error of a failure."""
         if self._model.store.tables is not None and not self._tensors.is_broken:
             try:
-                shards = self.engine.shard_addresses
-                await write_tables(self._config, self._run, self._model, self._tensors, shards)
+                await write_tables(self.engine)
             except ParamServerError as error:
                 log.error("not_saved", reason=error.message)
                 return error
         return None
-
-    async def _collect(
-        self, local_tensors: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None
-    ) -> dict[str, torch.Tensor]:
-        whole, addresses = self._model.whole, self.engine.shard_addresses
-        return await collect(self._config, addresses, whole, local_tensors, averaged=averaged, version=version)

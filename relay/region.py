@@ -72,7 +72,7 @@ class Region(Keeper):
         self._replies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._publication: Publication | None = None  # of the version that waits for a reply
         self._requested_at: float | None = None  # when the pending job began; None: no job
-        self._finish: Callable[[], None] | None = None  # called after the pending replies
+        self._is_finishing = False  # the end of the run waits for the pending replies
         self._is_merging = False  # the tensor thread merges a reply
         self._done: Callable[[], object] = lambda: None  # completes the pending `take`
         self._ranks: tuple[int, ...] = ()  # whose gradients are in the newest contribution
@@ -97,7 +97,7 @@ class Region(Keeper):
         run.restore(saved["version"], names_of(link.model.layout, link.optimizer), saved, model.source)
         run.incarnation = link.incarnation + 1
         payloads = {int(rank): bytes(item.numpy()) for rank, item in state["states"].items()}
-        self._engine.states.restore(run.policy.rows, saved["training"]["places"], payloads)
+        self._engine.folding.states.restore(run.policy.rows, saved["training"]["places"], payloads)
         restore_traffic(self._engine, saved["training"])
         self._steps = run.policy.min_steps_done
         log.info("resumed", path=model.source, version=saved["version"], run=run.name, incarnation=run.incarnation)
@@ -296,8 +296,8 @@ class Region(Keeper):
         self._is_merging = False
         if contribution is not None:
             self._send(contribution)
-        elif self._finish is not None:
-            self._finish()
+        elif self._is_finishing:
+            self._end()
 
     def _notify_run(self, is_final: bool = False, evaluates: bool = False, lost: tuple[int, ...] = ()) -> None:
         """Pass the decisions of the run above to the region's run."""
@@ -320,7 +320,7 @@ class Region(Keeper):
         return sum(losses) / len(losses) if losses else math.nan
 
     def reason(self) -> str:
-        if self._requested_at is None or not (self._tensors.is_paused or self._run.is_holding or self._finish):
+        if self._requested_at is None or not (self._tensors.is_paused or self._run.is_holding or self._is_finishing):
             return ""
         waited_s = time.monotonic() - self._requested_at
         state = f"has not replied for {waited_s:.0f} s" if waited_s >= _SHOW_AFTER_S else "has not replied yet"
@@ -333,15 +333,15 @@ class Region(Keeper):
         version = self._run.policy.version
         self._done = partial(done, version)
         if not self._link.has_model:
-            self._start(self._done)
+            self._start()
         elif self._run.is_closed or self._run.roster.num_finished < len(self._run.roster.workers):
             done(version)  # a stop, or a snapshot that a user requested
         else:
-            self._finish = partial(self._end, self._done)
+            self._is_finishing = True
             if not (self._unanswered or self._is_merging):
-                self._finish()
+                self._end()
 
-    def _start(self, done: Callable[[], object]) -> None:
+    def _start(self) -> None:
         """Join the run above with the model and the weights of the region's first worker."""
         whole, optimizer = self._model.whole, self._model.whole_optimizer
         if error := refusal(Choices(mode="", kind=None, is_region=True, has_rows=bool(optimizer.tables))):
@@ -360,11 +360,11 @@ class Region(Keeper):
             self._every = max(1, above)
             self._model.replace(self._link.model.payload, self._run.policy.version)
             self._notify_run()
-            done()
+            self._done()
 
         self._request(partial(self._link.start, whole, optimizer, self._model.store.weights), started)
 
-    def _end(self, done: Callable[[], object]) -> None:
+    def _end(self) -> None:
         """All workers of the region have finished: contribute the remaining steps, and wait for the final weights."""
         steps = self._run.policy.min_steps_done
         has_rest = steps > self._steps or self._num_samples
@@ -384,7 +384,7 @@ class Region(Keeper):
                 log_not_counted(lost, steps - (self._steps if first is None else first.step), OVER)
             self._model.replace(self._link.model.payload, self._run.policy.version)
             self._notify_run(is_final=True, evaluates=final.evaluate)
-            done()
+            self._done()
 
         can_evaluate = any(worker.can_evaluate for worker in self._run.roster.workers.values())
         self._request(partial(self._link.strategy.finish, can_evaluate), finished)

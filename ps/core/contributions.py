@@ -144,12 +144,12 @@ class Contributions:
         """Keep a contribution that counts until it is folded, and log a problem that was found in it."""
         rank, judged, contribution = worker.rank, event.judgement, event.contribution
         counts, hyperparameters, staleness = contribution.counts, worker.hyperparameters, worker.staleness
-        is_taken = judged.is_taken
+        is_taken, new_samples = judged.is_taken, counts.new_samples
         self._pending[rank] = Pending(rank, contribution, hyperparameters, is_taken, judged.scale, staleness)
         samples, steps = self._done
-        self._done = samples + (counts.new_samples or 0), steps + counts.num_steps
+        self._done = samples + (new_samples or 0), steps + counts.num_steps
         self.rates.counted(rank, hyperparameters, contribution.first.rates if contribution.first is not None else ())
-        stats.accepted(staleness, counts.new_samples, self.policy.lead(rank), event.at)
+        stats.accepted(staleness, new_samples, self.policy.lead(rank), event.at)
         self.staleness[bin_of(staleness)] += 1
         self._ended_at = event.at
         if self._first is None and (min_steps := self.policy.min_steps_done) > self._begun_steps:

@@ -102,27 +102,21 @@ def _set(run: Ending, event: Controlled, found: list[Effect]) -> str:
         raise CannotError(f"the mode of a run does not change while workers train; {_RESUME}")
     elif name in policy.changeable:
         before = getattr(policy.options, name)
-        options = _options(run, name, value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CannotError(f"{name} must be a finite number, got {value!r}")
+        try:
+            options = policy.options_with({name: value})
+        except ValueError as why:
+            raise CannotError(str(why)) from None
+        least = policy.least_delayed_staleness
+        if policy.common.delayed_update and getattr(options, "staleness", least) < least:
+            raise CannotError(f"with delayed_update {name} must be {least} or more, got {value}: all would wait")
         run.changed[name] = run.changed.get(name, (before,))[0], getattr(options, name)
         found += run.performed(policy.change(options, event.at), event.at)
     else:
         names = ", ".join(_settings(run)) or "nothing"
         raise CannotError(f"'{name[:40]}' cannot be changed while {run.mode} runs; changeable: {names}")
     return f"{name} is {value}, was {before}"
-
-
-def _options(run: Ending, name: str, value: Any) -> Any:
-    policy = run.policy
-    if isinstance(value, float) and not math.isfinite(value):
-        raise CannotError(f"{name} must be a finite number, got {value!r}")
-    try:
-        options = policy.options_with({name: value})
-    except ValueError as why:
-        raise CannotError(str(why)) from None
-    least = policy.least_delayed_staleness
-    if policy.common.delayed_update and getattr(options, "staleness", least) < least:
-        raise CannotError(f"with delayed_update {name} must be {least} or more, got {value}: all would wait")
-    return options
 
 
 def _ranks(ranks: Any) -> str:

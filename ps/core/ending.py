@@ -50,9 +50,11 @@ class Ending(RunState):
 
     # ---- workers that leave ---------------------------------------------------------------
 
-    def expel(self, worker: Worker, error: ParamServerError, at: float) -> Iterator[Effect]:
+    def expel(
+        self, worker: Worker, error: ParamServerError, at: float, how: str = "closed", reason: str = ""
+    ) -> Iterator[Effect]:
         yield effects.Refuse(worker.rank, worker.incarnation, error)
-        yield from self._leave(worker, "closed", error.message, at)
+        yield from self._leave(worker, how, reason or error.message, at)
 
     def _leave(self, worker: Worker, how: str, reason: str, at: float, exit_code: int = 1) -> Iterator[Effect]:
         """Release a worker: the run no longer waits for it."""

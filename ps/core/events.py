@@ -60,8 +60,6 @@ class OfAWorker(Event):
 class Disconnected(OfAWorker):
     """The worker's stream has ended without a goodbye."""
 
-    reason: str = "connection lost"
-
 
 @dataclass(slots=True)
 class Left(OfAWorker):

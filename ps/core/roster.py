@@ -198,12 +198,6 @@ class Roster:
         """Whether this process holds the rank."""
         return bool(process) and rank in self.workers and self.workers[rank].process == process
 
-    def spoke(self, worker: Worker, now: float) -> None:
-        """Note a message of the worker's exchange, which renews its lease as a heartbeat does."""
-        if worker.rank in self.heard_at:
-            self.heard_at[worker.rank] = now
-            self.heard_at.move_to_end(worker.rank)
-
     def silent(self, now: float) -> list[tuple[Worker, float]]:
         """Returns the workers whose lease has ended, by rank, with the seconds since their last message.
 

@@ -2,7 +2,7 @@
 
 The same events give the same state and the same effects on every shard. So history, replay, simulation and several
 shards are one mechanism, and a bug report is a list of events. Each class extends the one before: `RunState`
-(`state.py`), `Saving`, `Ending`, `Run`. `contributions.py` has the effects of a contribution. An exception in here is a
+(`state.py`), `Ending`, `Run`. `contributions.py` has the effects of a contribution. An exception in here is a
 bug: the run ends, and no snapshot is taken of its state.
 """
 
@@ -21,6 +21,7 @@ from .roster import Worker, replaced
 from .state import Options
 
 ABOVE_IS_OVER = "the run of the server above is over"  # why a region ended
+_LOST = "connection lost"  # why a worker is away, or left
 
 
 class Run(Ending):
@@ -68,8 +69,10 @@ class Run(Ending):
             if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
                 # It was released or replaced, or the run has ended; it was notified.
                 return self.contributions.refuse(event) if isinstance(event, events.Contributed) else []
-            if not isinstance(event, events.Disconnected | events.Left):
-                self.roster.spoke(worker, event.at)
+            heard_at = self.roster.heard_at
+            if worker.rank in heard_at and not isinstance(event, events.Disconnected | events.Left):
+                heard_at[worker.rank] = event.at  # it renews the worker's lease, as a heartbeat does
+                heard_at.move_to_end(worker.rank)
             found = handle(worker, event)
         else:
             found = handle(event)
@@ -94,7 +97,7 @@ class Run(Ending):
 
     def _heartbeat_stopped(self, event: events.HeartbeatStopped) -> Iterable[Effect]:
         departed = self.roster.heartbeat_stopped(event.process)
-        return () if departed is None else self._leave(departed, "closed", "connection lost", event.at)
+        return () if departed is None else self._leave(departed, "closed", _LOST, event.at)
 
     def _heartbeat(self, event: events.Heartbeat) -> Iterable[Effect]:
         self.roster.heartbeat(event.rank, event.process, event.at)
@@ -105,7 +108,13 @@ class Run(Ending):
     def _joined(self, joined: events.Joined) -> Iterator[Effect]:
         may_resume = self._may_resume(joined)
         try:
-            self._check_join(joined, may_resume)
+            if joined.run and joined.run != self.name:
+                problem = f"this worker belongs to run {joined.run}, and the restarted server runs {self.name}"
+                raise refusal(Reason.RUN_MISMATCH, problem, fix="start the worker again to join the new run")
+            if self.is_closed:
+                raise stopping()
+            if self.is_done and not may_resume:
+                raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
             worker, old = self.roster.seat(joined)
         except ParamServerError as error:
             yield effects.NotSeated(joined.stream, error)
@@ -120,15 +129,6 @@ class Run(Ending):
             yield from self._displace(old, worker, joined.at)
         rank = worker.rank
         yield effects.Seated(joined.stream, rank, worker.incarnation, may_resume, self.policy.seq(rank))
-
-    def _check_join(self, joined: events.Joined, may_resume: bool) -> None:
-        if joined.run and joined.run != self.name:
-            problem = f"this worker belongs to run {joined.run}, and the restarted server runs {self.name}"
-            raise refusal(Reason.RUN_MISMATCH, problem, fix="start the worker again to join the new run")
-        if self.is_closed:
-            raise stopping()
-        if self.is_done and not may_resume:
-            raise refusal(Reason.DRAINING, "the run is over", fix="start ps-server again for another run")
 
     def _may_resume(self, joined: events.Joined) -> bool:
         """Whether the process lost only its connection, perhaps before it received its newest incarnation, and so
@@ -278,13 +278,13 @@ class Run(Ending):
     def _disconnected(self, worker: Worker, event: events.Disconnected) -> Iterator[Effect]:
         """Handle a lost stream. While its process sends heartbeats, the worker may come back and continue."""
         if not (worker.process in self.roster.heartbeats and self._has_place(worker)):
-            yield from self._leave(worker, "closed", event.reason, event.at)
+            yield from self._leave(worker, "closed", _LOST, event.at)
             return
         worker.is_away = True
         self.policy.disconnected(worker.rank)
         yield effects.Fence(worker.rank, worker.incarnation)
         yield effects.WorkerMoved(worker.rank, worker.incarnation, "away", self.policy.seq(worker.rank))
-        yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": event.reason})
+        yield Log("warning", "away", {"rank": worker.rank, "incarnation": worker.incarnation, "reason": _LOST})
 
     def _ticked(self, event: events.Ticked) -> Iterator[Effect]:
         at, silent = event.at, self.roster.silent(event.at)
@@ -293,8 +293,7 @@ class Run(Ending):
         for worker, silent_s in silent:
             reason = f"no message for {silent_s:.1f} s (server.lease_s is {self.options.lease_s:g})"
             error = refusal(Reason.NOT_JOINED, f"rank {worker.rank} was released: {reason}")
-            yield effects.Refuse(worker.rank, worker.incarnation, error)
-            yield from self._leave(worker, "lease", reason, at)
+            yield from self.expel(worker, error, at, "lease", reason)
         if self.has_weights:
             yield from self.performed(self.policy.tick(at), at)
         yield from self._end_if_over(at)

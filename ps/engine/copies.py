@@ -92,12 +92,9 @@ class Copies:
 
     def evaluated(self, version: int, is_best: bool) -> None:
         """Keep or drop the copy of an evaluated version. The final weights may have no copy."""
-        self._tensors.then(lambda: self._evaluated(version, is_best and self._keeps_best))
-
-    def _evaluated(self, version: int, is_best: bool) -> None:
         payload = self._payloads.get(version) if _EVALUATION in self._holders.get(version, ()) else None
         self.release(version, _EVALUATION)
-        if not is_best:
+        if not (is_best and self._keeps_best):
             return
         if payload is not None:
             self._found(version, payload)

@@ -23,6 +23,7 @@ from ...common.wire.frames import INLINE_BYTES
 from ..core import effects, events
 from ..core.counting.stats import Traffic
 from ..core.effects import Fact
+from ..core.ending import stopping
 from ..core.replication import Sequencer
 from ..core.run import Run
 from ..core.state import Options
@@ -31,7 +32,7 @@ from ..snapshots.common import Keeper
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .copies import Copies
-from .folding import Folding, States
+from .folding import Folding
 from .modes import options_of
 from .peers import Done, Go, Peer, ShardState
 
@@ -49,7 +50,6 @@ class Engine:
         policy: Policy,
         *,
         name: str,
-        incarnation: int = 1,
         publish: Callable[[float, Fact], None] = lambda at, fact: None,
         options: Options | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -58,15 +58,12 @@ class Engine:
         self.shard_addresses: tuple[str, ...] = ()  # of all shards by number, the coordinator's own empty
         self.shard_states: dict[int, ShardState] = {}  # the newest report of each other shard
         self.why_not_ready: Callable[[], str] = lambda: ""  # the reason that workers cannot join yet, as a phrase
-        self.run = Run(options or options_of(config), policy, name, incarnation)
+        self.run = Run(options or options_of(config), policy, name)
         self.publish, self.now = publish, now
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self.broke("tensors", error))
         self.model = Model(config, self.tensors, policy)
-        self.folding = Folding(
-            self.model, self.tensors, policy.replies_before_commit, lambda *found: self.offer(events.Measured(*found))
-        )
-        self.states = States()
+        self.folding = Folding(self.model, self.tensors, policy, lambda *found: self.offer(events.Measured(*found)))
         self.copies = Copies(config, self.run.options.keeps_best, self.model, self.tensors, self.notify)
         self.peers: dict[tuple[int, int], Peer] = {}  # the streams of all workers here, by rank and incarnation
         self.traffic: dict[int, Traffic] = {}
@@ -160,7 +157,7 @@ class Engine:
 
     def let_go(self) -> None:
         """Refuse all workers before this process stops, so that they need not detect it themselves."""
-        self._end_streams(refusal(Reason.DRAINING, "the server is stopping", fix="start ps-server again"))
+        self._end_streams(stopping())
 
     def close(self) -> None:
         """Stop tensor work and snapshots; waits for those that are in progress."""
@@ -293,7 +290,7 @@ class Engine:
             effects.ForgetModel: lambda _: self.model.forget(),
             effects.AskForWeights: self._ask_for_weights,
             effects.Begin: self._begin,
-            effects.ContributionTaken: self._taken,
+            effects.ContributionTaken: self.folding.taken,
             effects.Fold: self.folding.fold,
             effects.Commit: self.folding.commit,
             effects.Clip: self.folding.clip,
@@ -385,16 +382,11 @@ class Engine:
         self.model.begin(weights)
         self._make_room()
 
-    def _taken(self, taken: effects.ContributionTaken) -> None:
-        id, staged = taken.contribution.id, self.folding.taken(taken)
-        if taken.counts:
-            self.states.counted(id, staged, self.run.policy.committed[id.rank].seq)
-
     def _evaluated(self, found: effects.Evaluated) -> None:
         own_bytes = sum(value.num_sent + value.num_received for value in self.traffic.values())
         elsewhere = (sum(passed) for state in self.shard_states.values() for passed in state.traffic.values())
         self.bytes_when[found.point.version] = own_bytes + sum(elsewhere)
-        self.copies.evaluated(found.point.version, found.is_best)
+        self.tensors.then(partial(self.copies.evaluated, found.point.version, found.is_best))
 
     def _log(self, line: effects.Log) -> None:
         if self.config.server.shard == 0:  # the other shards would log the same
@@ -435,7 +427,7 @@ class Engine:
             if (stats := training["stats"].get(str(rank))) is not None:
                 stats.update(bytes_sent=traffic.num_sent, bytes_received=traffic.num_received)
                 stats["peer_bytes"] = traffic.num_peers
-        states = self.states.saved({rank: row.seq for rank, row in saved["rows"].items()})
+        states = self.folding.states.saved({rank: row.seq for rank, row in saved["rows"].items()})
         training["places"] = {str(rank): kept.position for rank, kept in states.items()}
         for point in training["curve"]["points"]:
             point["num_bytes"] = self.bytes_when.get(point["version"], point["num_bytes"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -13,8 +13,9 @@ import torch
 from ...common.codecs.base import FreeBuffers
 from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import overflowed
-from ...common.wire.records import ContributionId, Row
+from ...common.wire.records import NO_ROW, Contribution, ContributionId, Row
 from ..core import effects
+from ..policies.base import Policy
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.model import Model
 from ..tensors.replies.publication import Publication
@@ -46,11 +47,6 @@ class Above(Protocol):
         """Why workers wait for the server above, as a phrase; empty: they do not."""
 
 
-# The beginning of a contribution that came: a position, and the script's state. Without a state it repeats that of the
-# rank's contribution before.
-StagedState = tuple[dict[str, int], bytes | None]
-
-
 @dataclass(slots=True)
 class Staged:
     """The tensors of a complete contribution, until they are folded or dropped."""
@@ -60,7 +56,7 @@ class Staged:
     rows: Sequence[Rows] = ()
     optimizer: OptimizerState | None = None  # the state of its worker's optimizer, if the worker steps
     slot: torch.Tensor | None = None  # of the staging pool, for rows or state beside a payload in the worker's memory
-    script: StagedState | None = None  # the state of its worker's script
+    script: bytes | None = None  # the state of its worker's script; None: as with its contribution before
     is_kept: bool = False  # its contribution counts, so it outlasts its worker
 
 
@@ -75,12 +71,12 @@ class Folding:
         self,
         model: Model,
         tensors: TensorThread,
-        replies_before_commit: bool,
+        policy: Policy,
         measured: Callable[[int, float], None] = lambda version, norm: None,
     ) -> None:
         """`measured` receives the norm of this shard's part of each mean."""
         self._model, self._tensors, self._measured = model, tensors, measured
-        self._replies_before_commit = replies_before_commit
+        self._policy, self.states = policy, States()
         self.free_buffers = FreeBuffers(_MAX_FREE_BUFFERS)  # for encoded payloads
         self._staged: dict[ContributionId, Staged] = {}
         self._fenced: dict[int, int] = {}  # by rank, the newest fenced incarnation
@@ -99,15 +95,20 @@ class Folding:
         else:
             self._staged[id] = staged
 
-    def taken(self, taken: effects.ContributionTaken) -> StagedState | None:
-        """Keep the tensors of a contribution until they are folded, or drop them. Returns the state of its script."""
-        id, is_kept = taken.contribution.id, taken.is_kept
+    def taken(self, taken: effects.ContributionTaken) -> None:
+        """Keep the tensors of a contribution until they are folded, or drop them. Keep the state of its script."""
+        id = taken.contribution.id
         staged = self._staged.get(id)
-        if staged is not None and is_kept:
+        if staged is not None and taken.is_kept:
             staged.is_kept = True
         else:
             self._drop(id)
-        return staged.script if staged is not None else None
+        if taken.counts:
+            script = staged.script if staged is not None else None
+            committed = self._policy.committed.get(
+                id.rank, NO_ROW
+            )  # without a row in a simulation, which has no states
+            self.states.counted(taken.contribution, script, committed.seq)
 
     def _drop(self, id: ContributionId) -> None:
         if id in self._staged and not self._staged[id].is_kept:
@@ -133,7 +134,7 @@ class Folding:
         self._without = without if self._without is None else self._without & without
         may_keep = not staging.is_own(payload)
         # its worker writes there when it gets its reply, and may keep it as a gradient
-        is_copied = may_keep and (self._replies_before_commit or fold.scale != 1.0)
+        is_copied = may_keep and (self._policy.replies_before_commit or fold.scale != 1.0)
 
         def work() -> list[torch.Tensor]:
             taken = payload.clone() if is_copied else payload
@@ -215,16 +216,18 @@ class States:
     def __init__(self) -> None:
         self._of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
 
-    def counted(self, id: ContributionId, staged: StagedState | None, num_committed: int) -> None:
-        """Keep the state of a contribution that counts. `num_committed` of its rank's are in a version."""
-        rank, kept = id.rank, self._of_rank.get(id.rank, {})
-        position, payload = staged or (None, None)
+    def counted(self, contribution: Contribution, payload: bytes | None, num_committed: int) -> None:
+        """Keep the state of a contribution that counts; None: it is that of the rank's contribution before.
+        `num_committed` of its rank's are in a version."""
+        rank, position = contribution.id.rank, contribution.position
+        kept = self._of_rank.get(rank, {})
         if payload is None and kept:
             payload = kept[max(kept)].payload
         if position is None or payload is None:
             self._of_rank.pop(rank, None)  # the script has no state
             return
-        kept[id.seq] = Kept(position, payload)
+        fields = {name: value for name, value in asdict(position).items() if value is not None}
+        kept[contribution.id.seq] = Kept(fields, payload)
         oldest = max((number for number in kept if number <= num_committed), default=0)
         self._of_rank[rank] = {number: snapshot for number, snapshot in kept.items() if number >= oldest}
 

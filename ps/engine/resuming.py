@@ -5,32 +5,33 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ...common.config.schema import Config
 from ...common.registry import mode_anywhere
 from ...common.reporting.log import get_logger
 from ..core.counting.stats import Traffic
 from ..snapshots.available import Available
 from ..snapshots.common import SnapshotName
 from ..snapshots.resume import new_incarnation, resume_model, take_line
+from ..snapshots.snapshots import Snapshots
 from ..tensors.model import names_of
 from .engine import Engine
 
 log = get_logger()
 
 
-def go_on(engine: Engine, config: Config, available: Available, name: SnapshotName | None) -> None:
-    """Restore the run from this snapshot, if there is one. Shard 0 also gives the run a new server incarnation.
+def go_on(engine: Engine, available: Available, name: SnapshotName | None) -> None:
+    """Restore the run from this snapshot, if there is one, and keep further ones if they are wanted. Shard 0 also gives
+    the run a new server incarnation.
 
     The run gets the name of its line (`resume.Line`). A run that leaves its line keeps the name that it has now, and so
     does one that goes back in its process. Raises CheckpointError for a snapshot
     that this run cannot continue from."""
-    run, model, states = engine.run, engine.model, engine.states
+    config, run, model, folding = engine.config, engine.run, engine.model, engine.folding
     new_name, has_gone_back = run.name, run.incarnation > 1
     if name is not None:
         saved = resume_model(config, available, name, model)
         has_changed = mode_anywhere(config.run.mode) != mode_anywhere(saved["mode"])
         run.restore(saved["version"], names_of(model.whole, model.whole_optimizer), saved, model.source)
-        states.restore(run.policy.rows, saved["training"].get("places"), saved["states"])
+        folding.states.restore(run.policy.rows, saved["training"].get("places"), saved["states"])
         restore_traffic(engine, saved["training"])
         if has_changed:
             done, steps = run.policy.min_steps_done, run.policy.training_steps
@@ -50,6 +51,8 @@ def go_on(engine: Engine, config: Config, available: Available, name: SnapshotNa
             log.info("branched", run=run.name, parent=engine.parent, meaning=meaning)
     if name is not None:
         log.info("resumed", path=model.source, version=name.version, run=run.name, incarnation=run.incarnation)
+    if config.checkpoint.dir is not None:
+        engine.snapshots = Snapshots(model, engine.tensors, config, engine.tell)
 
 
 def restore_traffic(engine: Engine, training: dict[str, Any]) -> None:

@@ -42,10 +42,6 @@ class BufferedPolicy(Policy):
     def summary(cls, options: BufferedOptions) -> str:
         return f"steps of {options.buffer}" if options.buffer else "steps of a quarter of the workers"
 
-    @property
-    def size(self) -> int:
-        return self.options.buffer or max(2, self.num_active // 4)
-
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         scale = SCALES["polynomial"](self.staleness(member.rank, contribution))
         weight = self._weight(contribution)
@@ -58,7 +54,8 @@ class BufferedPolicy(Policy):
     def _advance(self, now: float) -> list[Decision]:
         # The last step may be of fewer, as no worker will contribute any more.
         is_last = self.is_stopping or (self.training_steps is not None and self.min_steps_done >= self.training_steps)
-        return [self._step()] if self._buffer and (is_last or len(self._buffer) >= self.size) else []
+        size = self.options.buffer or max(2, self.num_active // 4)
+        return [self._step()] if self._buffer and (is_last or len(self._buffer) >= size) else []
 
     def _left(self, rank: int) -> list[Decision]:
         """Close the last step when the last worker leaves, since scripts decide themselves when they have finished."""

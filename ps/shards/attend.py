@@ -14,7 +14,6 @@ from urllib.parse import unquote
 import grpc.aio
 
 from ...common.config.addresses import split_address
-from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal, shown
 from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import judge_whole
@@ -29,7 +28,7 @@ from ..engine.peers import ShardState
 from ..wire.limits import FirstMessages
 from ..wire.security import check_shard
 from ..wire.service import refuse
-from .messages import LINES, BeginRun, End, GoOn, Order, Ready, Register, ShardFailed
+from .messages import LINES, BeginRun, End, GoOn, Order, Ready, Register, Report, ShardFailed
 
 log = get_logger()
 
@@ -66,11 +65,9 @@ class Attendance:
     `on_complete` is called once all shards have registered, and `on_lost` with the number of a lost shard.
     """
 
-    def __init__(
-        self, config: Config, engine: Engine, on_complete: Callable[[], object], on_lost: Callable[[int], object]
-    ) -> None:
-        self._config, self._engine = config, engine
-        run, model = engine.run, engine.model
+    def __init__(self, engine: Engine, on_complete: Callable[[], object], on_lost: Callable[[int], object]) -> None:
+        self._engine, self._config = engine, engine.config
+        run, model, config = engine.run, engine.model, engine.config
         self._num_shards = config.server.shards
         self._coordinator = engine.sequencer = Coordinator(
             self._num_shards,
@@ -211,7 +208,7 @@ class Attendance:
         shard = line.register.shard
         async for message in reports:
             line.outbox.acknowledge(message.num_received)
-            report = LINES.read(message.message)
+            report: Report = LINES.read(message.message)
             if isinstance(report, Digest | events.Event):
                 self._coordinator.hear(shard, message.number, report)
                 continue

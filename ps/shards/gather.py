@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
 import grpc.aio
 import torch
 
-from ...common.config.schema import Config
 from ...common.errors import OutputError
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import replacing
@@ -23,14 +22,12 @@ from ...common.security import Credentials
 from ...common.tensors.layout import Layout, as_bytes, new_payload
 from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.sharding import divide
-from ...common.wire.frames import MAX_DATA_BYTES, MAX_MESSAGE_BYTES, PayloadReader, parse
+from ...common.wire.frames import MAX_DATA_BYTES, MAX_MESSAGE_BYTES, parse
 from ...common.wire.protocol import SERVICE
 from ...proto import parameter_server_pb2 as pb
-from ..core.run import Run
+from ..engine.engine import Engine
 from ..snapshots.resharding import put_together
-from ..tensors.model import Model
-from ..tensors.tables import Tables
-from ..tensors.thread import TensorThread
+from ..wire.stream import reader_into
 from .link import open_channel
 
 log = get_logger()
@@ -48,13 +45,7 @@ _FIX = "use the shard's newest snapshot, if snapshots are kept"
 
 
 async def collect(
-    config: Config,
-    addresses: Sequence[str],
-    whole: Layout,
-    local_tensors: dict[str, torch.Tensor],
-    *,
-    averaged: bool = False,
-    version: int | None = None,
+    engine: Engine, local_tensors: dict[str, torch.Tensor], averaged: bool = False, version: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of the model by name, with aliases.
 
@@ -62,7 +53,9 @@ async def collect(
     (`averaged`), of a `version` that all shards keep, or of the newest version. Raises OutputError if a shard does not
     reply.
     """
-    parts, credentials = [local_tensors], Credentials.read(config.security)
+    config, model, addresses = engine.config, engine.model, engine.shard_addresses
+    parts, credentials, whole = [local_tensors], Credentials.read(config.security), model.whole
+    assert whole is not None
     request = pb.PullRequest(averaged=averaged, version=version)
     shares = divide(whole, len(addresses))
     for shard, address in enumerate(addresses[1:], start=1):
@@ -80,12 +73,7 @@ async def _pull(
     address: str, credentials: Credentials, layout: Layout, request: pb.PullRequest
 ) -> dict[str, torch.Tensor]:
     payload = new_payload(layout.total_bytes)
-    target = as_bytes(payload)
-
-    def write(offset: int, data: memoryview) -> None:
-        target[offset : offset + len(data)] = data
-
-    reader = PayloadReader(layout.total_bytes, write)
+    reader = reader_into(as_bytes(payload))
     async with open_channel(address, credentials, _OPTIONS) as channel:
         pull = channel.unary_stream(f"/{SERVICE}/Pull", pb.PullRequest.SerializeToString)
         async with asyncio.timeout(_FIRST_S) as deadline:
@@ -98,17 +86,18 @@ async def _pull(
 # ---- tables of rows -------------------------------------------------------------------------------
 
 
-async def write_tables(config: Config, run: Run, model: Model, tensors: TensorThread, addresses: Sequence[str]) -> None:
+async def write_tables(engine: Engine) -> None:
     """Write all rows of all shards to `output.tables`, by the names of the tables. Raises OutputError."""
+    run, config, model = engine.run, engine.config, engine.model
     path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
     assert path is not None and own_tables is not None
-    metadata = {"mode": config.run.mode, "version": str(run.policy.version), "run": run.name}
+    metadata = {"mode": run.mode, "version": str(run.policy.version), "run": run.name}
     # Wider dtypes come first, so that every number is at a multiple of its size.
     tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)
     try:
         with replacing(Path(path)) as file:
             file.write(_header([table for _, table in tables], metadata))
-            async for block in _blocks(config, run.name, tensors, own_tables, addresses or ("",), tables):
+            async for block in _blocks(engine, tables):
                 await asyncio.to_thread(file.write, block)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}", fix="free some space and run again") from None
@@ -129,11 +118,11 @@ def _header(tables: list[TableSpec], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-async def _blocks(
-    config: Config, run: str, tensors: TensorThread, own_tables: Tables, addresses: Sequence[str],
-    tables: list[tuple[int, TableSpec]],
-) -> AsyncIterator[bytes]:  # fmt: skip
-    """Yield the rows of all tables, in order. `own_tables` has the rows of this shard."""
+async def _blocks(engine: Engine, tables: list[tuple[int, TableSpec]]) -> AsyncIterator[bytes]:
+    """Yield the rows of all tables, in order."""
+    run, config, model, tensors = engine.run, engine.config, engine.model, engine.tensors
+    own_tables, addresses = model.store.tables, engine.shard_addresses or ("",)
+    assert own_tables is not None
     credentials = Credentials.read(config.security)
     async with contextlib.AsyncExitStack() as channels:
         calls = []
@@ -149,7 +138,7 @@ async def _blocks(
                     if not shard:
                         yield await tensors.run(partial(own_tables.pull, index, ids, MAX_DATA_BYTES))
                         continue
-                    request = pb.RowsRequest(run=run, rank=_NOBODY, table=index, ids=ids)
+                    request = pb.RowsRequest(run=run.name, rank=_NOBODY, table=index, ids=ids)
                     try:
                         reply = await calls[shard - 1](request, timeout=_FIRST_S, metadata=credentials.metadata)
                     except grpc.aio.AioRpcError as error:

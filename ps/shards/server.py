@@ -23,9 +23,7 @@ from ..engine.modes import make_policy, options_of
 from ..engine.resuming import go_on
 from ..observe.sinks import make_bus
 from ..snapshots.available import Available
-from ..snapshots.common import Keeper
 from ..snapshots.resume import after_going_back
-from ..snapshots.snapshots import Snapshots
 from ..wire.listening import Listening
 from ..wire.service import ParameterServerService
 from .link import Link, LinkLost
@@ -92,8 +90,8 @@ class ShardServer:
 
     def after(self, config: Config) -> ShardServer:
         """Return the server that replaces this one after it went back to a snapshot."""
-        snapshots = self._engine.snapshots if self._engine is not None else Keeper()
-        return ShardServer(after_going_back(config, snapshots.num_written), self._clock)
+        assert self._engine is not None  # it goes back from a run that it was in
+        return ShardServer(after_going_back(config, self._engine.snapshots.num_written), self._clock)
 
     @property
     def address(self) -> str:
@@ -129,7 +127,7 @@ class ShardServer:
             return
         engine, follower = self._begin(begin, available)
         self._bus.begin(engine)
-        await listening.serve(ParameterServerService(engine, engine.config, direct=listening.direct).handler())
+        await listening.serve(ParameterServerService(engine, direct=listening.direct).handler())
         log.info(
             "listening", address=self.address, shard=server.shard, shards=server.shards,
             coordinator=server.coordinator, direct_port=listening.direct.number,
@@ -152,16 +150,14 @@ class ShardServer:
         engine = self._engine = Engine(
             config, make_policy(config), name=begin.run, publish=self._bus.publish, options=options, now=self._clock.now
         )
-        run, model = engine.run, engine.model
+        run = engine.run
         follower = Follower(happens=engine.happens, digest=run.digest)
         engine.sequencer = follower
-        go_on(engine, config, available, begin.snapshot)
+        go_on(engine, available, begin.snapshot)
         run.name, run.incarnation = begin.run, begin.server_incarnation
         if begin.num_joins:
             run.roster.restore(begin.num_joins)
         keep_out(run, begin.evicted)
-        if config.checkpoint.dir is not None:
-            engine.snapshots = Snapshots(model, engine.tensors, config, engine.tell)
         self._link.carry(follower)
         return engine, follower
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from ...common.config.schema import Config
 from ...common.errors import Reason, refusal, shown
 from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.messages import read_topic
@@ -119,8 +118,8 @@ class SmallExchanges:
 class Conversation:
     """A worker's conversation on one stream. Await `run`, then call `close`."""
 
-    def __init__(self, engine: Engine, config: Config, stream: Stream) -> None:
-        self._engine, self._model, self._config, self._stream = engine, engine.model, config, stream
+    def __init__(self, engine: Engine, stream: Stream) -> None:
+        self._engine, self._model, self._config, self._stream = engine, engine.model, engine.config, stream
         self._peer: Peer | None = None
         self._transport: Transport | None = None
 

@@ -34,7 +34,7 @@ class Delivery:
 
     def __init__(self, engine: Engine, stream: Stream, peer: Peer, transport: Transport) -> None:
         self._stream, self._peer, self._model = stream, peer, engine.model
-        self._tensors, self._free_buffers, self._states = engine.tensors, engine.folding.free_buffers, engine.states
+        self._tensors, self._folding = engine.tensors, engine.folding
         self.transport, self._frames = transport, Transport(engine.model, stream)
         self._retained: Publication | None = None  # of the reply that is being sent, until its weights are
 
@@ -79,7 +79,7 @@ class Delivery:
         frozen: list[memoryview] = []  # the bytes of the frozen tensors
         if effect.is_start:
             frozen = [as_bytes(store.weights)[store.layout.exchange_bytes :]]
-            script = self._states.at(self._peer.rank, effect.reply.result.seq)
+            script = self._folding.states.at(self._peer.rank, effect.reply.result.seq)
             if script is not None:
                 message.reply.start.position.CopyFrom(pb.Position(**script.position))
                 state = script.payload
@@ -138,7 +138,7 @@ class Delivery:
     async def _send_encoded(self, message: pb.ServerMessage, go: Go, codec: Codec) -> None:
         """Send the weights in the worker's codec."""
         model, tensors, version = self._model, self._tensors, go.effect.reply.result.version
-        encode = partial(encoded_weights, codec, model.store.layout, self._free_buffers)
+        encode = partial(encoded_weights, codec, model.store.layout, self._folding.free_buffers)
         if model.store.layout.exchange_bytes <= INLINE_BYTES:
             encoded = await tensors.run(partial(encode, copy_of(memoryview(go.payload or model.small_payload()))))
         else:
@@ -155,4 +155,4 @@ class Delivery:
             for raw in message_frames(message, [as_bytes(encoded)]):
                 await self._stream.write(raw)
         finally:
-            self._free_buffers.give_back(encoded)
+            self._folding.free_buffers.give_back(encoded)

@@ -74,8 +74,9 @@ def unusable(run: Run, peer: Peer, codec: Codec) -> UsageError | None:
 class Joining:
     """Lets workers join one run."""
 
-    def __init__(self, engine: Engine, config: Config, port: Port | None) -> None:
-        self._engine, self._run, self._model, self._config = engine, engine.run, engine.model, config
+    def __init__(self, engine: Engine, port: Port | None) -> None:
+        self._engine, self._run, self._model = engine, engine.run, engine.model
+        self._config = config = engine.config
         self._joins = JoinQueue(config.limits.joins_per_s, config.run.workers or config.limits.workers)
         self._probe: Segment | None = None  # a worker tries to open it, to find out whether it is on this host
         if config.server.shared_memory:

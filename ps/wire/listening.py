@@ -80,17 +80,17 @@ class Listening:
             fix = "stop the other process, or choose --listen HOST:PORT with another port (0 takes a free one)"
             raise BindError(problem, fix=fix)
         self.address = join_address(split_address(listen)[0], bound)
-        self.direct.bind()
+        self.direct.open()
 
     async def serve(self, handler: grpc.GenericRpcHandler) -> None:
         """Start to serve calls, and report healthy."""
         self._grpc.add_generic_rpc_handlers((handler, _OtherProtocols()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
-        self.direct.open()
         await self._grpc.start()
         await self.say_healthy(True)
-        if (meaning := insecurity(self._config)) is not None:
+        if (lacks := insecurity(self._config)) is not None:
+            meaning = f"{lacks}; anyone who reaches this port can read and train"
             log.warning("insecure", address=self.address, meaning=meaning)
 
     async def say_healthy(self, is_healthy: bool) -> None:

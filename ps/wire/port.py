@@ -57,8 +57,8 @@ class Port:
         self._accepting: asyncio.Task[None] | None = None
         self.number = 0
 
-    def bind(self) -> None:
-        """Bind the port. Raises BindError if `server.direct_port` is set and not available."""
+    def open(self) -> None:
+        """Bind the port and accept connections. Raises BindError if `server.direct_port` is set and not available."""
         server = self._config.server
         if not server.direct:
             return
@@ -78,11 +78,7 @@ class Port:
             return
         self._socket.setblocking(False)
         self.number = self._socket.getsockname()[1]
-
-    def open(self) -> None:
-        """Start to accept connections."""
-        if self._socket is not None:
-            self._accepting = asyncio.create_task(self._accept(self._socket))
+        self._accepting = asyncio.create_task(self._accept(self._socket))
 
     def offer(self, name: str | None) -> Ticket | None:
         """Return a new ticket for the peer whose certificate has this common name, or None if there is no port."""

@@ -7,7 +7,6 @@ may arrive before the contribution that they belong to (`upload.py`).
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from functools import partial
 
 from ...common.codecs.base import Codec, payload_bytes
@@ -139,6 +138,8 @@ class Receiver:
         match received.header:
             case None:
                 return await self._take_piece(received)
+            case pb.Contribution() | pb.Begin() if not self._model.has_weights:
+                raise refusal(Reason.NOT_JOINED, f"rank {peer.rank} has no weights to compute on yet")
             case pb.Contribution() as header:
                 contribution = self._announced(header)
                 if self._upload is None and self._take_whole(contribution, received):
@@ -271,8 +272,6 @@ class Receiver:
         model, policy, rank = self._model, self._run.policy, self._peer.rank
         if self._transport.reading is not None:
             raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken, which frees the last reply's shared memory")
-        if not model.has_weights:
-            raise refusal(Reason.NOT_JOINED, f"rank {rank} has no weights to compute on yet")
         kind = policy.kind
         if not (kind.has_payload or header.completion.generation):
             raise refusal(Reason.BAD_REQUEST, f"rank {rank} sends a completion without its generation")
@@ -328,8 +327,6 @@ class Receiver:
 
     def _check(self, header: pb.Begin | PayloadInfo) -> tuple[Store, Codec]:
         """Return the store and codec of an announced payload. Raises a refusal for a wrong size or transport."""
-        if not self._model.has_weights:
-            raise refusal(Reason.NOT_JOINED, f"rank {self._peer.rank} has no weights to compute on yet")
         store, codec, peer = self._model.store, codec_named(header.codec), self._peer
         if codec.name not in peer.codecs:
             error = unusable(self._run, peer, codec)
@@ -361,10 +358,7 @@ class Receiver:
             judgement = Judgement("reject", problem, "in every mode")
         elif rows:
             judgement = self._model.store.sanity.with_rows(judgement, [row.values for row in rows])
-        script, base = None, contribution.base
-        if (position := contribution.position) is not None:
-            fields = {name: value for name, value in asdict(position).items() if value is not None}
-            script = fields, self._script_state.take()
+        base, script = contribution.base, self._script_state.take() if contribution.position is not None else None
         if payload is not None or script is not None:
             slot = None
             if payload is not None:  # the reserved memory is still unused if this is in the worker's shared memory

@@ -65,7 +65,7 @@ def check_security(config: Config) -> None:
             problem = f"{security.cert} is the certificate of '{name}', and this is shard {config.server.shard}"
             fix = f"use {expected}.crt and .key: ps-certs init DIR --renew --shards {config.server.shards} makes them"
             raise AuthError(f"{problem}: with security.mutual, shards check each other's names", fix=fix)
-    if (lacks := _missing(config)) is not None and not config.server.insecure:
+    if (lacks := insecurity(config)) is not None and not config.server.insecure:
         raise AuthError(
             f"{config.server.listen} can be reached by other machines, and {lacks}",
             fix="run ps-certs init, which makes certificates and a token and prints how to use them; on a network that "
@@ -73,7 +73,7 @@ def check_security(config: Config) -> None:
         )
 
 
-def _missing(config: Config) -> str | None:
+def insecurity(config: Config) -> str | None:
     """Return the missing protection of an address that others can reach, as a phrase, or None.
 
     Raises AuthError for an unusable token.
@@ -82,12 +82,6 @@ def _missing(config: Config) -> str | None:
     if is_loopback(split_address(config.server.listen)[0]):
         return None
     return _LACKS.get((has_tls, has_token))
-
-
-def insecurity(config: Config) -> str | None:
-    """Return the warning at the start for an unprotected address that others can reach, or None."""
-    lacks = _missing(config)
-    return f"{lacks}; anyone who reaches this port can read and train" if lacks is not None else None
 
 
 def security_text(config: Config) -> str:

@@ -12,7 +12,6 @@ import grpc.aio
 import torch
 from safetensors.torch import save
 
-from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal, shown
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import as_bytes
@@ -46,15 +45,13 @@ Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awa
 class ParameterServerService:
     """Implements the service of the proto. `attend` serves other shards; only a coordinator has it."""
 
-    def __init__(
-        self, engine: Engine, config: Config, attend: Attend | None = None, direct: Port | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, attend: Attend | None = None, direct: Port | None = None) -> None:
         self._engine, self._run, self._model = engine, engine.run, engine.model
         self._tensors, self._copies, self._traffic = engine.tensors, engine.copies, engine.traffic
-        self._config = config
+        self._config = config = engine.config
         self._attend = attend or self._not_the_coordinator
         self._watch = Watchdog()
-        self._joining = Joining(engine, config, direct)
+        self._joining = Joining(engine, direct)
         # A worker may have two calls while its process restarts.
         num_heartbeats = 2 * (config.run.workers or config.limits.workers) + _NUM_EVALUATORS
         self._first_heartbeats = FirstMessages("HeartbeatRequest", config.server.join_timeout_s, num_heartbeats)
@@ -84,7 +81,7 @@ class ParameterServerService:
     async def exchange(self, _: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Serve one worker from its join to its end."""
         stream = Stream(context, self._config.limits, self._watch, self._is_memory_wanted)
-        conversation = Conversation(self._engine, self._config, stream)
+        conversation = Conversation(self._engine, stream)
         try:
             await self._carry(stream, conversation.run(self._joining, context))
         finally:

@@ -52,6 +52,15 @@ class StreamBroken(Exception):
 _GONE = (OSError, grpc.RpcError, grpc.aio.BaseError)
 
 
+def reader_into(target: memoryview) -> PayloadReader:
+    """Return a reader that writes a payload of this length to `target`."""
+
+    def write(offset: int, data: memoryview) -> None:
+        target[offset : offset + len(data)] = data
+
+    return PayloadReader(len(target), write)
+
+
 class Stream:
     """One worker's stream, used by one task, which `end` cancels.
 
@@ -216,11 +225,7 @@ class Stream:
 
     async def read_payload(self, first: Frame, target: memoryview) -> None:
         """Read the payload announced by `first` into `target`."""
-
-        def write(offset: int, data: memoryview) -> None:
-            target[offset : offset + len(data)] = data
-
-        reader = PayloadReader(len(target), write)
+        reader = reader_into(target)
         reader.feed(first)
         while not reader.is_complete:
             reader.feed(await self.read(""))

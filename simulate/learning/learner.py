@@ -117,7 +117,7 @@ class Learner:
         begin = private_segment(layout.total_bytes)
         begin.payload.copy_(copy_of(*first.transfer.gather_all()))
         self.model.begin(begin)
-        self._folding = Folding(self.model, self._thread, policy.replies_before_commit)
+        self._folding = Folding(self.model, self._thread, policy)
         self._down = Down(config, self.model)
         self._first = first  # evaluated; all ranks of gradient modes compute on it
         weights = self._down.weights(0, is_start=True)

@@ -30,7 +30,7 @@ def test_a_bug_ends_one_call_and_not_the_run(wire, capfd):
         engine = Engine(config, make_policy(config), name="run")
         listening = Listening(config)
         listening.bind()
-        await listening.serve(ParameterServerService(engine, config).handler())
+        await listening.serve(ParameterServerService(engine).handler())
         good = engine.model.check
         engine.model.check = _bug  # type: ignore[method-assign]
         async with grpc.aio.insecure_channel(listening.address, options=wire.OPTIONS) as channel:

@@ -201,7 +201,7 @@ class Server:
             "run": {"mode": "sync", **run}, "server": {"max_staged": max_staged}, **sections,
         })  # fmt: skip
         self.engine = Engine(config, make_policy(config), name="run")
-        self.service = ParameterServerService(self.engine, config)
+        self.service = ParameterServerService(self.engine)
 
     async def workers(self, count: int) -> list[Worker]:
         workers = [Worker(self, rank) for rank in range(count)]

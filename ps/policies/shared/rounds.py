@@ -109,7 +109,7 @@ class RoundPolicy(Policy):
         self._as_they_come: set[int] = set()  # ranks of this round that are folded out of order
         self._weights: dict[int, float] = {}  # contributed in this round, also by workers that left since
         self._missing: list[int] = []  # live ranks that have not contributed, sorted
-        self._opened_at: float | None = None  # time of the round's first contribution
+        self._opened_at = 0.0  # time of the round's first contribution
         self._part = 0  # of the model, of the round
 
     def _has_fixed_set(self) -> bool:
@@ -150,10 +150,9 @@ class RoundPolicy(Policy):
             return [Discard(member.rank)]
         self._count(member, counts)
         self._part = counts.part
+        self._opened_at = self._opened_at if self._weights else now
         self._weights[member.rank] = self._weight(contribution)
         del self._missing[bisect_left(self._missing, member.rank)]
-        if self._opened_at is None:
-            self._opened_at = now
         if self.has_fixed_set and member.rank not in self._as_they_come:
             return self._fold_next()
         return [Fold(member.rank, self._weights[member.rank])]
@@ -237,7 +236,7 @@ class RoundPolicy(Policy):
         if num_missing <= self.options.backup_workers:
             return f"{contributed} contributed, {num_missing} of {self.options.backup_workers} backup workers did not"
         timeout_s = self.options.straggler_timeout_s
-        if timeout_s is not None and self._opened_at is not None and now - self._opened_at >= timeout_s:
+        if timeout_s is not None and now - self._opened_at >= timeout_s:
             return f"{contributed} contributed within {timeout_s:g} s, rank {names(self._missing)} did not"
         if self._deadline is not None and self._deadline.has_passed(self._missing, now):
             message = f"{contributed} contributed within {self._deadline.after_s:.3g} s (policy.straggler_mad)"
@@ -268,7 +267,7 @@ class RoundPolicy(Policy):
         self._as_they_come.clear()
         if self._deadline is not None:
             self._deadline.begins(self._weights, len(self.members), now)
-        self._weights, self._opened_at = {}, None
+        self._weights = {}
         self.has_fixed_set = self.has_fixed_set or self._has_fixed_set()
         return [*rest, commit]
 

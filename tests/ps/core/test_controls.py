@@ -217,8 +217,6 @@ def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked
         elif command == "tick":
             at += how[0]
             event = events.Ticked()
-            for rank in run.policy.members:
-                run.roster.spoke(run.roster.workers[rank], at)
         else:
             event = events.Controlled(command, *how)
         event.at = at
@@ -274,8 +272,6 @@ class Commanded:
     def happens(self, command: str, rank: int) -> None:
         worker = self.run.roster.workers.get(rank)
         if command == "tick":
-            for item in self.run.roster.workers.values():
-                self.run.roster.spoke(item, self.at)
             self.apply(events.Ticked())
         elif command == "join" and worker is None:
             self.apply(events.Joined(100 + len(self.run.roster.num_joins), rank, process=f"p{self.at}"))

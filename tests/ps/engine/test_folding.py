@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.wire.records import Base, Contribution, ContributionId, Counts
+from paramserver.common.wire.records import NO_ROW, Base, Contribution, ContributionId, Counts
 from paramserver.ps.core import effects
 from paramserver.ps.engine.folding import Folding, Staged
 from paramserver.ps.tensors.staging import StagingPool
@@ -54,7 +54,9 @@ def folded_from(
     if payload is None:
         payload = model.staging.try_borrow(lambda: 0)
         payload.fill_(2)
-    folding = Folding(model, TensorThread(failed), replies_before_commit)
+    committed = {IDENTITY.rank: NO_ROW}
+    policy: Any = SimpleNamespace(replies_before_commit=replies_before_commit, committed=committed)
+    folding = Folding(model, TensorThread(failed), policy)
     folding.stage(IDENTITY, Staged(payload))
     contribution = Contribution(IDENTITY, base=Base(0), counts=Counts(1, 1, 1))
     folding.taken(effects.ContributionTaken(contribution, 0, "accepted", -1.0))

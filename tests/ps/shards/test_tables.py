@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import OutputError
 from paramserver.common.tensors.tables import make_spec
-from paramserver.ps.core.run import Run
+from paramserver.ps.engine.engine import Engine
 from paramserver.ps.shards import gather as module
 from paramserver.ps.shards.gather import write_tables
-from paramserver.ps.tensors.model import Model
 from paramserver.ps.tensors.tables import Tables
 from paramserver.ps.tensors.thread import TensorThread
 
@@ -32,11 +31,13 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
     """What was to be written to `w-tables.safetensors`."""
     config = Config.model_validate({"output": {"save": str(folder / "w.safetensors")}})
     tables = Tables(SPECS, 5)
-    store, run = SimpleNamespace(tables=tables), SimpleNamespace(name="run", policy=SimpleNamespace(version=3))
-    model = SimpleNamespace(store=store, whole_optimizer=SimpleNamespace(tables=tuple(SPECS)))
+    run = SimpleNamespace(name="run", mode="sync", policy=SimpleNamespace(version=3))
+    model = SimpleNamespace(store=SimpleNamespace(tables=tables), whole_optimizer=SimpleNamespace(tables=tuple(SPECS)))
+    tensors = TensorThread(lambda _: None)
+    engine = SimpleNamespace(config=config, run=run, model=model, tensors=tensors, shard_addresses=())
 
     async def write() -> None:
-        await write_tables(config, cast(Run, run), cast(Model, model), TensorThread(lambda _: None), ())
+        await write_tables(cast(Engine, engine))
 
     asyncio.run(write())
     return {name.removeprefix("weight/"): tensor for name, tensor in tables.state().items() if "weight" in name}

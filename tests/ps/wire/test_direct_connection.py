@@ -249,7 +249,6 @@ def met(config: Config, arrive: Callable[[int, bytes], object], name: str | None
 
     async def play() -> bool:
         port = Port(config)
-        port.bind()
         port.open()
         ticket = port.offer(name)
         assert ticket is not None

@@ -53,7 +53,7 @@ async def test_a_lost_stream_gives_its_version_back(
     """A START sends the state of the worker's script before its weights."""
     await server.workers(1)
     engine, model = server.engine, server.engine.model
-    engine.states.at = lambda rank, seq: Kept(STATE, b"x" * 10)  # type: ignore[method-assign,assignment]
+    engine.folding.states.at = lambda rank, seq: Kept(STATE, b"x" * 10)  # type: ignore[method-assign,assignment]
     peer = Peer(0, 1, reply_codec=CODECS.load(codec)() if codec else None)
     stream: Any = Breaking(at, error())
     delivery = Delivery(engine, stream, peer, Transport(model, stream))

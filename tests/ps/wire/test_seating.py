@@ -32,7 +32,7 @@ class Shard:
         self.engine = Engine(CONFIG, make_policy(CONFIG), name="run")
         self.engine.sequencer = Follower(happens=self.engine.happens, digest=self.engine.run.digest)
         self.stream = Stream()
-        service = ParameterServerService(self.engine, CONFIG)
+        service = ParameterServerService(self.engine)
         self.call = asyncio.ensure_future(service.exchange(None, self.stream))
 
     def join(self, incarnation: int) -> None:
@@ -76,7 +76,7 @@ def test_a_worker_of_another_version_is_said_so(monkeypatch: pytest.MonkeyPatch,
     async def main() -> None:
         config = Config.model_validate({"run": {"mode": "async"}})
         stream = Stream()
-        service = ParameterServerService(Engine(config, make_policy(config), name="run"), config)
+        service = ParameterServerService(Engine(config, make_policy(config), name="run"))
         call = asyncio.ensure_future(service.exchange(None, stream))
         stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=-1, process="p", program_version=message))))
         await turns()

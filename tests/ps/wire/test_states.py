@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.wire.records import ContributionId, Row
+from paramserver.common.wire.records import Contribution, ContributionId, Position, Row
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.folding import States
 
@@ -119,13 +119,14 @@ def test_what_is_kept_is_what_a_snapshot_may_need() -> None:
     """In a round that is open one contribution more counts than a version holds."""
     states = States()
     for number in range(1, 6):
-        staged = {"step": number - 1}, b"%d" % number if number % 2 else None
-        states.counted(ContributionId(0, 1, number), staged, num_committed=number - 1)
+        contribution = Contribution(ContributionId(0, 1, number), position=Position(step=number - 1))
+        states.counted(contribution, b"%d" % number if number % 2 else None, num_committed=number - 1)
         assert len(states._of_rank[0]) <= 2
-    assert states.saved({0: 4, 1: 3}) == {0: ({"step": 3}, b"3")}
-    assert states.at(0, 5) == ({"step": 4}, b"5")
+    (kept,), newest = states.saved({0: 4, 1: 3}).values(), states.at(0, 5)
+    assert (kept.position["step"], kept.payload) == (3, b"3")
+    assert newest is not None and (newest.position["step"], newest.payload) == (4, b"5")
     restored = States()
     restored.restore({0: Row(4)}, {"0": {"step": 3}}, {0: b"3", 2: b"of a place that is not known"})
     assert restored.saved({0: 4, 2: 9}) == {0: ({"step": 3}, b"3")}
-    restored.counted(ContributionId(0, 3, 5), None, 5)
+    restored.counted(Contribution(ContributionId(0, 3, 5)), None, 5)
     assert restored.at(0, 5) is None
