@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 
@@ -13,8 +14,8 @@ _EPSILON = 1e-6  # torch's
 
 def check_max_norm(max_norm: float) -> None:
     """Raise UsageError unless `max_norm` is positive. Infinity is allowed, and never clips."""
-    if not max_norm > 0:  # also refuses NaN
-        raise UsageError(f"clip_grad_norm({max_norm}): the norm must be above 0", fix="such as clip_grad_norm(1.0)")
+    if not isinstance(max_norm, Real | torch.Tensor) or not max_norm > 0:  # also refuses NaN
+        raise UsageError(f"clip_grad_norm({max_norm!r}): the norm must be above 0", fix="such as clip_grad_norm(1.0)")
 
 
 def clip(gradients: Sequence[torch.Tensor], max_norm: float) -> None:

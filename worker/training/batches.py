@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from hashlib import blake2b
+from inspect import signature
 from operator import index
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.utils.data import DataLoader
 
 from ...common.errors import UsageError
 from ..tensors.sharing import is_divided
@@ -123,7 +125,7 @@ class Batches:
 
     @accumulate.setter
     def accumulate(self, num: int) -> None:
-        self._accumulate = check_count("accumulate", num)
+        self._accumulate = check_count("shard(accumulate=", num)
         if self._cursor is not None:
             self._cursor.accumulate = num
 
@@ -257,15 +259,18 @@ def read_options(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("batch_sampler") is not None:
         message = "session.shard() divides the data itself and cannot use a batch_sampler"
         raise UsageError(message, fix="give session.shard() batch_size=, drop_last= and sampler=")
+    if unknown := options.keys() - signature(DataLoader).parameters.keys():
+        message = f"session.shard(): DataLoader has no option {', '.join(sorted(unknown))}"
+        raise UsageError(message, fix="the options of torch.utils.data.DataLoader, such as num_workers=2")
     return {name: value for name, value in options.items() if name != "batch_sampler"}
 
 
-def check_count(name: str, num: int, least: int = 0) -> int:
-    """Raises UsageError unless `num` is a whole number of at least `least`."""
+def check_count(call: str, num: int, least: int = 0) -> int:
+    """Raises UsageError unless `num`, given in a `call` of the session, is a whole number of at least `least`."""
     with contextlib.suppress(TypeError):  # a float, a tensor of floats
         if not isinstance(num, bool) and (found := index(num)) >= least:
             return found
-    raise UsageError(f"session.shard({name}={num!r}): a whole number of at least {least} is expected")
+    raise UsageError(f"session.{call}{num!r}): a whole number of at least {least} is expected")
 
 
 def _check_grad() -> None:

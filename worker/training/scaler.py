@@ -38,5 +38,5 @@ class Scaling:
             raise UsageError(
                 "torch.amp.GradScaler on the optimizer of session.optimizer(): the run would not know of the steps "
                 "that it skips",
-                fix='scaler = session.scaler("cuda"), with the arguments of GradScaler; bfloat16 needs no scaler',
+                fix="scaler = session.scaler(...), with the arguments of your GradScaler; bfloat16 needs no scaler",
             )

@@ -359,15 +359,15 @@ class Session:
         if steps is not None and data.progress.row.steps >= steps and not self._is_told:  # the loop gets no batches
             self._is_told = True
             log.warning("no_batches", reason=f"all {steps} training steps of the run (run.steps) are taken")
-        check_count("accumulate", accumulate, 1)
-        check_count("prefetch", prefetch)
+        check_count("shard(accumulate=", accumulate, 1)
+        check_count("shard(prefetch=", prefetch)
         if epochs is not None:
-            check_count("epochs", epochs, 1)
+            check_count("shard(epochs=", epochs, 1)
         if epochs is not None and epochs > 1:
             self.length.own_epochs = max(epochs, self.length.own_epochs or 0)
         source = source_of(Source(dataset, batch_size, shuffle, drop_last, sampler, loader_options))
         settings, num = self.settings, source.batch_size
-        size = check_count("batch_size", settings.batch_size if num is None else num, 1)
+        size = check_count("shard(batch_size=", settings.batch_size if num is None else num, 1)
         self.work.add_batch_size(size)
         if size % self._data_share[1]:
             raise UsageError(
@@ -403,7 +403,7 @@ class Session:
 
     def expect(self, steps: int) -> None:
         """Tell the session how many training steps this script takes. If the run is shorter, a warning says so."""
-        self.length.own_steps = steps
+        self.length.own_steps = check_count("expect(", steps)
 
     def epochs(self, num: int) -> Iterator[int]:
         """Yield epoch numbers up to `num`, from 0, or after a resume from the rank's current epoch.
@@ -416,6 +416,7 @@ class Session:
         """
         data = self._joined()
         memory = self._memory
+        num = check_count("epochs(", num)
         self.length.own_epochs = max(num, self.length.own_epochs or 0)
         if data.epoch is None:
             if memory is not None:
@@ -482,6 +483,9 @@ class Session:
         The run's record has them as `config.NAME`, beside the script, its arguments and commit, and the optimizer.
         Runs are listed, filtered and compared by them. Of several workers the lowest rank's count.
         """
+        if values is not None and not isinstance(values, Mapping):
+            message = f"session.config({shown(str(values))}): a dict of names and values is expected"
+            raise UsageError(message, fix="session.config(vars(args)), or session.config(width=64)")
         self.work.add_config({**(values or {}), **more})
 
     def show(self) -> None:

@@ -42,6 +42,10 @@ with paramserver.connect() as session:
     wrong("inner", inner.step)
     wrong("connect", paramserver.connect)
     wrong("batch size", lambda: session.shard(TensorDataset(torch.ones(64, 4)), batch_size=0))
+    wrong("option", lambda: session.shard(TensorDataset(torch.ones(64, 4)), workers=2))
+    wrong("epochs", lambda: next(session.epochs("3")))
+    wrong("config", lambda: session.config(5))
+    wrong("norm", lambda: optimizer.clip_grad_norm("a"))
     wrong("loss", lambda: session.record(loss="low"))
     wrong("group", lambda: optimizer.add_param_group({"params": [torch.zeros(1)]}))
     for step, (inputs,) in enumerate(session.shard(TensorDataset(torch.ones(64, 4)), batch_size=8, epochs=None)):
