@@ -7,7 +7,6 @@ A task whose model writes text has encode(text), decode(tokens) and `context`, t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -121,8 +120,3 @@ def _kind(task: Any, model: nn.Module) -> LanguageModel:
     log.warning("serve_without_cache", meaning="each token computes the whole text again",
                 fix="docs/serving.md: a task with cache_shape, and a model that takes cache=")  # fmt: skip
     return LanguageModel(task)
-
-
-def batch_of(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return rows of equal length as a tensor (B, T)."""
-    return torch.tensor([list(row) for row in rows], dtype=torch.long)

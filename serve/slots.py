@@ -10,7 +10,6 @@ slots at most one is arriving (or whole), one serving and one draining.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -65,11 +64,9 @@ class Slots:
         """Return the first slot in this state, or None."""
         return self.states.index(state) if state in self.states else None
 
-    def live(self) -> Iterator[int]:
-        """Yield the slots whose version replies, the oldest first."""
-        for state in (State.DRAINING, State.SERVING):
-            if (slot := self.find(state)) is not None:
-                yield slot
+    def live(self) -> list[int]:
+        """Return the slots whose version replies, the oldest first."""
+        return [slot for state in (State.DRAINING, State.SERVING) if (slot := self.find(state)) is not None]
 
     def begin(self) -> int | None:
         """Begin an arrival. Return its slot, or None while another version arrives."""

@@ -16,7 +16,6 @@ import mmap
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import accumulate, pairwise
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ from ..worker.replica_group.cut import Stage as Limits
 from ..worker.replica_group.redistribution import Finish, Range, RedistributedTransfer
 from ..worker.tensors.transfer import ModelTensors, named_tensors
 from ..worker.training.pipeline import check_tensor, check_weights, layers_of
-from .cache import CacheView, KvCache, Rows
+from .cache import CacheView, Rows
 from .errors import Paused
 from .models import LanguageModel, language_model
 from .slots import NUM_SLOTS
@@ -79,9 +79,10 @@ class Divided:
         check_weights(self.module, "")
         self.kind = language_model(task, self.module)
         self.ranges = _ranges(self.layers, spec)
-        self._caching = [index for index, layer in enumerate(self.layers) if _takes_cache(layer)]
-        if self.kind is not None and self.kind.uses_cache and len(self._caching) != self.kind.cache_shape[0]:
-            have = f"{len(self._caching)} of its {len(self.layers)} layers take `cache` and `layer`"
+        takes = [inspect.signature(layer.forward).parameters.keys() for layer in self.layers]
+        self.caching = [index for index, names in enumerate(takes) if {"cache", "layer"} <= names]
+        if self.kind is not None and self.kind.uses_cache and len(self.caching) != self.kind.cache_shape[0]:
+            have = f"{len(self.caching)} of its {len(self.layers)} layers take `cache` and `layer`"
             message = f"the task's cache_shape has {self.kind.cache_shape[0]} layers, but {have}"
             raise UsageError(message, fix="let forward() of each layer with attention take them; docs/serving.md")
         layout = ModelTensors(self.module).layout
@@ -108,14 +109,11 @@ class Divided:
         """Return the bytes of a stage's tensors, in whole pages."""
         return -(-max(1, self.layouts[stage].total_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def new_cache(self, stage: int, num_rows: int) -> KvCache | None:
-        """Return the cache of the stage's layers."""
-        if self.kind is None or not self.kind.uses_cache:
-            return None
-        first, end = self.ranges[stage]
-        shape = sum(first <= index < end for index in self._caching), *self.kind.cache_shape[1:]
-        dtype = next(item.dtype for item in self.module.parameters() if item.is_floating_point())
-        return KvCache(shape, num_rows, self.kind.context, dtype)
+    def kind_with(self, num_caching: int) -> LanguageModel | None:
+        """Return how the model is run, with a cache of so many layers."""
+        if (kind := copy(self.kind)) is not None:
+            kind.cache_shape = num_caching, *kind.cache_shape[1:]
+        return kind
 
     def _owners(self) -> dict[str, int]:
         """Return the stage of each tensor. Raises UsageError if two stages share a tensor."""
@@ -129,10 +127,6 @@ class Divided:
                         message = f"'{name}' is in stages {owners[name]} and {stage} (tied weights)"
                         raise UsageError(message, fix="keep both layers in one stage: --set worker.cut=[...]")
         return {name: owners.get(name, 0) for name in self.specs}
-
-
-def _takes_cache(layer: nn.Module) -> bool:
-    return {"cache", "layer"} <= inspect.signature(layer.forward).parameters.keys()
 
 
 def _ranges(layers: Sequence[nn.Module], spec: Spec) -> list[tuple[int, int]]:
@@ -169,54 +163,44 @@ class Stage:
                         registry[key] = replaced.get(id(value), value)  # type: ignore[assignment]
             self.slots.append(layers[first:end])
         self._first, self._is_last = first, index == len(divided.ranges) - 1
-        self._cache = divided.new_cache(index, num_rows)
+        caching = [layer for layer in divided.caching if first <= layer < end]
+        self._numbers = {layer: number for number, layer in enumerate(caching)}  # of the layers in the cache
+        kind = divided.kind_with(len(caching))
+        self._cache = kind.new_cache(divided.module, num_rows) if kind is not None else None
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """Return the output of the layers. `rows`: of the cache; only the last token's output is then needed."""
         view = None if rows is None or self._cache is None else self._cache.view(*rows)
-        num_caching = 0
-        for index, layer in enumerate(self.slots[slot]):
-            if view is not None and _takes_cache(layer):
-                inputs = layer(inputs, cache=view, layer=num_caching)
-                num_caching += 1
+        for index, layer in enumerate(self.slots[slot], self._first):
+            if view is not None and index in self._numbers:
+                inputs = layer(inputs, cache=view, layer=self._numbers[index])
             else:
                 inputs = layer(inputs)
-            check_tensor(inputs, layer, self._first + index)
+            check_tensor(inputs, layer, index)
         return inputs[:, -1:] if rows is not None and self._is_last else inputs
 
 
 class Link:
-    """Messages of JSON over a socket, each with a tensor or none. Raises OSError once the other end is closed."""
+    """Messages of JSON, each with a tensor or none. Raises OSError or EOFError once the other end is closed."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def send(self, message: Mapping[str, Any], tensor: torch.Tensor | None = None) -> None:
-        parts: list[Any] = []
-        if tensor is not None:
-            message = {**message, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-            parts = [as_bytes(tensor.contiguous())]
-        text = json.dumps(message).encode()
-        for part in (len(text).to_bytes(4, "little") + text, *parts):
-            self._socket.sendall(part)
+        if tensor is None:
+            self._connection.send_bytes(json.dumps(message).encode())
+            return
+        form = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        self._connection.send_bytes(json.dumps({**message, **form}).encode())
+        self._connection.send_bytes(as_bytes(tensor.contiguous()))
 
     def receive(self) -> tuple[dict[str, Any], torch.Tensor | None]:
-        head = bytearray(4)
-        self._fill(memoryview(head))
-        text = bytearray(int.from_bytes(head, "little"))
-        self._fill(memoryview(text))
-        message: dict[str, Any] = read_json(bytes(text))
+        message: dict[str, Any] = read_json(self._connection.recv_bytes())
         if "shape" not in message:
             return message, None
         tensor = torch.empty(message["shape"], dtype=DTYPES[message["dtype"]])
-        self._fill(as_bytes(tensor))
+        self._connection.recv_bytes_into(as_bytes(tensor))
         return message, tensor
-
-    def _fill(self, target: memoryview) -> None:
-        while target:
-            if not (num := self._socket.recv_into(target)):
-                raise ConnectionResetError("the other end is closed")
-            target = target[num:]
 
 
 class RemoteStage:
@@ -251,7 +235,7 @@ class RemoteStage:
         try:
             link.send({"slot": slot, "rows": rows}, inputs)
             message, output = link.receive()
-        except OSError:
+        except (OSError, EOFError):
             if self._link is link:  # not that of a newer process
                 self._link = None
             raise Paused(self.problem or f"stage {self._index} has ended") from None
@@ -268,8 +252,8 @@ class RemoteStage:
     def _keep(self) -> None:
         num_failures = 0
         while not self._closed.is_set():
-            here, there = socket.socketpair()
-            link, (beats, beating) = Link(here), os.pipe()
+            (here, there), (beats, beating) = Pipe(), os.pipe()
+            link = Link(here)  # closed with its last user: a request may still wait for its reply
             fds = there.fileno(), beating, self._memory
             command = [sys.executable, "-m", __name__, *map(str, (*fds, self._index))]
             self._process = subprocess.Popen(command, pass_fds=fds)
@@ -281,7 +265,6 @@ class RemoteStage:
             self._link, self.problem = None, f"stage {self._index} {reason}; it is started again"
             self._process.kill()  # it may be frozen
             code = self._process.wait()
-            here.close()
             os.close(beats)
             if self._closed.is_set():
                 return
@@ -318,6 +301,7 @@ class Stages:
     def __init__(self, task: Any, spec: Spec, failed: Callable[[Exception], None]) -> None:
         self.spec, self.failed = spec, failed
         self.divided = divided = Divided(task, spec)
+        self.kind = divided.kind_with(0)  # the engine's cache has no layers: each stage has its part
         self.has_lost = False  # a process has died since `forget`
         self.has_changed: Callable[[], None] = lambda: None  # called when a stage is ready
         self._was_ready = False
@@ -330,15 +314,6 @@ class Stages:
             "stages", layers=" + ".join(str(end - first) for first, end in divided.ranges),
             bytes=[layout.total_bytes for layout in divided.layouts],
         )  # fmt: skip
-
-    @property
-    def kind(self) -> LanguageModel | None:
-        """How the model is run. Each stage has its part of the cache, so the engine's one has no layers."""
-        if self.divided.kind is None:
-            return None
-        kind = copy(self.divided.kind)
-        kind.cache_shape = 0, *kind.cache_shape[1:]
-        return kind
 
     @property
     def problem(self) -> str:
@@ -438,7 +413,7 @@ def _run(end: int, beating: int, memory: int, index: int) -> None:
     threading.Thread(target=_beat, args=(beating,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the engine's process ends this one
     setup_logging(LogConfig(level="error"), SERVE)  # process 0 logs the rest
-    link = Link(socket.socket(fileno=end))
+    link = Link(Connection(end))
     found, _ = link.receive()
     spec = Spec(**found | {"task": TaskSpec(*found["task"])})
     torch.set_num_threads(spec.threads)
@@ -459,5 +434,5 @@ def _run(end: int, beating: int, memory: int, index: int) -> None:
 if __name__ == "__main__":
     try:
         _run(*map(int, sys.argv[1:]))
-    except OSError:
+    except (OSError, EOFError):
         sys.exit(0)

@@ -29,7 +29,11 @@ class Report:
         trips = {rank: {"median_s": trip, "p99_s": worst} for rank, (trip, worst) in self.measured.round_trips.items()}
         found |= {
             "compute_s": self.compute_s, "clocks_s": self.measured.clocks, "round_trips": trips,
-            "links": [link.fields() for link in self.measured.links], "checks": [asdict(item) for item in self.checks],
+            "links": [
+                {**vars(link), "up_mb_s": round(link.up / 1e6, 2), "down_mb_s": round(link.down / 1e6, 2)}
+                for link in self.measured.links
+            ],
+            "checks": [asdict(item) for item in self.checks],
             "foreseen": [asdict(item) for item in self.foreseen], "advice": self.sentences,
             "verified": [
                 {"mode": item.mode, "codec": item.codec, "foreseen": item.steps_per_s, "measured": rate}
