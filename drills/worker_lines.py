@@ -116,10 +116,8 @@ class _Worker(Follower):
         text = f"rank {rank} received the reply {outcome} for contribution {line['seq']}, version {version}"
         if self._num_received < len(sent):
             was = sent[self._num_received]
-            has_weights, is_version = (
-                was.fields.get("weights", True),
-                may_have(was, version, version if is_cut else newest),
-            )
+            has_weights = was.fields.get("weights", True)
+            is_version = may_have(was, version, version if is_cut else newest)
             if (line["seq"], outcome) != (was["seq"], was["outcome"]) or not is_version:
                 theirs = f"{was['outcome']} for contribution {was['seq']}, version {was['version']}"
                 self._report(f"{text}: the server sent {theirs}")
@@ -146,10 +144,8 @@ class _Worker(Follower):
                 elif accept["outcome"].lower() != "repeated" and accept["seq"] <= last:  # who asks again sends nothing
                     self._line = accept
                     text = f"of {samples} samples in {num_steps} steps and {num_batches} batches"
-                    self._report(
-                        f"contribution {number} of rank {accept['rank']} {text}, computed on version {base}: its "
-                        "worker sent no such one"
-                    )
+                    text = f"contribution {number} of rank {accept['rank']} {text}, computed on version {base}"
+                    self._report(f"{text}: its worker sent no such one")
         return self.problems
 
 

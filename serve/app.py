@@ -98,10 +98,9 @@ class Service:
             except ClientDisconnect:
                 response = openai.error_response(400, "the body is not whole")
             except Exception as error:
-                log.error("serve_failed", path=request.url.path[:80], error=f"{type(error).__name__}: {error}")
-                response = openai.error_response(
-                    500, f"ps-serve failed: {type(error).__name__}: {error}", "internal_error"
-                )
+                reason = f"{type(error).__name__}: {error}"
+                log.error("serve_failed", path=request.url.path[:80], error=reason)
+                response = openai.error_response(500, f"ps-serve failed: {reason}", "internal_error")
             if request.method == "POST":
                 self._meters.replies.labels(str(response.status_code)).inc()
             return response

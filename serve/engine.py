@@ -22,7 +22,7 @@ from .errors import MOST_PAUSES, Paused, Refused
 from .infer import InferQueue, Reply, Tensors
 from .models import LanguageModel
 from .sampling import Chosen, Sampling, choose
-from .slots import Slots, State, Version
+from .slots import Slots, Version
 from .text import TextPieces
 
 if TYPE_CHECKING:
@@ -128,13 +128,10 @@ class Engine:
         """Queue a request. Raises Refused if it cannot be served or the queue is full."""
         assert self.kind is not None
         if (excess := len(request.prompt) + request.max_tokens - self.kind.context) > 0:
-            raise Refused(
-                400,
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: together "
-                f"{excess} more than the context of {self.kind.context}",
-                "context_length_exceeded",
-                "max_tokens" if len(request.prompt) < self.kind.context else "prompt",
-            )
+            message = f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: together "
+            message += f"{excess} more than the context of {self.kind.context}"
+            param = "max_tokens" if len(request.prompt) < self.kind.context else "prompt"
+            raise Refused(400, message, "context_length_exceeded", param)
         with self._changed:
             version = self.slots.versions[self._slot_of(request)]
             if request.version and version is not None:  # a number may name another version later
@@ -200,7 +197,7 @@ class Engine:
     def begin_arrival(self) -> int | None:
         """Return the slot to write a new version to, or None while it could not be published."""
         with self._changed:
-            old = self.slots.find(State.DRAINING)
+            old = self.slots.draining
             must_wait = old is not None and self._is_used(old) and time.monotonic() < self._drains_until
             slot = None if must_wait else self.slots.begin()
         if slot is not None:
@@ -214,8 +211,8 @@ class Engine:
             self._changed.notify()
 
     def _serving(self) -> int:
-        slot = self.slots.find(State.SERVING)
-        slot = self.slots.find(State.WHOLE) if slot is None else slot  # it is published before the next step
+        # A complete version is published before the next step.
+        slot = self.slots.whole if self.slots.serving is None else self.slots.serving
         if slot is None:
             raise Refused(503, "no weights have arrived yet", "not_ready")
         return slot
@@ -224,11 +221,7 @@ class Engine:
         slot = self._serving()
         if not request.version:
             return slot
-        here = {
-            at: version
-            for at, version in enumerate(self.slots.versions)
-            if version is not None and self.slots.states[at] is not State.ARRIVING
-        }
+        here = {at: version for at, version in enumerate(self.slots.versions) if version is not None}
         # By the fingerprint, or by the run and the number alone, which may name two versions.
         wanted = request.version
         found = [at for at, it in here.items() if wanted in (it.fingerprint, f"{it.run}:{it.number}")]
@@ -242,7 +235,8 @@ class Engine:
 
     def _run(self) -> None:
         while self._next_step():
-            if self._stages is not None and self._stages.forget():
+            if self._stages is not None and self._stages.has_lost:
+                self._stages.has_lost = False
                 for sequence in self._active:
                     sequence.num_cached = 0
             try:
@@ -258,8 +252,8 @@ class Engine:
         """Wait for work, and choose the sequences of the next step. Return False at the end."""
         with self._changed:
             while not self._is_stopped:
-                is_swapping = self.slots.find(State.WHOLE) is not None
-                if (self._active or self._waiting or self._inferring or is_swapping) and not self.is_paused:
+                has_work = self._active or self._waiting or self._inferring or self.slots.whole is not None
+                if has_work and not self.is_paused:
                     self._swap()
                     for sequence in [*self._active, *self._waiting]:
                         if sequence.is_cancelled:
@@ -283,9 +277,9 @@ class Engine:
 
     def _swap(self) -> None:
         """Publish a complete version, once no sequence uses the version before the serving one."""
-        if self.slots.find(State.WHOLE) is None:
+        if self.slots.whole is None:
             return
-        if (old := self.slots.find(State.DRAINING)) is not None:
+        if (old := self.slots.draining) is not None:
             if time.monotonic() > self._drains_until:
                 self._move(old, True)
             if self._is_used(old):

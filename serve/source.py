@@ -147,9 +147,13 @@ class Follower:
 
     def _look(self) -> bool:
         """Fetch a newer version that is due. Return False if it could not be fetched."""
-        found = self.source.newest()
-        if found is None or not found.is_newer(self._newest) or not self._is_due(found):
+        found, newest = self.source.newest(), self._newest
+        if found is None or not found.is_newer(newest):
             return True
+        if newest is not None and found.incarnation == newest.incarnation:
+            passed = self.age_s if self._every.unit == "seconds" else found.number - newest.number
+            if passed < self._every.amount:
+                return True
         if (slot := self._engine.begin_arrival()) is None:
             return True
         version: Version | None = None
@@ -160,11 +164,3 @@ class Follower:
         if version is not None:
             self._newest = version
         return version is not None
-
-    def _is_due(self, found: Version) -> bool:
-        newest = self._newest
-        if newest is None or found.incarnation != newest.incarnation:
-            return True
-        if self._every.unit == "seconds":
-            return self.age_s >= self._every.amount
-        return found.number - newest.number >= self._every.amount

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,7 +52,7 @@ class Measured:
     machines: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
     clocks: dict[int, float] = field(default_factory=dict)  # seconds behind this machine, an upper bound; by rank
     round_trips: dict[int, tuple[float, float]] = field(default_factory=dict)  # median and p99, by rank
-    links: list[Link] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)  # by rank
     refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, transport and reason
     server: dict[str, Any] = field(default_factory=dict)  # its machine, if no worker runs there
     security: str = "none"  # of the connections, as in the server's log: `mutual TLS, token`
@@ -59,9 +60,20 @@ class Measured:
     ended: str = ""  # why measuring ended, a sentence
     is_partial: bool = False  # ended by Ctrl-C
 
-    def of_rank(self, rank: int) -> list[Link]:
-        """Returns the links of a worker, the best transport first."""
-        return sorted((link for link in self.links if link.rank == rank), key=lambda link: link.exchange_s)
+    def best_links(self) -> list[Link]:
+        """Returns the link of each worker over its best transport."""
+        of_ranks = groupby(self.links, key=lambda link: link.rank)
+        return [min(links, key=lambda link: link.exchange_s) for _, links in of_ranks]
+
+    def named_machines(self) -> list[tuple[str, dict[str, Any], float | None]]:
+        """Returns each machine with its name, and the seconds that its clock is behind; None: not known."""
+        found = [
+            (f"worker {rank} ({item['host']})", item, self.clocks.get(rank))
+            for rank, item in sorted(self.machines.items())
+        ]
+        if item := self.server:
+            found.append((f"server ({item['host']})", item, item["arrived"] - item["time"]))
+        return found
 
 
 @dataclass(frozen=True)

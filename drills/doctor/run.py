@@ -55,14 +55,14 @@ def examine(
         if hosts and not found.is_partial:
             steps.at(_MEASURING, "measuring the server's machine")
             found.server = server_of(hosts, num_workers, seconds, sets)
-        compute_s = compute_s or found.compute_s
-        link = advice.typical([of_worker[0] for rank in found.machines if (of_worker := found.of_rank(rank))])
+        found.compute_s = compute_s or found.compute_s
+        link = advice.typical(found.best_links())
         trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
         steps.at(_MEASURING, "simulating each mode with these metrics")
-        foreseen = advice.foresee(path, num_workers, found.megabytes, compute_s, link, trip_s, sets)
+        foreseen = advice.foresee(path, num_workers, found.megabytes, found.compute_s, link, trip_s, sets)
     checks = advice.checks(found)
-    is_uneven = advice.are_uneven(found)
-    sentences = advice.sentences(foreseen, link, trip_s, compute_s, found.megabytes, uneven=is_uneven)
+    uneven = advice.are_uneven(found)
+    sentences = advice.sentences(foreseen, link, trip_s, found.compute_s, found.megabytes, uneven=uneven)
     over = f"worker.transports={','.join(dict.fromkeys([*transports, 'grpc']))}"
     verified: list[_Verified] = []
     if verify and not found.is_partial:
@@ -71,7 +71,7 @@ def examine(
                 verified.extend(_verified(where, foreseen, seconds, num_workers, [*sets, over], steps))
             except KeyboardInterrupt:
                 found.is_partial = True
-    report = Report(found, checks, foreseen, sentences, verified, compute_s)
+    report = Report(found, checks, foreseen, sentences, verified)
     if as_json:
         print(report.as_json())
     else:
