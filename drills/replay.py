@@ -44,7 +44,7 @@ class Replay(Seats):
         self.has_gaps = False  # lines of commits are missing
         self.unchecked_modes: dict[str, None] = {}  # modes without installed rules
         self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
-        self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, number), void or not
+        self.ever_committed: set[tuple[int, int]] = set()  # (rank, number), void or not
         self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: its numbers
         self.newest: dict[tuple[str, int], int] = {}  # its newest version
         self.num_late: dict[tuple[str, int], int] = {}  # replies that may come while its workers compute
@@ -167,7 +167,7 @@ class Replay(Seats):
         for index, (rank, number) in enumerate(missing, 1):
             made = self.version + (index if are_single else number - known[rank])
             self.lineage.add(rank, number, min(made, version), line.number)
-            self.ever_committed.add((self.run or "", rank, number))
+            self.ever_committed.add((rank, number))
         self.version = version
 
     def _on_snapshot(self, line: Line) -> None:
@@ -233,7 +233,7 @@ class Replay(Seats):
             if self._open.pop((rank, number), None) != incarnation:
                 text = f"rank {rank} incarnation {incarnation} contribution {number}"
                 self._report(f"version {version} holds {text}, which was not accepted before")
-            self.ever_committed.add((self.run or "", rank, number))
+            self.ever_committed.add((rank, number))
         folded = {(rank, number) for rank, _, number in line["contributions"]}
         skipped = {item for item in self._skipped if self._open.pop(item, None) is not None}
         self._skipped.clear()

@@ -34,7 +34,6 @@ class _Worker(Follower):
         super().__init__()
         self.run: str | None = None  # from its start line on
         self._replay = server
-        self._committed = {(rank, number) for _, rank, number in server.ever_committed}
         self._seat: Seat = ("", 0, 0, 0)
         self._number: int | None = None  # contributions that count; None: unknown, as its first lines are missing
         self._waits = False  # it has sent a contribution, and received no reply
@@ -96,7 +95,7 @@ class _Worker(Follower):
             numbers = self._replay.cut.get(self._seat[:2])
             # A server that was killed, or whose disk was full, may not have written the line of this commit.
             may_be_cut = numbers is not None and number > numbers.get(rank, 0)
-            if (rank, number) not in self._committed and not may_be_cut:
+            if (rank, number) not in self._replay.ever_committed and not may_be_cut:
                 message = f"rank {rank} is told that contribution {number} was applied: the server never committed it"
                 self._report(message)
         self._received(line, outcome)

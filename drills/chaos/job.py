@@ -183,22 +183,19 @@ class Chaos:
         event = parse_event(line)
         if event is None:
             return
-        if event.status is not None:
-            self._note_status(event.status)
+        if (status := event.status) is not None:
+            if self._status is not None and status.version > self._status.version:
+                self._is_down = False
+            self._status = status
+            progress = (status.version, [(worker.step, worker.state) for worker in status.workers])
+            if progress != self._progress[0]:
+                self._progress = (progress, asyncio.get_running_loop().time())
         if event.name == "snapshot":
             self._begun.set()
         if event.name == "listening" and event.fields.get("role") == SERVER.role:
             self._ports[int(event.fields.get("rank") or 0)] = int(str(event.fields["address"]).rpartition(":")[2])
         if event.name in _SHOWN and (event.name not in _SERVERS or event.fields.get("role") == SERVER.role):
             self._show(event)
-
-    def _note_status(self, status: Status) -> None:
-        if self._status is not None and status.version > self._status.version:
-            self._is_down = False
-        self._status = status
-        progress = (status.version, [(worker.step, worker.state) for worker in status.workers])
-        if progress != self._progress[0]:
-            self._progress = (progress, asyncio.get_running_loop().time())
 
     def _show(self, event: Event) -> None:
         self._ending.events[event.name] += 1
