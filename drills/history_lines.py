@@ -124,9 +124,8 @@ def read_lines(file: str, lines: Iterable[bytes]) -> tuple[list[Line], list[Prob
     problems: list[Problem] = []
     for number, raw in enumerate(lines, 1):
         if len(raw) > MAX_LINE_BYTES:
-            problems.append(
-                Problem(file, number, f"a line of more than {MAX_LINE_BYTES:,} bytes: the rest is not read")
-            )
+            message = f"a line of more than {MAX_LINE_BYTES:,} bytes: the rest is not read"
+            problems.append(Problem(file, number, message))
             break
         if not raw.strip():
             continue

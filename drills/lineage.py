@@ -6,8 +6,9 @@ A server that goes back to a snapshot removes later commits. Workers must make t
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 
@@ -18,21 +19,6 @@ class _Commit(NamedTuple):
     number: int
     line: int
     is_skipped: bool
-
-
-@dataclass
-class _Rank:
-    """Commits of one rank, in order. `first`: its initial number, which has no commit."""
-
-    first: int
-    commits: list[_Commit] = field(default_factory=list)
-
-    def up_to(self, version: int) -> list[_Commit]:
-        return self.commits[: bisect_right(self.commits, version, key=lambda commit: commit.version)]
-
-    def number(self, commits: list[_Commit]) -> int:
-        """Returns the number after these commits, its first ones."""
-        return commits[-1].number if commits else self.first
 
 
 def _count(title: str) -> int:
@@ -57,79 +43,74 @@ class Tally:
 
 
 class Lineage:
-    """The commits of a run after a snapshot."""
+    """The commits of a run after a snapshot, which has `numbers` by rank."""
 
     def __init__(self, numbers: dict[int, int]) -> None:
-        self._ranks = {rank: _Rank(number) for rank, number in numbers.items()}
+        self._first = dict(numbers)  # by rank: its initial number, which has no commit here
+        self._commits: defaultdict[int, list[_Commit]] = defaultdict(list)  # by rank, in order
 
     def begin(self, rank: int) -> None:
         """A new rank begins, whose first contribution is number 1."""
-        self._ranks.setdefault(rank, _Rank(0))
+        self._first.setdefault(rank, 0)
 
     def add(self, rank: int, number: int, version: int, line: int, *, is_skipped: bool = False) -> str | None:
         """Add a commit, or a contribution that was skipped in it. Returns its problem as a sentence, if any."""
-        known = self._ranks.setdefault(rank, _Rank(0))
+        self.begin(rank)
         last, problem = self.number(rank), None
         if number <= last:
-            before = next((f" on line {commit.line}" for commit in known.commits if commit.number == number), "")
-            problem = f"is committed again: it was{before}, and rank {rank} is at {last}"
+            lines = (f" on line {commit.line}" for commit in self._commits[rank] if commit.number == number)
+            problem = f"is committed again: it was{next(lines, '')}, and rank {rank} is at {last}"
         elif number > last + 1:
             problem = f"is committed after {last}: the {number - last - 1} between them are lost"
-        known.commits.append(_Commit(version, number, line, is_skipped))
+        self._commits[rank].append(_Commit(version, number, line, is_skipped))
         return problem and f"contribution {number} of rank {rank} {problem}"
 
-    def number(self, rank: int) -> int:
-        """Returns the number of the last commit, 0 for an unknown rank."""
-        known = self._ranks.get(rank, _Rank(0))
-        return known.number(known.commits)
+    def _up_to(self, rank: int, version: int | None) -> list[_Commit]:
+        """Returns the commits of a rank up to a version; None: all."""
+        commits = self._commits[rank]
+        return commits if version is None else commits[: bisect_right(commits, version, key=attrgetter("version"))]
+
+    def number(self, rank: int, version: int | None = None) -> int:
+        """Returns the number of the last commit, up to a version if one is given; 0 for an unknown rank."""
+        commits = self._up_to(rank, version)
+        return commits[-1].number if commits else self._first.get(rank, 0)
 
     def numbers(self) -> dict[int, int]:
         """Returns the number of the last commit by rank."""
-        return {rank: self.number(rank) for rank in self._ranks}
+        return {rank: self.number(rank) for rank in self._first}
 
     def differences(self, version: int, numbers: dict[int, int]) -> list[str]:
         """Returns how `numbers` differ from the commits up to `version`, as phrases. Ranks without commits may lack."""
         found = []
-        for rank in sorted({*numbers, *self._ranks}):
-            known, number = self._ranks.get(rank), numbers.get(rank)
-            if known is None:
+        for rank in sorted({*numbers, *self._first}):
+            number, committed = numbers.get(rank), self.number(rank, version)
+            if rank not in self._first:
                 found.append(f"rank {rank} at number {number}, it never joined")
-                continue
-            committed = known.number(known.up_to(version))
-            if number != committed and not (number is None and committed == known.first):
+            elif number != committed and not (number is None and committed == self._first[rank]):
                 found.append(f"rank {rank} at number {number}, committed were {committed}")
         return found
 
     def roll_back(self, version: int, numbers: dict[int, int]) -> list[tuple[int, int]]:
         """Remove the commits after `version` with its `numbers`, and return their (rank, number)."""
         voided: list[tuple[int, int]] = []
-        for rank, known in list(self._ranks.items()):
-            kept = known.up_to(version)
-            voided += [(rank, commit.number) for commit in known.commits[len(kept) :] if not commit.is_skipped]
-            known.commits = kept
+        for rank in list(self._first):
+            commits, kept = self._commits[rank], self._up_to(rank, version)
+            voided += [(rank, commit.number) for commit in commits[len(kept) :] if not commit.is_skipped]
+            self._commits[rank] = kept
             if not kept and rank not in numbers:
-                del self._ranks[rank]
-        for rank, number in numbers.items():
-            self._ranks.setdefault(rank, _Rank(number))
+                del self._first[rank]
+        self._first = {**numbers, **self._first}
         return voided
 
     def contributions(self, version: int | None = None) -> set[tuple[int, int]]:
         """Returns the (rank, number) in the weights of `version`, the newest by default."""
-        return {
-            (rank, commit.number)
-            for rank, known in self._ranks.items()
-            for commit in (known.commits if version is None else known.up_to(version))
-            if not commit.is_skipped
-        }
+        commits = ((rank, commit) for rank in self._first for commit in self._up_to(rank, version))
+        return {(rank, commit.number) for rank, commit in commits if not commit.is_skipped}
 
     def commits(self) -> list[tuple[int, int, int]]:
         """Returns the (version, rank, number) of each commit, skipped or not, by version."""
-        return sorted(
-            (commit.version, rank, commit.number) for rank, known in self._ranks.items() for commit in known.commits
-        )
+        return sorted((it.version, rank, it.number) for rank, commits in self._commits.items() for it in commits)
 
     def sizes(self) -> dict[int, int]:
         """Returns the number of contributions in each version."""
-        return Counter(
-            commit.version for known in self._ranks.values() for commit in known.commits if not commit.is_skipped
-        )
+        return Counter(it.version for commits in self._commits.values() for it in commits if not it.is_skipped)

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from operator import itemgetter
 from typing import Any
 
 from ..common.registry import MODES
 from ..ps.policies.base import Common
 from ..ps.policies.rules import Rule
 from .history_lines import Line, shown
-from .lineage import Lineage, Tally
+from .lineage import Lineage
 from .seats import Seats
 
 _MAX_TEXT = 200
@@ -43,7 +44,7 @@ class Replay(Seats):
         self.has_gaps = False  # lines of commits are missing
         self.unchecked_modes: dict[str, None] = {}  # modes without installed rules
         self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
-        self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, number), void or not
+        self.ever_committed: set[tuple[int, int]] = set()  # (rank, number), void or not
         self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: its numbers
         self.newest: dict[tuple[str, int], int] = {}  # its newest version
         self.num_late: dict[tuple[str, int], int] = {}  # replies that may come while its workers compute
@@ -56,21 +57,18 @@ class Replay(Seats):
     def feed(self, line: Line) -> None:
         if line.op == "end" and line.fields.get("begun") is False:
             return  # it was stopped while it waited for its other shards
+        self._line = line
         if self.run is None and line.op != "start":
-            self._line = line
             self._report(f"{line.op} before any start")
             self.run = ""
         if self._has_ended and line.op != "start":
-            self._line = line
             self._report(f"{line.op} after the run's end")
         super().feed(line)
 
-    def finish(self) -> Tally:
-        """The counts; the run in progress is counted as it stands."""
+    def finish(self) -> None:
+        """Count the run in progress as it stands."""
         self._note()
-        if self.run is not None:
-            self._close_run()
-        return self.tally
+        self._close_run()
 
     # ---- starts, snapshots, ends ----------------------------------------------------------
 
@@ -81,8 +79,7 @@ class Replay(Seats):
         if line["run"] == self.run:
             self._restarted(line, version, numbers, has_source)
         else:
-            if self.run is not None:
-                self._close_run()
+            self._close_run()
             if not has_source and (version or any(numbers.values())):
                 self._report(f"a run that begins from nothing is at version {version}, numbers {numbers}")
             self.run, self.lineage, self._voided = line["run"], Lineage(numbers), set()
@@ -143,10 +140,8 @@ class Replay(Seats):
                 )
             elif not line.fields.get("skipped"):
                 lost = len(self.lineage.contributions(self._durable)) - len(self.lineage.contributions(version))
-                self._report(
-                    f"the server starts at version {version}, but version {self._durable} was in a snapshot: "
-                    f"{lost} durable contributions are lost"
-                )
+                text = f"version {self._durable} was in a snapshot: {lost} durable contributions are lost"
+                self._report(f"the server starts at version {version}, but {text}")
         self._compare(f"the server starts at version {version} with", version, numbers)
         voided = self.lineage.roll_back(version, numbers)
         self.tally.rolled_back += len(voided)
@@ -172,7 +167,7 @@ class Replay(Seats):
         for index, (rank, number) in enumerate(missing, 1):
             made = self.version + (index if are_single else number - known[rank])
             self.lineage.add(rank, number, min(made, version), line.number)
-            self.ever_committed.add((self.run or "", rank, number))
+            self.ever_committed.add((rank, number))
         self.version = version
 
     def _on_snapshot(self, line: Line) -> None:
@@ -216,6 +211,7 @@ class Replay(Seats):
         self._report(*(f"{text} {difference}" for difference in self.lineage.differences(version, numbers)))
 
     def _close_run(self) -> None:
+        """Count the contributions of the run that is followed."""
         applied = self.lineage.contributions()
         self.tally.applied += len(applied)
         self.tally.lost += len(self._voided - applied)
@@ -234,14 +230,12 @@ class Replay(Seats):
         if not live - waiting <= members <= live:  # a mode may let a worker wait that enters during a round
             self._report(f"version {version} names the members {sorted(members)}, but live are {sorted(live)}")
         for rank, incarnation, number in line["contributions"]:
-            if self._close(rank, number) != incarnation:
-                self._report(
-                    f"version {version} holds rank {rank} incarnation {incarnation} contribution {number}, which was "
-                    "not accepted before"
-                )
-            self.ever_committed.add((self.run or "", rank, number))
+            if self._open.pop((rank, number), None) != incarnation:
+                text = f"rank {rank} incarnation {incarnation} contribution {number}"
+                self._report(f"version {version} holds {text}, which was not accepted before")
+            self.ever_committed.add((rank, number))
         folded = {(rank, number) for rank, _, number in line["contributions"]}
-        skipped = {item for item in self._skipped if self._close(*item) is not None}
+        skipped = {item for item in self._skipped if self._open.pop(item, None) is not None}
         self._skipped.clear()
         self._close_round()
         for rank, number in sorted(folded | skipped):
@@ -249,9 +243,7 @@ class Replay(Seats):
             if problem and (rank, number) in folded:
                 self._report(problem)
         if self._open:
-            left = [
-                f"contribution {number} of rank {rank}" for rank in sorted(self._open) for number in self._open[rank]
-            ]
+            left = [f"contribution {number} of rank {rank}" for rank, number in sorted(self._open, key=itemgetter(0))]
             self._report(f"version {version} leaves out contributions that were accepted before: {', '.join(left)}")
             self._open.clear()
         missing = sorted(members - waiting - {rank for rank, _ in folded | skipped})
@@ -262,11 +254,3 @@ class Replay(Seats):
         if not num_contributions:
             self._report(f"version {version} has no contribution")
         self._report(*(rule.committed(version, num_contributions, missing) for rule in self._rules))
-
-    def _close(self, rank: int, number: int) -> int | None:
-        """Returns the incarnation of an accepted contribution that is in a version now, None if it was not accepted."""
-        numbers = self._open.get(rank, {})
-        incarnation = numbers.pop(number, None)
-        if not numbers:
-            self._open.pop(rank, None)
-        return incarnation

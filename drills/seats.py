@@ -79,7 +79,7 @@ class Seats(Follower):
         self._steps = steps  # by rank: training steps that count; absent: not known yet
         self._steps_of_round: dict[int, int] = {}  # by rank, of what counts with the open round
         self._newest: dict[int, int] = {}  # incarnation per rank
-        self._open: dict[int, dict[int, int]] = {}  # accepted, not committed: by rank, number to incarnation
+        self._open: dict[tuple[int, int], int] = {}  # accepted, not committed: (rank, number) to incarnation
         self._skipped: set[tuple[int, int]] = set()  # accepted (rank, number) without a fold
         self._empty: set[int] = set()  # ranks whose newest contribution was skipped
 
@@ -117,7 +117,7 @@ class Seats(Follower):
 
     def _known_number(self, rank: int) -> int:
         """Returns the last accepted number of a rank."""
-        return max(self._open[rank]) if rank in self._open else self.lineage.number(rank)
+        return max((number for of, number in self._open if of == rank), default=self.lineage.number(rank))
 
     def _on_enter(self, line: Line) -> None:
         rank, number = line["rank"], line["seq"]
@@ -140,9 +140,8 @@ class Seats(Follower):
             return
         has_finished = line.fields.get("finished") and how != "finished"
         if member.pending is not None and has_finished:
-            self._report(
-                f"rank {rank} has finished, and its reply to {member.number} ({member.pending}) was never sent"
-            )
+            due = f"its reply to {member.number} ({member.pending})"
+            self._report(f"rank {rank} has finished, and {due} was never sent")
         if how == "finished":
             member.is_member = False
             self._finished.add(rank)
@@ -190,7 +189,7 @@ class Seats(Follower):
             self._steps_of_round[rank] = line["num_steps"]
         elif rank in self._steps:
             self._steps[rank] += line["num_steps"]
-        self._open.setdefault(rank, {})[number] = line["incarnation"]
+        self._open[rank, number] = line["incarnation"]
         (self._empty.add if outcome == "skipped" else self._empty.discard)(rank)
 
     def _check_number(self, rank: int, number: int, outcome: str, member: Member) -> None:
@@ -229,7 +228,11 @@ class Seats(Follower):
         if outcome == "START" and not member.is_member:
             self._report(f"rank {rank} gets its START, and has not entered")
             member.is_member = True
-        self._check_steps(rank, line["training_steps"])
+        # A new rank begins at the steps of the slowest member, so that it does not repeat what the others have done.
+        steps, known = line["training_steps"], self._steps.get(rank)
+        self._steps[rank] = steps
+        if self._policy is not None and known not in (None, steps):
+            self._report(f"rank {rank} goes on at training step {steps}: its contributions have {known}")
         if number != member.number:
             self._report(f"rank {rank} gets its reply for contribution {number}: it is at {member.number}")
         self._check_reply(rank, number, outcome, member)
@@ -237,7 +240,7 @@ class Seats(Follower):
             self._report(f"rank {rank} is given version {version}: the newest is {self.version}")
         if (reference := line.fields.get("reference")) is not None and reference >= version:
             self._report(f"rank {rank} is given version {version} with older weights, of version {reference}")
-        ahead = line["training_steps"] - min(self._steps_of_members(), default=line["training_steps"])
+        ahead = steps - min(self._steps_of_members(), default=steps)
         if not line.fields.get("last"):  # a worker without further steps does not block the others
             self._report(*(rule.replied(rank, ahead) for rule in self._rules))
         member.pending, member.is_through = None, bool(line.fields.get("last"))
@@ -256,7 +259,7 @@ class Seats(Follower):
             expected = "no reply is due" if due is None else f"{due} is due"
             self._report(f"rank {rank} gets the reply {outcome} for contribution {number}: {expected}")
         may_be_open = self._policy is None or self._policy.replies_before_commit
-        if rank in self._open and not may_be_open:
+        if not may_be_open and any(of == rank for of, _ in self._open):
             self._report(f"rank {rank} gets its reply for contribution {number}, which is not committed")
 
     @property
@@ -268,16 +271,6 @@ class Seats(Follower):
 
     def _steps_of_members(self) -> list[int]:
         return [self._steps[rank] for rank, it in self._members.items() if it.is_member and rank in self._steps]
-
-    def _check_steps(self, rank: int, steps: int) -> None:
-        """Check the training steps with which a rank goes on.
-
-        Those of a new rank are the slowest member's, so that it does not repeat what the others have done.
-        """
-        known = self._steps.get(rank)
-        self._steps[rank] = steps
-        if self._policy is not None and known not in (None, steps):
-            self._report(f"rank {rank} goes on at training step {steps}: its contributions have {known}")
 
     def _close_round(self) -> None:
         """Count the steps of a round. A rank that missed it goes on where the others are."""
@@ -300,7 +293,6 @@ class Seats(Follower):
             self._report(f"rank {rank} {text}, but is no member")
             member = self._members[rank] = self._unknown(incarnation, self._known_number(rank))
         elif incarnation != member.incarnation:
-            self._report(
-                f"rank {rank} {text} as incarnation {incarnation}; incarnation {member.incarnation} has joined since"
-            )
+            since = f"incarnation {member.incarnation} has joined since"
+            self._report(f"rank {rank} {text} as incarnation {incarnation}; {since}")
         return member

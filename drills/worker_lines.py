@@ -34,7 +34,6 @@ class _Worker(Follower):
         super().__init__()
         self.run: str | None = None  # from its start line on
         self._replay = server
-        self._committed = {(rank, number) for _, rank, number in server.ever_committed}
         self._seat: Seat = ("", 0, 0, 0)
         self._number: int | None = None  # contributions that count; None: unknown, as its first lines are missing
         self._waits = False  # it has sent a contribution, and received no reply
@@ -96,7 +95,7 @@ class _Worker(Follower):
             numbers = self._replay.cut.get(self._seat[:2])
             # A server that was killed, or whose disk was full, may not have written the line of this commit.
             may_be_cut = numbers is not None and number > numbers.get(rank, 0)
-            if (rank, number) not in self._committed and not may_be_cut:
+            if (rank, number) not in self._replay.ever_committed and not may_be_cut:
                 message = f"rank {rank} is told that contribution {number} was applied: the server never committed it"
                 self._report(message)
         self._received(line, outcome)
@@ -116,10 +115,8 @@ class _Worker(Follower):
         text = f"rank {rank} received the reply {outcome} for contribution {line['seq']}, version {version}"
         if self._num_received < len(sent):
             was = sent[self._num_received]
-            has_weights, is_version = (
-                was.fields.get("weights", True),
-                may_have(was, version, version if is_cut else newest),
-            )
+            has_weights = was.fields.get("weights", True)
+            is_version = may_have(was, version, version if is_cut else newest)
             if (line["seq"], outcome) != (was["seq"], was["outcome"]) or not is_version:
                 theirs = f"{was['outcome']} for contribution {was['seq']}, version {was['version']}"
                 self._report(f"{text}: the server sent {theirs}")
@@ -146,10 +143,8 @@ class _Worker(Follower):
                 elif accept["outcome"].lower() != "repeated" and accept["seq"] <= last:  # who asks again sends nothing
                     self._line = accept
                     text = f"of {samples} samples in {num_steps} steps and {num_batches} batches"
-                    self._report(
-                        f"contribution {number} of rank {accept['rank']} {text}, computed on version {base}: its "
-                        "worker sent no such one"
-                    )
+                    text = f"contribution {number} of rank {accept['rank']} {text}, computed on version {base}"
+                    self._report(f"{text}: its worker sent no such one")
         return self.problems
 
 

@@ -25,7 +25,7 @@ from . import openai
 from .engine import End, Engine, Job, Piece
 from .errors import Refused
 from .infer import described_inputs, read_inputs, write_outputs
-from .source import Follower, Source
+from .source import Follower
 
 log = get_logger()
 
@@ -64,19 +64,18 @@ class Meters:
 class Service:
     """Handles the requests to one process. `name` is the task's name."""
 
-    def __init__(self, name: str, engine: Engine, follower: Follower, source: Source, settings: ServeConfig) -> None:
-        self._name, self._engine, self._source = name, engine, source
+    def __init__(self, name: str, engine: Engine, follower: Follower) -> None:
+        self._name, self._engine, self._source = name, engine, follower.source
         self._meters = Meters(engine, follower)
-        kind = engine.kind
-        self._limit_s = settings.reply_s
         self._names = {"live", name}
-        self._requests = (
-            openai.Requests(engine.task, self._names, kind, settings.max_tokens) if kind is not None else None
-        )
+        self._requests: openai.Requests | None = None
+        if engine.kind is not None:
+            self._requests = openai.Requests(engine.task, self._names, engine.kind, engine.options.max_tokens)
         self._inputs: list[dict[str, Any]] | None = None
 
-    def routes(self) -> list[Route]:
-        return [
+    def app(self) -> Starlette:
+        """Return the application. Wrap it in a guard."""
+        routes = [
             Route("/v1/completions", self._catching(partial(self._reply, is_chat=False)), methods=["POST"]),
             Route("/v1/chat/completions", self._catching(partial(self._reply, is_chat=True)), methods=["POST"]),
             Route("/v1/models", self._catching(self.list_models)),
@@ -88,6 +87,7 @@ class Service:
             Route("/metrics", self._catching(self.metrics)),
             *static_routes({"/": "chat.html", "/chat": "chat.html"}),
         ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
 
     def _catching(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def catches(request: Request) -> Response:
@@ -98,10 +98,9 @@ class Service:
             except ClientDisconnect:
                 response = openai.error_response(400, "the body is not whole")
             except Exception as error:
-                log.error("serve_failed", path=request.url.path[:80], error=f"{type(error).__name__}: {error}")
-                response = openai.error_response(
-                    500, f"ps-serve failed: {type(error).__name__}: {error}", "internal_error"
-                )
+                reason = f"{type(error).__name__}: {error}"
+                log.error("serve_failed", path=request.url.path[:80], error=reason)
+                response = openai.error_response(500, f"ps-serve failed: {reason}", "internal_error")
             if request.method == "POST":
                 self._meters.replies.labels(str(response.status_code)).inc()
             return response
@@ -115,7 +114,7 @@ class Service:
             message = f"task {self._name} writes no text"
             raise Refused(404, f"{message}; ask /v2/models/{self._name}/infer", "model_not_found")
         client = self._requests.read(await _json(request), is_chat)
-        stream = Stream(self._engine, client, self._meters, self._limit_s)
+        stream = Stream(self._engine, client, self._meters)
         replies = openai.Replies(client, self._name, self._engine.task.decode)
         async with _watched(request, stream):
             found = await stream.next()
@@ -150,9 +149,10 @@ class Service:
         computed: asyncio.Future[Any] = asyncio.wrap_future(self._engine.infer(inputs))
         gone: asyncio.Future[Any] = asyncio.create_task(_gone(request))
         try:
-            await asyncio.wait({computed, gone}, timeout=self._limit_s, return_when=asyncio.FIRST_COMPLETED)
+            limit_s = self._engine.options.reply_s
+            await asyncio.wait({computed, gone}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not computed.done():
-                raise ClientDisconnect if gone.done() else self._engine.late(self._limit_s)
+                raise ClientDisconnect if gone.done() else self._engine.late()
             outputs, version = computed.result()
         finally:
             gone.cancel()
@@ -204,8 +204,8 @@ class Stream:
     Raises Refused if the engine does not accept the request.
     """
 
-    def __init__(self, engine: Engine, client: openai.ClientRequest, meters: Meters, limit_s: float) -> None:
-        self._engine, self._meters, self._client, self._limit_s = engine, meters, client, limit_s
+    def __init__(self, engine: Engine, client: openai.ClientRequest, meters: Meters) -> None:
+        self._engine, self._meters, self._client = engine, meters, client
         self._loop = asyncio.get_running_loop()
         self._found: asyncio.Queue[Piece | End | Refused] = asyncio.Queue()
         self._began_at = self._loop.time()
@@ -223,10 +223,10 @@ class Stream:
     async def next(self) -> Piece | End | Refused:
         found: Piece | End | Refused
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self._engine.options.reply_s):
                 found = await self._found.get()
         except TimeoutError:
-            found = self._engine.late(self._limit_s)
+            found = self._engine.late()
             self.close()
         if isinstance(found, Piece):
             if not self._num_pieces:
@@ -307,8 +307,3 @@ async def _json(request: Request) -> Any:
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return openai.error_response(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
-
-
-def make_app(service: Service) -> Starlette:
-    """Return the application. Wrap it in a guard."""
-    return Starlette(routes=service.routes(), exception_handlers={HTTPException: _unknown})

@@ -10,6 +10,7 @@ A model that uses it takes it as `model(tokens, cache=view)`, with tokens (B, T)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import torch
@@ -35,13 +36,11 @@ class KvCache:
 
     def take(self) -> int:
         """Take and return the lowest free row, so that the rows of a batch are mostly contiguous."""
-        row = min(self._free)
-        self._free.remove(row)
-        return row
+        return heappop(self._free)
 
     def give_back(self, row: int) -> None:
         """Free a row."""
-        self._free.append(row)
+        heappush(self._free, row)
 
     def view(self, rows: Sequence[int], lengths: Sequence[int], num_tokens: int) -> CacheView:
         """Return a view of rows that have `lengths` tokens. Each gets `num_tokens` more."""

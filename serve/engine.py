@@ -20,9 +20,9 @@ from ..common.config.schema import ServeConfig
 from ..common.reporting.log import get_logger
 from .errors import MOST_PAUSES, Paused, Refused
 from .infer import InferQueue, Reply, Tensors
-from .models import LanguageModel, batch_of
+from .models import LanguageModel
 from .sampling import Chosen, Sampling, choose
-from .slots import Slots, State, Version
+from .slots import Slots, Version
 from .text import TextPieces
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ class Job:
     pieces: TextPieces
     generator: torch.Generator
     tokens: list[int]
-    end: int | None  # a token
     slot: int = -1
     row: int = -1  # in the cache
     num_cached: int = 0
@@ -129,21 +128,16 @@ class Engine:
         """Queue a request. Raises Refused if it cannot be served or the queue is full."""
         assert self.kind is not None
         if (excess := len(request.prompt) + request.max_tokens - self.kind.context) > 0:
-            raise Refused(
-                400,
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: together "
-                f"{excess} more than the context of {self.kind.context}",
-                "context_length_exceeded",
-                "max_tokens" if len(request.prompt) < self.kind.context else "prompt",
-            )
+            message = f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: together "
+            message += f"{excess} more than the context of {self.kind.context}"
+            param = "max_tokens" if len(request.prompt) < self.kind.context else "prompt"
+            raise Refused(400, message, "context_length_exceeded", param)
         with self._changed:
             version = self.slots.versions[self._slot_of(request)]
             if request.version and version is not None:  # a number may name another version later
                 request = replace(request, version=version.fingerprint)
-        sequence = Job(
-            request, emit, TextPieces(self.task.decode, request.stop), request.sampling.generator(),
-            list(request.prompt), getattr(self.task, "end", None),
-        )  # fmt: skip
+        pieces = TextPieces(self.task.decode, request.stop)
+        sequence = Job(request, emit, pieces, request.sampling.generator(), list(request.prompt))
         with self._changed:
             if len(self._waiting) >= self.options.queue + max(0, self.options.slots - len(self._active)):
                 message = f"{len(self._waiting)} requests wait already, which is the maximum (serve.queue)"
@@ -181,10 +175,11 @@ class Engine:
         """The stages that are away, and why. Empty: none."""
         return "" if self._stages is None else self._stages.problem
 
-    def late(self, limit_s: float) -> Refused:
+    def late(self) -> Refused:
         """Return the refusal of a request that has waited too long."""
         work = f"{self.num_active} requests are decoded, {self.num_waiting + len(self._inferring)} wait"
-        return Refused(504, f"nothing came for {limit_s:g} s (serve.reply_s): {self.pause or work}", "timeout")
+        message = f"nothing came for {self.options.reply_s:g} s (serve.reply_s): {self.pause or work}"
+        return Refused(504, message, "timeout")
 
     @property
     def num_active(self) -> int:
@@ -197,12 +192,12 @@ class Engine:
     def versions(self) -> list[Version]:
         """Return the versions that reply, the newest first."""
         with self._changed:
-            return [version for slot in reversed([*self.slots.live()]) if (version := self.slots.versions[slot])]
+            return [version for slot in reversed(self.slots.live()) if (version := self.slots.versions[slot])]
 
     def begin_arrival(self) -> int | None:
         """Return the slot to write a new version to, or None while it could not be published."""
         with self._changed:
-            old = self.slots.find(State.DRAINING)
+            old = self.slots.draining
             must_wait = old is not None and self._is_used(old) and time.monotonic() < self._drains_until
             slot = None if must_wait else self.slots.begin()
         if slot is not None:
@@ -216,8 +211,8 @@ class Engine:
             self._changed.notify()
 
     def _serving(self) -> int:
-        slot = self.slots.find(State.SERVING)
-        slot = self.slots.find(State.WHOLE) if slot is None else slot  # it is published before the next step
+        # A complete version is published before the next step.
+        slot = self.slots.whole if self.slots.serving is None else self.slots.serving
         if slot is None:
             raise Refused(503, "no weights have arrived yet", "not_ready")
         return slot
@@ -226,11 +221,7 @@ class Engine:
         slot = self._serving()
         if not request.version:
             return slot
-        here = {
-            at: version
-            for at, version in enumerate(self.slots.versions)
-            if version is not None and self.slots.states[at] is not State.ARRIVING
-        }
+        here = {at: version for at, version in enumerate(self.slots.versions) if version is not None}
         # By the fingerprint, or by the run and the number alone, which may name two versions.
         wanted = request.version
         found = [at for at, it in here.items() if wanted in (it.fingerprint, f"{it.run}:{it.number}")]
@@ -244,7 +235,8 @@ class Engine:
 
     def _run(self) -> None:
         while self._next_step():
-            if self._stages is not None and self._stages.forget():
+            if self._stages is not None and self._stages.has_lost:
+                self._stages.has_lost = False
                 for sequence in self._active:
                     sequence.num_cached = 0
             try:
@@ -259,15 +251,17 @@ class Engine:
     def _next_step(self) -> bool:
         """Wait for work, and choose the sequences of the next step. Return False at the end."""
         with self._changed:
-            while not (self._is_stopped or (self._has_work() and not self.is_paused)):
+            while not self._is_stopped:
+                has_work = self._active or self._waiting or self._inferring or self.slots.whole is not None
+                if has_work and not self.is_paused:
+                    self._swap()
+                    for sequence in [*self._active, *self._waiting]:
+                        if sequence.is_cancelled:
+                            self._end(sequence, "cancelled")
+                    self._admit()
+                    return True
                 self._changed.wait()
-            if not self._is_stopped:
-                self._swap()
-                for sequence in [*self._active, *self._waiting]:
-                    if sequence.is_cancelled:
-                        self._end(sequence, "cancelled")
-                self._admit()
-            return not self._is_stopped
+            return False
 
     def _refuse_all(self, reason: Refused) -> None:
         if reason.status == 500:
@@ -278,18 +272,14 @@ class Engine:
                 sequence.emit(reason)
             self._inferring.refuse(reason)
 
-    def _has_work(self) -> bool:
-        is_swapping = self.slots.find(State.WHOLE) is not None
-        return bool(self._active or self._waiting or self._inferring or is_swapping)
-
     def _is_used(self, slot: int) -> bool:
         return any(sequence.slot == slot for sequence in self._active)
 
     def _swap(self) -> None:
         """Publish a complete version, once no sequence uses the version before the serving one."""
-        if self.slots.find(State.WHOLE) is None:
+        if self.slots.whole is None:
             return
-        if (old := self.slots.find(State.DRAINING)) is not None:
+        if (old := self.slots.draining) is not None:
             if time.monotonic() > self._drains_until:
                 self._move(old, True)
             if self._is_used(old):
@@ -324,7 +314,7 @@ class Engine:
 
     def _step(self) -> None:
         """For each version, compute one chunk of one prompt and one token of every other sequence."""
-        for slot in [*self.slots.live()]:
+        for slot in self.slots.live():
             sequences = [sequence for sequence in self._active if sequence.slot == slot]
             new = [sequence for sequence in sequences if len(sequence.tokens) - sequence.num_cached > 1]
             ready = [sequence for sequence in sequences if sequence not in new]
@@ -372,17 +362,17 @@ class Engine:
         assert self.kind is not None
         model = self.models[slot]
         if self._cache is None:
-            return self.kind.next_logits(model, batch_of([sequence.tokens for sequence in batch]), None)
+            return self.kind.next_logits(model, torch.tensor([sequence.tokens for sequence in batch]), None)
         parts = [sequence.tokens[sequence.num_cached :][:_CHUNK] for sequence in batch]
         lengths = [sequence.num_cached for sequence in batch]
         view = self._cache.view([sequence.row for sequence in batch], lengths, len(parts[0]))
-        logits = self.kind.next_logits(model, batch_of(parts), view)
+        logits = self.kind.next_logits(model, torch.tensor(parts), view)
         for sequence in batch:
             sequence.num_cached += len(parts[0])
         return logits
 
     def _take(self, sequence: Job, chosen: Chosen) -> None:
-        if chosen.token == sequence.end:
+        if chosen.token == getattr(self.task, "end", None):
             self._end(sequence, "stop")
             return
         sequence.tokens.append(chosen.token)

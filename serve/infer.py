@@ -183,12 +183,11 @@ class InferQueue:
         return len(self._waiting)
 
     def add(self, inputs: Tensors) -> Reply:
-        """Queue a request. Raises Refused if the queue is full."""
-        with self._lock:
-            self._waiting = deque(item for item in self._waiting if not item.reply.cancelled())
-            if len(self._waiting) >= self._size:
-                raise Refused(429, f"{len(self._waiting)} requests wait already (serve.queue)", "queue_full")
-            self._waiting.append(item := Inference(inputs))
+        """Queue a request. The caller has the lock. Raises Refused if the queue is full."""
+        self._waiting = deque(item for item in self._waiting if not item.reply.cancelled())
+        if len(self._waiting) >= self._size:
+            raise Refused(429, f"{len(self._waiting)} requests wait already (serve.queue)", "queue_full")
+        self._waiting.append(item := Inference(inputs))
         return item.reply
 
     def compute(self, model: nn.Module, version: Version) -> None:
@@ -232,9 +231,8 @@ class InferQueue:
                 self._waiting.appendleft(item)
 
     def refuse(self, reason: Refused) -> None:
-        """End all requests that wait."""
-        with self._lock:
-            for item in self._waiting:
-                if item.has_begun():
-                    item.reply.set_exception(reason)
-            self._waiting.clear()
+        """End all requests that wait. The caller has the lock."""
+        for item in self._waiting:
+            if item.has_begun():
+                item.reply.set_exception(reason)
+        self._waiting.clear()

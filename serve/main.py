@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..common.runstore.reading import RunStore, StoredRun
     from .process import Served
     from .source import Source
-    from .task import TaskSpec
 
 
 def serve(
@@ -78,10 +77,11 @@ def _drain(*_: Any) -> None:
 def _served(resolved: Resolved, run: str | None, file: Path | None) -> Served:
     from .process import Served, wait_for_run
     from .source import WeightsFile
-    from .task import model_name
+    from .task import TaskSpec, model_name
 
     source: Source
-    name, args = resolved.config.task.name, dict[str, Any]()
+    task = resolved.config.task
+    name, args = task.name, dict[str, Any]()
     if file is not None:
         source = WeightsFile(file, file.stem)
     elif run is not None:
@@ -92,7 +92,13 @@ def _served(resolved: Resolved, run: str | None, file: Path | None) -> Served:
         source, standing = wait_for_run(resolved.config)
         settings = read_settings(standing.settings)
         name, args = settings.task, settings.task_args or {}
-    spec = _task(resolved, name, args)
+    if resolved.was_set("task.name"):  # before the built-in task that the run names
+        spec = TaskSpec(task.name, task.args)
+    elif name:
+        spec = TaskSpec(name, task.args, args)
+    else:
+        message = "the run's task is a file, and a file is never taken from a run"
+        raise UsageError(message, fix="add --task FILE.py:NAME")
     return Served(model_name(name or spec.name), spec.load(), source, spec)
 
 
@@ -123,20 +129,6 @@ def _newest(store: RunStore, run: StoredRun) -> tuple[Path, int]:
         return Path(saved), run.version or 0
     fix = "train with --checkpoint-dir DIR or --save FILE.safetensors; or serve a live run: --server HOST:PORT"
     raise CheckpointError(f"run {run.label} has no weights on this disk: no snapshot, and no saved file", fix=fix)
-
-
-def _task(resolved: Resolved, name: str, args: dict[str, Any]) -> TaskSpec:
-    """Return the task that the command line names, or else the built-in task that the run names."""
-    from .task import TaskSpec
-
-    task = resolved.config.task
-    if resolved.was_set("task.name"):
-        return TaskSpec(task.name, task.args)
-    if not name:
-        raise UsageError(
-            "the run's task is a file, and a file is never taken from a run", fix="add --task FILE.py:NAME"
-        )
-    return TaskSpec(name, task.args, args)
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ A task whose model writes text has encode(text), decode(tokens) and `context`, t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -67,14 +66,8 @@ class _HuggingFace(LanguageModel):
 
     def next_logits(self, model: nn.Module, tokens: torch.Tensor, view: CacheView | None) -> torch.Tensor:
         assert view is not None
-        found = model(
-            input_ids=tokens,
-            position_ids=view.positions,
-            attention_mask=view.mask,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_name: _cache_class()(view)},
-        )
+        options = {"use_cache": True, "logits_to_keep": 1, self._cache_name: _cache_class()(view)}
+        found = model(input_ids=tokens, position_ids=view.positions, attention_mask=view.mask, **options)
         return found.logits[:, -1]
 
 
@@ -101,28 +94,19 @@ def _cache_class() -> Any:
 
 def language_model(task: Any, model: nn.Module) -> LanguageModel | None:
     """Return how this task's models are run; None if they do not write text. Raises UsageError."""
-    is_text = callable(getattr(task, "encode", None)) and callable(getattr(task, "decode", None))
-    if not is_text:
+    if not callable(getattr(task, "encode", None)) or not callable(getattr(task, "decode", None)):
         return None
-    found = _kind(task, model)
+    if hasattr(model, "config") and hasattr(model, "generate"):
+        found: LanguageModel = _HuggingFace(task, model)
+    elif not hasattr(task, "context"):
+        message = "the task has encode() and decode(), and does not say how many tokens its model reads"
+        raise UsageError(message, fix="give it an attribute `context`, a whole number")
+    elif hasattr(task, "cache_shape"):
+        found = _WithCache(task)
+    else:
+        log.warning("serve_without_cache", meaning="each token computes the whole text again",
+                    fix="docs/serving.md: a task with cache_shape, and a model that takes cache=")  # fmt: skip
+        found = LanguageModel(task)
     embeddings = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
     found.vocabulary = next(embeddings, None)  # the first layer of a language model
     return found
-
-
-def _kind(task: Any, model: nn.Module) -> LanguageModel:
-    if hasattr(model, "config") and hasattr(model, "generate"):
-        return _HuggingFace(task, model)
-    if not hasattr(task, "context"):
-        message = "the task has encode() and decode(), and does not say how many tokens its model reads"
-        raise UsageError(message, fix="give it an attribute `context`, a whole number")
-    if hasattr(task, "cache_shape"):
-        return _WithCache(task)
-    log.warning("serve_without_cache", meaning="each token computes the whole text again",
-                fix="docs/serving.md: a task with cache_shape, and a model that takes cache=")  # fmt: skip
-    return LanguageModel(task)
-
-
-def batch_of(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return rows of equal length as a tensor (B, T)."""
-    return torch.tensor([list(row) for row in rows], dtype=torch.long)

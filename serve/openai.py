@@ -142,17 +142,16 @@ class Requests:
         if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
             raise Refused(400, "seed is not a whole number of 64 bits", "invalid_type", "seed")
         if is_chat:
-            num = _number(body, "top_logprobs", 0, 0, _MOST_LOGPROBS, whole=True) if _switch(body, "logprobs") else None
+            name, is_on = "top_logprobs", _switch(body, "logprobs")
         else:
-            wanted = body.get("logprobs")
-            is_off = wanted is None or wanted is False
-            num = None if is_off else _number(body, "logprobs", 0, 0, _MOST_LOGPROBS, whole=True)
+            name, is_on = "logprobs", body.get("logprobs") is not None and body["logprobs"] is not False
+        num = int(_number(body, name, 0, 0, _MOST_LOGPROBS, whole=True)) if is_on else None
         return Sampling(
             temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
             top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
             top_k=int(_number(body, "top_k", 0, 0, 2**31, whole=True)),
             seed=seed,
-            num_logprobs=None if num is None else int(num),
+            num_logprobs=num,
         )
 
     def _version(self, body: dict[str, Any]) -> str:
@@ -165,12 +164,8 @@ class Requests:
         if model in self._names:
             return ""
         known = ", ".join(sorted(self._names))
-        raise Refused(
-            404,
-            f"no model {model[:80]} is here; there are: {known}, RUN@INCARNATION.VERSION",
-            "model_not_found",
-            "model",
-        )
+        message = f"no model {model[:80]} is here; there are: {known}, RUN@INCARNATION.VERSION"
+        raise Refused(404, message, "model_not_found", "model")
 
 
 def _switch(body: dict[str, Any], name: str) -> bool:
@@ -187,9 +182,8 @@ def _number(body: dict[str, Any], name: str, default: float, least: float, most:
     is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
         kind = "a whole number" if whole else "a number"
-        raise Refused(
-            400, f"{name} is {str(value)[:40]}: it is {kind} from {least:g} to {most:g}", "invalid_value", name
-        )
+        message = f"{name} is {str(value)[:40]}: it is {kind} from {least:g} to {most:g}"
+        raise Refused(400, message, "invalid_value", name)
     return float(value)
 
 
@@ -212,18 +206,15 @@ class Replies:
 
     def chunk(self, piece: Piece, version: Version) -> dict[str, Any]:
         """Return the chunk of a stream for a piece of text."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": None, "logprobs": self._of(piece)}
-        if self._client.is_chat:
-            choice["delta"] = {"content": piece.text} if self._length else {"role": "assistant", "content": piece.text}
-        else:
-            choice["text"] = piece.text
+        message = {"content": piece.text} if self._length else {"role": "assistant", "content": piece.text}
+        choice = self._choice(None, self._of(piece), piece.text, {"delta": message})
         self._length += len(piece.text)
         return self._frame([choice], version, is_chunk=True)
 
     def last_chunks(self, end: End) -> list[dict[str, Any]]:
         """Return the chunks that end a stream: the reason of the end, and the usage if the client requested it."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": end.reason, "logprobs": None}
-        choice |= {"delta": {"content": end.text} if end.text else {}} if self._client.is_chat else {"text": end.text}
+        delta = {"content": end.text} if end.text else {}
+        choice = self._choice(end.reason, None, end.text, {"delta": delta})
         frame = self._frame([choice], end.version, is_chunk=True)
         if end.num_swaps:
             frame["swaps"] = end.num_swaps
@@ -239,10 +230,14 @@ class Replies:
     def whole(self, end: End) -> dict[str, Any]:
         """Return the whole reply."""
         text = "".join(self._texts) + end.text
-        choice: dict[str, Any] = {"index": 0, "finish_reason": end.reason, "logprobs": _joined(self._logprobs)}
-        choice |= {"message": {"role": "assistant", "content": text}} if self._client.is_chat else {"text": text}
+        message = {"role": "assistant", "content": text}
+        choice = self._choice(end.reason, _joined(self._logprobs), text, {"message": message})
         frame = self._frame([choice], end.version, is_chunk=False) | {"usage": self._usage(end)}
         return frame | ({"swaps": end.num_swaps} if end.num_swaps else {})
+
+    def _choice(self, reason: str | None, logprobs: Any, text: str, chat: dict[str, Any]) -> dict[str, Any]:
+        content = chat if self._client.is_chat else {"text": text}
+        return {"index": 0, "finish_reason": reason, "logprobs": logprobs, **content}
 
     def _frame(self, choices: list[dict[str, Any]], version: Version, is_chunk: bool) -> dict[str, Any]:
         chat, client = self._client.is_chat, self._client

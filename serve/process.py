@@ -47,7 +47,7 @@ def run(config: Config, load: Callable[[], Served]) -> None:
     import torch
 
     from ..web.http import HttpServer
-    from .app import Service, make_app, rules
+    from .app import Service, rules
     from .source import Follower
 
     after_torch()
@@ -66,7 +66,7 @@ def run(config: Config, load: Callable[[], Served]) -> None:
         served.source.averaged_buffers = getattr(served.task, "averaged_buffers", ())
         engine, stages = _engine(config, served, failed)
         follower = Follower(engine, served.source, every(settings.every), failed)
-        http.start(make_app(Service(served.name, engine, follower, served.source, settings)))
+        http.start(Service(served.name, engine, follower).app())
         running.callback(http.close)
         for part in (engine, stages, follower):
             if part is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,12 +23,8 @@ class Sampling:
 
     def generator(self) -> torch.Generator:
         """Return the random numbers of one request. So other requests in a batch change no draw."""
-        generator = torch.Generator()
-        if self.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(self.seed)
-        return generator
+        seed = secrets.randbits(63) if self.seed is None else self.seed
+        return torch.Generator().manual_seed(seed)
 
 
 class Chosen(NamedTuple):

@@ -10,19 +10,9 @@ slots at most one is arriving (or whole), one serving and one draining.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 NUM_SLOTS = 3
-
-
-class State(Enum):
-    IDLE = "idle"
-    ARRIVING = "arriving"
-    WHOLE = "whole"
-    SERVING = "serving"
-    DRAINING = "draining"
 
 
 @dataclass(frozen=True)
@@ -55,48 +45,40 @@ class Version:
 
 
 class Slots:
-    """The state and the version of each slot."""
+    """The version of each slot, and the slots that have a role. The other slots are idle, and have no version."""
 
     def __init__(self) -> None:
-        self.states = [State.IDLE] * NUM_SLOTS
         self.versions: list[Version | None] = [None] * NUM_SLOTS
+        self.arriving: int | None = None
+        self.whole: int | None = None
+        self.serving: int | None = None
+        self.draining: int | None = None
 
-    def find(self, state: State) -> int | None:
-        """Return the first slot in this state, or None."""
-        return self.states.index(state) if state in self.states else None
-
-    def live(self) -> Iterator[int]:
-        """Yield the slots whose version replies, the oldest first."""
-        for state in (State.DRAINING, State.SERVING):
-            if (slot := self.find(state)) is not None:
-                yield slot
+    def live(self) -> list[int]:
+        """Return the slots whose version replies, the oldest first."""
+        return [slot for slot in (self.draining, self.serving) if slot is not None]
 
     def begin(self) -> int | None:
         """Begin an arrival. Return its slot, or None while another version arrives."""
-        if any(state in (State.ARRIVING, State.WHOLE) for state in self.states):
+        if self.arriving is not None or self.whole is not None:
             return None
-        slot = self.states.index(State.IDLE)
-        self.states[slot] = State.ARRIVING
-        return slot
+        self.arriving = min({*range(NUM_SLOTS)} - {*self.live()})
+        return self.arriving
 
     def arrived(self, slot: int, version: Version | None) -> None:
         """End an arrival: the version is complete, or None if it could not be fetched."""
-        assert self.states[slot] is State.ARRIVING
-        self.states[slot] = State.IDLE if version is None else State.WHOLE
-        self.versions[slot] = version
+        assert slot == self.arriving
+        self.arriving, self.versions[slot] = None, version
+        self.whole = None if version is None else slot
 
     def publish(self) -> int | None:
         """Serve the complete version, once no other one drains. Return the slot that drains from now on, or None."""
-        slot, before = self.find(State.WHOLE), self.find(State.SERVING)
-        if slot is None or self.find(State.DRAINING) is not None:
-            return None
-        self.states[slot] = State.SERVING
-        if before is not None:
-            self.states[before] = State.DRAINING
-        return before
+        if self.whole is not None and self.draining is None:
+            self.draining, self.serving, self.whole = self.serving, self.whole, None
+            return self.draining
+        return None
 
     def drained(self) -> None:
         """Free the slot of the draining version, which no request uses."""
-        slot = self.find(State.DRAINING)
-        assert slot is not None
-        self.states[slot], self.versions[slot] = State.IDLE, None
+        assert self.draining is not None
+        self.versions[self.draining], self.draining = None, None

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol
 
 from torch import nn
 
@@ -28,29 +27,11 @@ log = get_logger()
 _STALE_S = 10.0  # without a server
 
 
-class Source(Protocol):
-    """A source of versions."""
-
-    averaged_buffers: Collection[str]  # as the task names them for the run's workers
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether newer versions may exist, and cannot be fetched."""
-
-    def newest(self) -> Version | None:
-        """Return the newest version, or None if there is none now."""
-
-    def load(self, model: nn.Module) -> Version | None:
-        """Write the newest version into a model and return it; None if it cannot be fetched now."""
-
-    def close(self) -> None: ...
-
-
 class WeightsFile:
     """One version: the weights of a safetensors file."""
 
     is_stale = False
-    averaged_buffers: Collection[str] = ()
+    averaged_buffers: Collection[str] = ()  # of no use here
 
     def __init__(self, path: Path, run: str, version: int = 0) -> None:
         """Raises UsageError for a file that cannot be read."""
@@ -68,6 +49,70 @@ class WeightsFile:
         pass
 
 
+class LiveRun:
+    """The versions of a run whose server is reachable. It follows one run, the first at the address."""
+
+    averaged_buffers: Collection[str] = ()  # as the task names them for the run's workers
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._run = ""  # the first one at the address
+        self._reached_at = time.monotonic()
+        self._standing: StatusReply | None = None
+        self._refusal = ""  # logged last: of a fetch, or another run
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether newer versions may exist, and cannot be fetched."""
+        return time.monotonic() - self._reached_at > _STALE_S
+
+    def look(self) -> StatusReply | None:
+        """Return where the run stands; None while its server does not reply, or another run is at its address."""
+        try:
+            standing = self._reader.standing()
+        except Lost:
+            return None
+        if standing.run != (self._run or standing.run):
+            if self._refusal != standing.run:
+                log.warning("another_run", address=self._reader.address, run=standing.run, served=self._run,
+                            fix="start ps-serve again to serve the new run")  # fmt: skip
+            self._refusal = standing.run
+            return None
+        self._run, self._standing, self._reached_at = standing.run, standing, time.monotonic()
+        return standing
+
+    def newest(self) -> Version | None:
+        """Return the newest version, or None if there is none now."""
+        standing = self.look()
+        return None if standing is None else Version(standing.run, standing.incarnation, standing.version)
+
+    def load(self, model: nn.Module) -> Version | None:
+        """Write the newest version into a model and return it; None if it cannot be fetched now."""
+        standing = self._standing
+        assert standing is not None
+        tensors = ModelTensors(getattr(model, "whole", model), (), self.averaged_buffers)
+        tensors.transfer_of = getattr(model, "transfer_of", None)  # of a model in several processes
+        try:
+            pulled = self._reader.pull(tensors)
+        except UsageError:
+            raise
+        except ParamServerError as refused:  # there are no weights yet, or too many readers
+            if refused.message != self._refusal:  # not at every look
+                log.info("version_not_fetched", reason=refused.message)
+            self._refusal = refused.message
+            return None
+        after = self.look()  # the server may have gone back since, or another run may be at its address
+        if pulled is None or after is None or after.incarnation != standing.incarnation:
+            return None
+        return Version(standing.run, standing.incarnation, pulled)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+Source = WeightsFile | LiveRun
+
+
 class Follower:
     """A thread that fetches newer versions into an idle slot.
 
@@ -75,7 +120,7 @@ class Follower:
     """
 
     def __init__(self, engine: Engine, source: Source, every: Every, failed: Callable[[Exception], None]) -> None:
-        self._engine, self._source, self._every, self._failed = engine, source, every, failed
+        self.source, self._engine, self._every, self._failed = source, engine, every, failed
         self._newest: Version | None = None  # in a slot
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
@@ -103,83 +148,20 @@ class Follower:
 
     def _look(self) -> bool:
         """Fetch a newer version that is due. Return False if it could not be fetched."""
-        found = self._source.newest()
-        if found is None or not found.is_newer(self._newest) or not self._is_due(found):
+        found, newest = self.source.newest(), self._newest
+        if found is None or not found.is_newer(newest):
             return True
-        slot = self._engine.begin_arrival()
-        if slot is None:
+        if newest is not None and found.incarnation == newest.incarnation:
+            passed = self.age_s if self._every.unit == "seconds" else found.number - newest.number
+            if passed < self._every.amount:
+                return True
+        if (slot := self._engine.begin_arrival()) is None:
             return True
         version: Version | None = None
         try:
-            version = self._source.load(self._engine.models[slot])
+            version = self.source.load(self._engine.models[slot])
         finally:
             self._engine.arrived(slot, version)
         if version is not None:
             self._newest = version
         return version is not None
-
-    def _is_due(self, found: Version) -> bool:
-        newest = self._newest
-        if newest is None or found.incarnation != newest.incarnation:
-            return True
-        if self._every.unit == "seconds":
-            return self.age_s >= self._every.amount
-        return found.number - newest.number >= self._every.amount
-
-
-class LiveRun:
-    """The versions of a run whose server is reachable. It follows one run, the first at the address."""
-
-    averaged_buffers: Collection[str] = ()
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._run = ""  # the first one at the address
-        self._reached_at = time.monotonic()
-        self._standing: StatusReply | None = None
-        self._refusal = ""  # logged last: of a fetch, or another run
-
-    @property
-    def is_stale(self) -> bool:
-        return time.monotonic() - self._reached_at > _STALE_S
-
-    def look(self) -> StatusReply | None:
-        """Return where the run stands; None while its server does not reply, or another run is at its address."""
-        try:
-            standing = self._reader.standing()
-        except Lost:
-            return None
-        if standing.run != (self._run or standing.run):
-            if self._refusal != standing.run:
-                log.warning("another_run", address=self._reader.address, run=standing.run, served=self._run,
-                            fix="start ps-serve again to serve the new run")  # fmt: skip
-            self._refusal = standing.run
-            return None
-        self._run, self._standing, self._reached_at = standing.run, standing, time.monotonic()
-        return standing
-
-    def newest(self) -> Version | None:
-        standing = self.look()
-        return None if standing is None else Version(standing.run, standing.incarnation, standing.version)
-
-    def load(self, model: nn.Module) -> Version | None:
-        standing = self._standing
-        assert standing is not None
-        tensors = ModelTensors(getattr(model, "whole", model), (), self.averaged_buffers)
-        tensors.transfer_of = getattr(model, "transfer_of", None)  # of a model in several processes
-        try:
-            pulled = self._reader.pull(tensors)
-        except UsageError:
-            raise
-        except ParamServerError as refused:  # there are no weights yet, or too many readers
-            if refused.message != self._refusal:  # not at every look
-                log.info("version_not_fetched", reason=refused.message)
-            self._refusal = refused.message
-            return None
-        after = self.look()  # the server may have gone back since, or another run may be at its address
-        if pulled is None or after is None or after.incarnation != standing.incarnation:
-            return None
-        return Version(standing.run, standing.incarnation, pulled)
-
-    def close(self) -> None:
-        self._reader.close()

@@ -16,16 +16,15 @@ import mmap
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import accumulate, pairwise
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ from ..worker.replica_group.cut import Stage as Limits
 from ..worker.replica_group.redistribution import Finish, Range, RedistributedTransfer
 from ..worker.tensors.transfer import ModelTensors, named_tensors
 from ..worker.training.pipeline import check_tensor, check_weights, layers_of
-from .cache import CacheView, KvCache, Rows
+from .cache import CacheView, Rows
 from .errors import Paused
 from .models import LanguageModel, language_model
 from .slots import NUM_SLOTS
@@ -79,23 +78,22 @@ class Divided:
         check_weights(self.module, "")
         self.kind = language_model(task, self.module)
         self.ranges = _ranges(self.layers, spec)
-        self._caching = [index for index, layer in enumerate(self.layers) if _takes_cache(layer)]
-        if self.kind is not None and self.kind.uses_cache and len(self._caching) != self.kind.cache_shape[0]:
-            have = f"{len(self._caching)} of its {len(self.layers)} layers take `cache` and `layer`"
+        takes = [inspect.signature(layer.forward).parameters.keys() for layer in self.layers]
+        self.caching = [index for index, names in enumerate(takes) if {"cache", "layer"} <= names]
+        if self.kind is not None and self.kind.uses_cache and len(self.caching) != self.kind.cache_shape[0]:
+            have = f"{len(self.caching)} of its {len(self.layers)} layers take `cache` and `layer`"
             message = f"the task's cache_shape has {self.kind.cache_shape[0]} layers, but {have}"
             raise UsageError(message, fix="let forward() of each layer with attention take them; docs/serving.md")
         layout = ModelTensors(self.module).layout
         self.names = [entry.spec.name for entry in layout.entries]  # of the tensors, by index
         self.specs = {spec.name: spec for spec in layout.specs}
         owners = self._owners()
-        self.layouts = [
-            Layout(item for name, item in self.specs.items() if owners[name] == stage) for stage in range(spec.size)
-        ]
-        self.places = {
-            entry.spec.name: (stage, entry.offset)
-            for stage, layout in enumerate(self.layouts)
-            for entry in layout.entries
-        }
+        self.layouts: list[Layout] = []  # by stage
+        self.places: dict[str, tuple[int, int]] = {}  # by tensor: its stage, and its offset there
+        for stage in range(spec.size):
+            layout = Layout(item for name, item in self.specs.items() if owners[name] == stage)
+            self.layouts.append(layout)
+            self.places |= {entry.spec.name: (stage, entry.offset) for entry in layout.entries}
 
     def fresh(self) -> tuple[nn.Module, list[nn.Module]]:
         """Return a new model on the meta device, and its layers."""
@@ -108,14 +106,11 @@ class Divided:
         """Return the bytes of a stage's tensors, in whole pages."""
         return -(-max(1, self.layouts[stage].total_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def new_cache(self, stage: int, num_rows: int) -> KvCache | None:
-        """Return the cache of the stage's layers."""
-        if self.kind is None or not self.kind.uses_cache:
-            return None
-        first, end = self.ranges[stage]
-        shape = sum(first <= index < end for index in self._caching), *self.kind.cache_shape[1:]
-        dtype = next(item.dtype for item in self.module.parameters() if item.is_floating_point())
-        return KvCache(shape, num_rows, self.kind.context, dtype)
+    def kind_with(self, num_caching: int) -> LanguageModel | None:
+        """Return how the model is run, with a cache of so many layers."""
+        if (kind := copy(self.kind)) is not None:
+            kind.cache_shape = num_caching, *kind.cache_shape[1:]
+        return kind
 
     def _owners(self) -> dict[str, int]:
         """Return the stage of each tensor. Raises UsageError if two stages share a tensor."""
@@ -129,10 +124,6 @@ class Divided:
                         message = f"'{name}' is in stages {owners[name]} and {stage} (tied weights)"
                         raise UsageError(message, fix="keep both layers in one stage: --set worker.cut=[...]")
         return {name: owners.get(name, 0) for name in self.specs}
-
-
-def _takes_cache(layer: nn.Module) -> bool:
-    return {"cache", "layer"} <= inspect.signature(layer.forward).parameters.keys()
 
 
 def _ranges(layers: Sequence[nn.Module], spec: Spec) -> list[tuple[int, int]]:
@@ -169,54 +160,41 @@ class Stage:
                         registry[key] = replaced.get(id(value), value)  # type: ignore[assignment]
             self.slots.append(layers[first:end])
         self._first, self._is_last = first, index == len(divided.ranges) - 1
-        self._cache = divided.new_cache(index, num_rows)
+        caching = [layer for layer in divided.caching if first <= layer < end]
+        self._numbers = {layer: number for number, layer in enumerate(caching)}  # of the layers in the cache
+        kind = divided.kind_with(len(caching))
+        self._cache = kind.new_cache(divided.module, num_rows) if kind is not None else None
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """Return the output of the layers. `rows`: of the cache; only the last token's output is then needed."""
         view = None if rows is None or self._cache is None else self._cache.view(*rows)
-        num_caching = 0
-        for index, layer in enumerate(self.slots[slot]):
-            if view is not None and _takes_cache(layer):
-                inputs = layer(inputs, cache=view, layer=num_caching)
-                num_caching += 1
+        for index, layer in enumerate(self.slots[slot], self._first):
+            if view is not None and index in self._numbers:
+                inputs = layer(inputs, cache=view, layer=self._numbers[index])
             else:
                 inputs = layer(inputs)
-            check_tensor(inputs, layer, self._first + index)
+            check_tensor(inputs, layer, index)
         return inputs[:, -1:] if rows is not None and self._is_last else inputs
 
 
-class Link:
-    """Messages of JSON over a socket, each with a tensor or none. Raises OSError once the other end is closed."""
+def _send(link: Connection, message: Mapping[str, Any], tensor: torch.Tensor | None = None) -> None:
+    """Send a message of JSON, with a tensor or none. Raises OSError once the other end is closed."""
+    if tensor is None:
+        link.send_bytes(json.dumps(message).encode())
+        return
+    form = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    link.send_bytes(json.dumps({**message, **form}).encode())
+    link.send_bytes(as_bytes(tensor.contiguous()))
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
 
-    def send(self, message: Mapping[str, Any], tensor: torch.Tensor | None = None) -> None:
-        parts: list[Any] = []
-        if tensor is not None:
-            message = {**message, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-            parts = [as_bytes(tensor.contiguous())]
-        text = json.dumps(message).encode()
-        for part in (len(text).to_bytes(4, "little") + text, *parts):
-            self._socket.sendall(part)
-
-    def receive(self) -> tuple[dict[str, Any], torch.Tensor | None]:
-        head = bytearray(4)
-        self._fill(memoryview(head))
-        text = bytearray(int.from_bytes(head, "little"))
-        self._fill(memoryview(text))
-        message: dict[str, Any] = read_json(bytes(text))
-        if "shape" not in message:
-            return message, None
-        tensor = torch.empty(message["shape"], dtype=DTYPES[message["dtype"]])
-        self._fill(as_bytes(tensor))
-        return message, tensor
-
-    def _fill(self, target: memoryview) -> None:
-        while target:
-            if not (num := self._socket.recv_into(target)):
-                raise ConnectionResetError("the other end is closed")
-            target = target[num:]
+def _receive(link: Connection) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """Return a message and its tensor. Raises OSError or EOFError once the other end is closed."""
+    message: dict[str, Any] = read_json(link.recv_bytes())
+    if "shape" not in message:
+        return message, None
+    tensor = torch.empty(message["shape"], dtype=DTYPES[message["dtype"]])
+    link.recv_bytes_into(as_bytes(tensor))
+    return message, tensor
 
 
 class RemoteStage:
@@ -224,88 +202,75 @@ class RemoteStage:
 
     def __init__(self, stages: Stages, index: int, memory: int) -> None:
         self._stages, self._index, self._memory = stages, index, memory
-        self._link: Link | None = None  # of a process that is ready
+        self.link: Connection | None = None  # of a process that is ready
         self.problem = f"stage {index} is starting"
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"stage {index}", daemon=True)
-
-    @property
-    def is_ready(self) -> bool:
-        return self._link is not None
-
-    def start(self) -> None:
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"stage {index}", daemon=True)
 
     def close(self) -> None:
         self._closed.set()
         if self._process is not None:
             self._process.kill()
-        self._thread.join()
+        self.thread.join()
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """As `Stage.compute`. Raises Paused if the process has died."""
-        link = self._link
+        link = self.link
         if link is None or self._stages.has_lost:  # this may be another process than the one that has the cache
             raise Paused(self.problem or f"stage {self._index} has ended")
         try:
-            link.send({"slot": slot, "rows": rows}, inputs)
-            message, output = link.receive()
-        except OSError:
-            if self._link is link:  # not that of a newer process
-                self._link = None
+            _send(link, {"slot": slot, "rows": rows}, inputs)
+            message, output = _receive(link)
+        except (OSError, EOFError):
+            if self.link is link:  # not that of a newer process
+                self.link = None
             raise Paused(self.problem or f"stage {self._index} has ended") from None
         if output is None:
             raise RuntimeError(f"stage {self._index}: {message['error']}")
         return output
 
     def _run(self) -> None:
+        num_failures = 0
         try:
-            self._keep()
+            while not self._closed.is_set():
+                # `link` is closed with its last user: a request may still wait for its reply.
+                (link, there), (beats, beating) = Pipe(), os.pipe()
+                fds = there.fileno(), beating, self._memory
+                command = [sys.executable, "-m", __name__, *map(str, (*fds, self._index))]
+                self._process = subprocess.Popen(command, pass_fds=fds)
+                there.close()
+                os.close(beating)
+                if self._closed.is_set():
+                    self._process.kill()
+                with suppress(OSError):  # it has ended
+                    _send(link, self._stages.spec._asdict())
+                is_ready, reason = self._watch(link, beats)
+                self.link, self.problem = None, f"stage {self._index} {reason}; it is started again"
+                self._process.kill()  # it may be frozen
+                code = self._process.wait()
+                os.close(beats)
+                if self._closed.is_set():
+                    return
+                num_failures = 0 if is_ready else num_failures + 1
+                self._stages.lost(self._index, code, reason, num_failures)
+                self._closed.wait(min(_BACKOFF_S, 2.0**num_failures - 1))
         except Exception as error:  # a process cannot be started
             self._stages.failed(error)
 
-    def _keep(self) -> None:
-        num_failures = 0
-        while not self._closed.is_set():
-            here, there = socket.socketpair()
-            link, (beats, beating) = Link(here), os.pipe()
-            fds = there.fileno(), beating, self._memory
-            command = [sys.executable, "-m", __name__, *map(str, (*fds, self._index))]
-            self._process = subprocess.Popen(command, pass_fds=fds)
-            there.close()
-            os.close(beating)
-            if self._closed.is_set():
-                self._process.kill()
-            is_ready, reason = self._watch(link, beats)
-            self._link, self.problem = None, f"stage {self._index} {reason}; it is started again"
-            self._process.kill()  # it may be frozen
-            code = self._process.wait()
-            here.close()
-            os.close(beats)
-            if self._closed.is_set():
-                return
-            num_failures = 0 if is_ready else num_failures + 1
-            self._stages.lost(self._index, code, reason, num_failures)
-            self._closed.wait(min(_BACKOFF_S, 2.0**num_failures - 1))
-
-    def _watch(self, link: Link, beats: int) -> tuple[bool, str]:
+    def _watch(self, link: Connection, beats: int) -> tuple[bool, str]:
         """Return when the process has ended or is silent: whether it was ready, and what happened."""
-        is_ready, is_told, polling = False, False, select.poll()
+        is_ready, polling = False, select.poll()
         limit_s = self._stages.spec.silence_s * _LOADING
         polling.register(beats, select.POLLIN)
         while polling.poll(limit_s * 1000):
             found = os.read(beats, 1 << 10)
             if not found:
                 return is_ready, _ENDED
-            if not is_told:
-                is_told = True
-                with suppress(OSError):  # it has ended
-                    link.send(self._stages.spec._asdict())
             if _READY in found:
                 limit_s = self._stages.spec.silence_s
                 assert self._process is not None
-                self._link, self.problem, is_ready = link, "", True
+                self.link, self.problem, is_ready = link, "", True
                 log.info("stage_ready", stage=self._index, pid=self._process.pid)
                 self._stages.has_changed()
         state = "" if is_ready else " while it loads"
@@ -318,7 +283,8 @@ class Stages:
     def __init__(self, task: Any, spec: Spec, failed: Callable[[Exception], None]) -> None:
         self.spec, self.failed = spec, failed
         self.divided = divided = Divided(task, spec)
-        self.has_lost = False  # a process has died since `forget`
+        self.kind = divided.kind_with(0)  # the engine's cache has no layers: each stage has its part
+        self.has_lost = False  # a process has died, with its part of the cache; the engine resets it
         self.has_changed: Callable[[], None] = lambda: None  # called when a stage is ready
         self._was_ready = False
         self.memory = [_memory(divided.slot_bytes(index) * NUM_SLOTS) for index in range(spec.size)]
@@ -332,32 +298,19 @@ class Stages:
         )  # fmt: skip
 
     @property
-    def kind(self) -> LanguageModel | None:
-        """How the model is run. Each stage has its part of the cache, so the engine's one has no layers."""
-        if self.divided.kind is None:
-            return None
-        kind = copy(self.divided.kind)
-        kind.cache_shape = 0, *kind.cache_shape[1:]
-        return kind
-
-    @property
     def problem(self) -> str:
         """The stages that are away, and why. Empty: none."""
         return "; ".join(stage.problem for stage in self._remote if stage.problem)
 
     @property
     def is_ready(self) -> bool:
-        self._was_ready = self._was_ready or all(stage.is_ready for stage in self._remote)
-        return all(stage.is_ready for stage in self._remote)
-
-    def forget(self) -> bool:
-        """Return whether a part of the cache was lost since the last call."""
-        has_lost, self.has_lost = self.has_lost, False
-        return has_lost
+        is_ready = all(stage.link is not None for stage in self._remote)
+        self._was_ready = self._was_ready or is_ready
+        return is_ready
 
     def start(self) -> None:
         for stage in self._remote:
-            stage.start()
+            stage.thread.start()
 
     def close(self) -> None:
         for stage in self._remote:
@@ -371,9 +324,8 @@ class Stages:
             if reason != _ENDED:
                 message, fix = reason, "look at its task and its disk, or raise serve.stage_silence_s"
             self.failed(ParamServerError(f"stage {index} of {self.spec.size} {message}", fix=fix))
-        log.warning(
-            "stage_lost", stage=index, exit=code, reason=reason, meaning="replies pause until it is started again"
-        )
+        meaning = "replies pause until it is started again"
+        log.warning("stage_lost", stage=index, exit=code, reason=reason, meaning=meaning)
 
 
 class SlotModel(nn.Module):
@@ -416,11 +368,7 @@ class SlotModel(nn.Module):
 
 def _memory(num_bytes: int) -> int:
     """Return a descriptor of shared memory without a name. It exists as long as a process has it."""
-    if hasattr(os, "memfd_create"):
-        memory = os.memfd_create("paramserver-serve")
-    else:
-        with tempfile.TemporaryFile() as file:
-            memory = os.dup(file.fileno())
+    memory = os.memfd_create("paramserver-serve")
     os.ftruncate(memory, num_bytes)
     return memory
 
@@ -438,26 +386,26 @@ def _run(end: int, beating: int, memory: int, index: int) -> None:
     threading.Thread(target=_beat, args=(beating,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the engine's process ends this one
     setup_logging(LogConfig(level="error"), SERVE)  # process 0 logs the rest
-    link = Link(socket.socket(fileno=end))
-    found, _ = link.receive()
+    link = Connection(end)
+    found, _ = _receive(link)
     spec = Spec(**found | {"task": TaskSpec(*found["task"])})
     torch.set_num_threads(spec.threads)
     stage = Stage(Divided(spec.task.load(), spec), index, memory, spec.num_rows)
     os.write(beating, _READY)
     with torch.no_grad():
         while True:
-            message, inputs = link.receive()
+            message, inputs = _receive(link)
             assert inputs is not None
             try:
                 output = stage.compute(message["slot"], inputs, message["rows"])
             except Exception as error:  # the reply of this request
-                link.send({"error": f"{type(error).__name__}: {error}"})
+                _send(link, {"error": f"{type(error).__name__}: {error}"})
             else:
-                link.send({}, output)
+                _send(link, {}, output)
 
 
 if __name__ == "__main__":
     try:
         _run(*map(int, sys.argv[1:]))
-    except OSError:
+    except (OSError, EOFError):
         sys.exit(0)

@@ -36,13 +36,13 @@ class Injector:
         self, launcher: int, network: Network, seed: int, say: Say, port_of: Callable[[int], int | None],
         most_cut_bytes: int,
     ) -> None:  # fmt: skip
-        self.killed: list[Child] = []
+        self.killed: list[Child] = []  # once for each kill; the job removes those that it has seen restart
         self._launcher = launcher
         self._network = network
         self._chance = random.Random(seed)
         self._say = say
         self._port_of, self._most_cut_bytes = port_of, most_cut_bytes
-        self._lasting: dict[asyncio.Task[None], Callable[[], None]] = {}
+        self._lasting: dict[asyncio.TimerHandle, Callable[[], None]] = {}
 
     def inject(self, fault: Fault) -> None:
         """Begin a fault; a lasting one ends by itself."""
@@ -51,18 +51,17 @@ class Injector:
 
     def close(self) -> None:
         """End all lasting faults."""
-        for task, undo in list(self._lasting.items()):
-            task.cancel()
+        for timer, undo in self._lasting.items():
+            timer.cancel()
             undo()
         self._lasting.clear()
 
     def _for_a_while(self, seconds: float, undo: Callable[[], None]) -> None:
-        async def wait() -> None:
-            await asyncio.sleep(seconds)
-            self._lasting.pop(task)()
+        def end() -> None:
+            self._lasting.pop(timer)()
 
-        task = asyncio.ensure_future(wait())
-        self._lasting[task] = undo
+        timer = asyncio.get_running_loop().call_later(seconds, end)
+        self._lasting[timer] = undo
 
     # ---- processes -------------------------------------------------------------------------
 
@@ -119,12 +118,11 @@ class Injector:
         self._network.block(whose, UP, DOWN)
         self._for_a_while(seconds, lambda: self._network.unblock(whose, UP, DOWN))
 
-    def _partition(self, fault: Fault) -> str:
-        self._block(_worker(fault), fault.for_s)
-        return ""
+    def _partition(self, fault: Fault) -> None:
+        self._block(fault.worker, fault.for_s)
 
-    def _lose_replies(self, fault: Fault) -> str:
-        whose = _worker(fault)
+    def _lose_replies(self, fault: Fault) -> None:
+        whose = fault.worker
         self._network.block(whose, DOWN)
 
         def reset() -> None:  # first, so that the blocked bytes are lost
@@ -132,39 +130,29 @@ class Injector:
             self._network.unblock(whose, DOWN)
 
         self._for_a_while(fault.for_s, reset)
-        return ""
 
     def _reset(self, fault: Fault) -> str:
         port = self._port_of(fault.shard) if fault.shard is not None else None
-        return f"{self._network.reset(_worker(fault), port)} connections"
+        return f"{self._network.reset(fault.worker, port)} connections"
 
     def _reset_link(self, fault: Fault) -> str:
         return f"{self._network.reset(fault.child)} connections"
 
-    def _part_link(self, fault: Fault) -> str:
+    def _part_link(self, fault: Fault) -> None:
         """Also reset: a blocked connection loses nothing, and a connection between shards has no lease."""
         self._block(fault.child, fault.for_s)
         self._network.reset(fault.child)
-        return ""
 
     def _cut(self, fault: Fault) -> str:
         num_bytes = self._chance.randrange(1, self._most_cut_bytes)
         self._network.cut(fault.child, num_bytes)
         return f"after {num_bytes} bytes"
 
-    def _slow(self, fault: Fault) -> str:
-        return self._count("num_slow", fault.for_s)
+    def _delay(self, fault: Fault) -> None:
+        self._network.delays.update([fault.kind])
+        self._for_a_while(fault.for_s, lambda: self._network.delays.subtract([fault.kind]))
 
-    def _loss(self, fault: Fault) -> str:
-        return self._count("num_lossy", fault.for_s)
-
-    def _count(self, name: str, seconds: float) -> str:
-        def add(number: int) -> None:
-            setattr(self._network, name, getattr(self._network, name) + number)
-
-        add(1)
-        self._for_a_while(seconds, lambda: add(-1))
-        return ""
+    _slow = _loss = _delay
 
     def _drop(self, fault: Fault) -> str:
         """Drop packets, only in the job's own network namespace (`enter_own_network`)."""
@@ -177,11 +165,6 @@ class Injector:
         iptables("-A")
         self._for_a_while(fault.for_s, lambda: iptables("-D"))
         return f"{_DROP_SHARE:.0%} of the packets"
-
-
-def _worker(fault: Fault) -> Child | None:
-    """Returns the worker of a fault, or None for all workers."""
-    return Child("worker", fault.rank) if fault.rank is not None else None
 
 
 def enter_own_network() -> str | None:

@@ -10,7 +10,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ...common.config.schema import Config
 from ...common.proxies import DRILL_VARIABLE
@@ -76,13 +75,11 @@ class Chaos:
         self._say = say
         self._ending = Ending()
         self._status: Status | None = None
-        self._moved_at = 0.0  # when the last commit was reported
-        self._killed_at = 0.0  # when a fault killed the server
+        self._is_down = False  # a fault has killed the server, and no commit has come since
         self._progress: tuple[object, float] = (None, 0.0)  # the last progress, and its time
         self._begun = asyncio.Event()  # there is a snapshot
-        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._stop = asyncio.Event()
-        self._restarted: Counter[Child] = Counter()  # after a fault killed it
+        self._ended: asyncio.Future[int]  # the launcher's exit code
+        self._stopped: asyncio.Future[int]  # by the user: the number of the signal
         self._launcher = 0  # its pid
         self._ports: dict[int, int] = {}  # of each listening shard
         self._injector: Injector | None = None
@@ -90,6 +87,7 @@ class Chaos:
     async def run(self) -> Ending:
         """Start the job, inject the faults, and return when nothing of it is left."""
         loop = asyncio.get_running_loop()
+        self._ended, self._stopped = loop.create_future(), loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
         network = Network(lambda port: child_of_port(self._launcher, port), self._setup.seed)
@@ -122,12 +120,11 @@ class Chaos:
         assert self._injector is not None
         loop = asyncio.get_running_loop()
         faults = asyncio.ensure_future(self._inject(self._injector))
-        stop = asyncio.ensure_future(self._stop.wait())
-        waited: set[asyncio.Future[Any]] = {self._ended, stop}
         began = loop.time()
         self._progress = (None, began)
         try:
-            while not self._ended.done() and not stop.done() and not self._ending.hang:
+            waited = {self._ended, self._stopped}
+            while not any(future.done() for future in waited) and not self._ending.hang:
                 await asyncio.wait(waited, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 now, since = loop.time(), self._progress[1]
                 if len(self._ending.unexpected) > _MAX_UNEXPECTED:
@@ -138,7 +135,6 @@ class Chaos:
                     self._ending.hang = self._who_waits(f"still running after {now - began:.0f} s")
         finally:
             self._injector.close()
-            stop.cancel()
             if not faults.cancel():
                 faults.result()  # it may have failed
         if not self._ended.done():  # `close` kills what is left after the grace time
@@ -158,7 +154,7 @@ class Chaos:
         before_s, was_server = 0.0, False
         for fault in self._setup.plan:
             is_server = fault.kind in _STOPS_ALL
-            while (is_server or not was_server) and self._moved_at < self._killed_at:  # until the first commit since
+            while (is_server or not was_server) and self._is_down:
                 await asyncio.sleep(_POLL_S)
             await asyncio.sleep(fault.at_s - before_s)
             if self._fastest_step() >= self._setup.last_step:
@@ -166,8 +162,7 @@ class Chaos:
                 return
             injector.inject(fault)
             self._ending.faults[fault.kind] += 1
-            if is_server:
-                self._killed_at = asyncio.get_running_loop().time()
+            self._is_down |= is_server
             before_s, was_server = fault.at_s, is_server
 
     def _fastest_step(self) -> int:
@@ -177,7 +172,8 @@ class Chaos:
 
     def _on_signal(self, number: int) -> None:
         self._ending.signal_number = number
-        self._stop.set()
+        if not self._stopped.done():
+            self._stopped.set_result(number)
 
     def _on_exit(self, child: Child, code: int) -> None:
         self._ended.set_result(code)
@@ -187,24 +183,19 @@ class Chaos:
         event = parse_event(line)
         if event is None:
             return
-        self._note_status(event.status)
+        if (status := event.status) is not None:
+            if self._status is not None and status.version > self._status.version:
+                self._is_down = False
+            self._status = status
+            progress = (status.version, [(worker.step, worker.state) for worker in status.workers])
+            if progress != self._progress[0]:
+                self._progress = (progress, asyncio.get_running_loop().time())
         if event.name == "snapshot":
             self._begun.set()
         if event.name == "listening" and event.fields.get("role") == SERVER.role:
             self._ports[int(event.fields.get("rank") or 0)] = int(str(event.fields["address"]).rpartition(":")[2])
         if event.name in _SHOWN and (event.name not in _SERVERS or event.fields.get("role") == SERVER.role):
             self._show(event)
-
-    def _note_status(self, status: Status | None) -> None:
-        if status is None:
-            return
-        now = asyncio.get_running_loop().time()
-        if self._status is not None and status.version > self._status.version:
-            self._moved_at = now
-        self._status = status
-        progress = (status.version, [(worker.step, worker.state) for worker in status.workers])
-        if progress != self._progress[0]:
-            self._progress = (progress, now)
 
     def _show(self, event: Event) -> None:
         self._ending.events[event.name] += 1
@@ -221,8 +212,8 @@ class Chaos:
         if event.name == "restarting":
             assert self._injector is not None
             child = Child(str(event.fields.get("role")), int(rank or 0))
-            if "SIGKILL" in str(text) and self._restarted[child] < self._injector.killed.count(child):
-                self._restarted[child] += 1
+            if "SIGKILL" in str(text) and child in self._injector.killed:
+                self._injector.killed.remove(child)
             else:
                 self._ending.unexpected.append(str(text))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import OutputError
@@ -29,23 +29,6 @@ class Epoch:
     may_scale: bool = False
 
 
-@dataclass
-class Account:
-    """The account in the weights. `problems` is empty when all samples were applied as committed."""
-
-    samples: int
-    missing: int
-    repeated: int
-    problems: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        if self.problems:
-            return f"ledger: {'; '.join(self.problems)}"
-        applied = f"{self.samples - self.missing:,} of {self.samples:,} samples were applied exactly once"
-        left = f", {self.missing:,} belong to rounds that closed without their worker" if self.missing else ""
-        return f"ledger: {applied}{left}"
-
-
 def read_floats(path: Path, name: str) -> array[float]:
     """A float32 tensor of a safetensors file, flat. Raises OutputError."""
     try:
@@ -61,37 +44,37 @@ def read_floats(path: Path, name: str) -> array[float]:
     return values
 
 
-def audit(path: Path, epoch: Epoch, lineage: Lineage, num_samples: int | None = None) -> Account:
-    """Compare the saved weights with the contributions of the run's final lineage.
+def audit(path: Path, epoch: Epoch, lineage: Lineage, num_samples: int | None = None) -> tuple[list[str], str]:
+    """Compare the saved weights with the contributions of the run's final lineage. Returns problems, and a summary.
 
     Each sample of a contribution is worth 1, or 1/n in a version of n contributions. Only the workers know which
     samples those are, so both sides are sorted. This still shows lost and repeated samples. Where the mode scales
     contributions, only the number of samples is compared. `num_samples`: in all contributions, where their numbers of
     steps differ.
     """
-    applied = sorted(read_floats(path, "applied"))
-    clock = read_floats(path, "clock")
+    applied, clock = sorted(read_floats(path, "applied")), read_floats(path, "clock")
     if epoch.may_scale:
         applied = [float(value != 0) for value in applied]
     expected = [1.0] * num_samples if num_samples is not None else sorted(_expected(epoch, lineage))
-    missing = sum(value == 0 for value in applied)
-    account = Account(len(applied), missing, sum(value > 1 + _TOLERANCE for value in applied))
+    problems = []
     if len(expected) > len(applied):
-        account.problems.append(f"{len(expected):,} samples were committed, but an epoch has {len(applied):,}")
+        problems.append(f"{len(expected):,} samples were committed, but an epoch has {len(applied):,}")
     expected = [0.0] * (len(applied) - len(expected)) + expected
-    different = sum(abs(item - other) > _TOLERANCE for item, other in zip(applied, expected, strict=False))
-    if account.repeated:
-        account.problems.append(f"{account.repeated:,} samples were applied more than once")
-    if different:
-        account.problems.append(f"{different:,} of {len(applied):,} weights differ from the committed contributions")
+    if repeated := sum(value > 1 + _TOLERANCE for value in applied):
+        problems.append(f"{repeated:,} samples were applied more than once")
+    if different := sum(abs(item - other) > _TOLERANCE for item, other in zip(applied, expected, strict=False)):
+        problems.append(f"{different:,} of {len(applied):,} weights differ from the committed contributions")
+    missing = sum(value == 0 for value in applied)
     if missing and not epoch.has_rounds:
-        account.problems.append(f"{missing:,} samples are missing")
+        problems.append(f"{missing:,} samples are missing")
     steps = sum(_local_steps(epoch, version) for version in lineage.sizes())
     if (low := min(clock)) != (high := max(clock)):
-        account.problems.append(f"a worker read weights of two versions: the clock shows {low:g} and {high:g}")
+        problems.append(f"a worker read weights of two versions: the clock shows {low:g} and {high:g}")
     elif not epoch.may_scale and abs(low - steps) >= _TOLERANCE:
-        account.problems.append(f"the clock shows {low:g} steps, committed were {steps}")
-    return account
+        problems.append(f"the clock shows {low:g} steps, committed were {steps}")
+    left = f", {missing:,} belong to rounds that closed without their worker" if missing else ""
+    passed = f"{len(applied) - missing:,} of {len(applied):,} samples were applied exactly once{left}"
+    return problems, f"ledger: {'; '.join(problems) or passed}"
 
 
 def _expected(epoch: Epoch, lineage: Lineage) -> Iterator[float]:

@@ -56,6 +56,9 @@ def chaos(
     The same seed gives the same plan of faults. The exit code is 0 if the job ended without an error, every
     sample was applied exactly once, and its history keeps every guarantee. Otherwise it is 1.
     """
+    import asyncio
+
+    from .job import Chaos
     from .trial import TRANSPORTS, make_setup
 
     os.environ.setdefault("PS_OUTPUT__STORE", "false")  # the run store does not record drills
@@ -75,7 +78,13 @@ def chaos(
     command += f" --mode {mode} --transport {transport} --model-mb {model_mb:g}"
     command += f" --shards {shards}" if shards > 1 else ""
     print(f"chaos: {len(setup.plan)} faults planned; again: {command}", flush=True)
-    return _judge(_run(setup), setup, is_kept=keep is not None)
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:7.2f} s  {text}", flush=True)
+
+    ending = asyncio.run(Chaos(setup, say).run())
+    return _judge(ending, setup, is_kept=keep is not None)
 
 
 def _folder(keep: str | None) -> Path:
@@ -102,22 +111,6 @@ def _possible(kinds: tuple[str, ...]) -> tuple[str, ...]:
     if not kinds:
         raise UsageError("no fault is left to inject", fix="name others with --faults")
     return kinds
-
-
-def _run(setup: Setup) -> Ending:
-    import asyncio
-
-    from .job import Chaos
-
-    began = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - began:7.2f} s  {text}", flush=True)
-
-    async def run() -> Ending:  # Chaos needs the running loop
-        return await Chaos(setup, say).run()
-
-    return asyncio.run(run())
 
 
 def _judge(ending: Ending, setup: Setup, *, is_kept: bool) -> int:

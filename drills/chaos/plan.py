@@ -60,9 +60,14 @@ class Fault(NamedTuple):
     shard: int | None = None
 
     @property
+    def worker(self) -> Child | None:
+        """The worker that the fault hits; None: the server, or all workers."""
+        return Child("worker", self.rank) if self.rank is not None else None
+
+    @property
     def child(self) -> Child:
         """The process that the fault hits."""
-        return Child("worker", self.rank) if self.rank is not None else Child("server", self.shard or 0)
+        return self.worker or Child("server", self.shard or 0)
 
     def __str__(self) -> str:
         whom = f" worker {self.rank}" if self.rank is not None else ""
@@ -90,29 +95,20 @@ def make_plan(
     deck: list[str] = []
     plan: list[Fault] = []
     at_s = 0.0
-    while True:
-        at_s += chance.expovariate(1 / (_MEAN_GAP_LEASES * lease_s))
-        if at_s >= seconds:
-            return plan
+    while (at_s := at_s + chance.expovariate(1 / (_MEAN_GAP_LEASES * lease_s))) < seconds:
         if not deck:
             deck = [kind for kind in sorted(set(kinds)) for _ in range(_PER_DECK.get(kind, 1))]
             chance.shuffle(deck)
-        fault = _fault(chance, at_s, deck.pop(0), num_workers, lease_s)
-        if fault.kind in OF_SHARDS:
-            fault = fault._replace(shard=chance.randrange(1, num_shards))
-        elif fault.kind == "reset" and num_shards > 1:
-            fault = fault._replace(shard=chance.choice([None, *range(num_shards)]))
-        plan.append(fault)
-
-
-def _fault(chance: random.Random, at_s: float, kind: str, num_workers: int, lease_s: float) -> Fault:
-    rank: int | None = chance.randrange(num_workers)
-    if kind not in _OF_ONE_WORKER and (kind != "partition" or chance.random() < _SHARE_OF_ALL):
-        rank = None
-    if kind in _AT_ONCE:
-        return Fault(at_s, kind, rank)
-    if kind in _LASTING:  # clearly shorter or longer than the lease, because near the lease the outcome is random
-        leases = chance.choice([chance.uniform(0.1, 0.6), chance.uniform(1.3, 2.0)])
-    else:
-        leases = chance.uniform(0.3, 0.8)
-    return Fault(at_s, kind, rank, leases * lease_s)
+        kind, rank, leases = deck.pop(0), chance.randrange(num_workers), 0.0
+        is_of_one = kind in _OF_ONE_WORKER or (kind == "partition" and chance.random() >= _SHARE_OF_ALL)
+        if kind in _LASTING:  # clearly shorter or longer than the lease, because near the lease the outcome is random
+            leases = chance.choice([chance.uniform(0.1, 0.6), chance.uniform(1.3, 2.0)])
+        elif kind not in _AT_ONCE:
+            leases = chance.uniform(0.3, 0.8)
+        shard: int | None = None
+        if kind in OF_SHARDS:
+            shard = chance.randrange(1, num_shards)
+        elif kind == "reset" and num_shards > 1:
+            shard = chance.choice([None, *range(num_shards)])
+        plan.append(Fault(at_s, kind, rank if is_of_one else None, leases * lease_s, shard))
+    return plan

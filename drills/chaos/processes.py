@@ -25,8 +25,7 @@ def job_processes(launcher: int) -> dict[Child, tuple[int, str]]:
     found: dict[Child, tuple[int, str]] = {}
     for agent, _, _ in children_of(launcher):
         for pid, state, argv in children_of(agent):
-            child = _child_of(argv)
-            if child is not None:
+            if (child := _child_of(argv)) is not None:
                 found[child] = pid, state
     return found
 

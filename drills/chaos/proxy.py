@@ -6,7 +6,7 @@ faults into the connections of a process (of a worker, or of a shard to the coor
     block, unblock        no data passes, in one direction or both; new connections hang too
     reset                 both ends get a TCP reset
     cut                   reset after a number of bytes from the process
-    num_slow, num_lossy   all data is delayed; some data is delayed as after a lost packet
+    delays                all data is delayed (slow); some data is delayed as after a lost packet (loss)
 """
 
 from __future__ import annotations
@@ -55,15 +55,13 @@ class Network:
     def __init__(self, child_of: Callable[[int], Child | None], seed: int) -> None:
         self.address = ""
         self.num_bytes = 0
-        self.num_slow = 0  # number of active faults that delay all data
-        self.num_lossy = 0  # number of active faults that delay some data
+        self.delays: Counter[str] = Counter()  # active faults that delay data: all (slow), or some (loss)
         self._child_of = child_of
         self._chance = random.Random(seed)
-        self._links: set[_Link] = set()
+        self._links: dict[_Link, asyncio.Task[None]] = {}  # with the task that serves each
         self._blocked: Counter[tuple[Child | None, str]] = Counter()  # count by process (None: all) and direction
         self._changed = asyncio.Event()
         self._server: asyncio.Server
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -72,11 +70,10 @@ class Network:
 
     async def close(self) -> None:
         self._server.close()
-        for task in self._tasks:
+        for link, task in self._links.items():
             task.cancel()
-        for link in list(self._links):
             link.reset()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._links.values(), return_exceptions=True)
 
     # ---- faults ------------------------------------------------------------------
 
@@ -107,44 +104,37 @@ class Network:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
         link = _Link(self._child_of(writer.get_extra_info("peername")[1]), writers={DOWN: writer})
-        self._links.add(link)
+        self._links[link] = task
         try:
-            await self._tunnel(link, reader)
-        except (OSError, EOFError, ValueError, UsageError, TimeoutError, asyncio.LimitOverrunError):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT_S)
+            method, target, _ = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
+            if method == "CONNECT":
+                await self._tunnel(link, reader, target)
+        except* (OSError, EOFError, ValueError, UsageError, TimeoutError, asyncio.LimitOverrunError):
             pass  # either end is closed, or does not speak HTTP
         finally:
             link.reset()
-            self._links.discard(link)
-            self._tasks.discard(task)
+            del self._links[link]
 
-    async def _tunnel(self, link: _Link, reader: asyncio.StreamReader) -> None:
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT_S)
-        method, target, _ = head.split(b"\r\n", 1)[0].decode("ascii").split(" ")
-        if method != "CONNECT":
-            raise ValueError(method)
+    async def _tunnel(self, link: _Link, reader: asyncio.StreamReader, target: str) -> None:
         await self._pass(link, UP)
         await self._pass(link, DOWN)
         host, link.port = split_address(target)
         upstream, link.writers[UP] = await asyncio.open_connection(host, link.port)
         link.writers[DOWN].write(b"HTTP/1.1 200 OK\r\n\r\n")
-        ends = ((reader, UP), (upstream, DOWN))
-        pumps = [asyncio.ensure_future(self._pump(link, stream, direction)) for stream, direction in ends]
-        try:
-            # A process that ends closes its direction; the bytes that it has sent still arrive.
-            await asyncio.gather(*pumps)
-        finally:
-            for pump in pumps:
-                pump.cancel()
+        # A process that ends closes its direction; the bytes that it has sent still arrive.
+        async with asyncio.TaskGroup() as pumps:
+            pumps.create_task(self._pump(link, reader, UP))
+            pumps.create_task(self._pump(link, upstream, DOWN))
 
     async def _pump(self, link: _Link, reader: asyncio.StreamReader, direction: str) -> None:
         writer = link.writers[direction]
         while piece := await reader.read(_PIECE_BYTES):
             await self._pass(link, direction)
-            if self.num_slow:
-                await asyncio.sleep(_DELAY_S * self.num_slow)
-            if self.num_lossy and self._chance.random() < _STALL_SHARE * self.num_lossy:
+            if self.delays["slow"]:
+                await asyncio.sleep(_DELAY_S * self.delays["slow"])
+            if self.delays["loss"] and self._chance.random() < _STALL_SHARE * self.delays["loss"]:
                 await asyncio.sleep(_RETRANSMIT_S)
             if direction == UP and link.cut_after is not None:
                 if len(piece) >= link.cut_after:

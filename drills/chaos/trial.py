@@ -9,18 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES, load_config
 from ...common.registry import MODES
 from ...ps.policies.base import Common
 from ..check_main import check_paths, describe, show
 from .job import Ending, Setup
-from .ledger import Account, Epoch, audit
+from .ledger import Epoch, audit
 from .plan import make_plan
-
-if TYPE_CHECKING:
-    from ..check import Verdict
 
 # `worker.transports` by the tested transport.
 TRANSPORTS = {"direct": "[direct, grpc]", "grpc": "[grpc]", "shared": "[shared, direct, grpc]"}
@@ -116,17 +113,12 @@ def judge(ending: Ending, setup: Setup) -> list[str]:
     if not verdict.is_good or verdict.deleted:  # this drill deletes no snapshots
         failures.append(f"its history: {describe(verdict)}")
     if config.task.name == _LEDGER and ending.exit_code == 0:
-        account = _audit(setup, verdict)
-        print(account)
-        failures += account.problems
+        run, weights = config.run, setup.folder / "weights.safetensors"
+        mode = MODES.load(run.mode)(Common(num_workers=run.workers), config.policy.options(run.mode))
+        epoch = Epoch(run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale)
+        # If the workers' paces differ, some contributions have fewer steps.
+        num_samples = sum(verdict.samples.get(contribution, 0) for contribution in verdict.lineage.contributions())
+        problems, summary = audit(weights, epoch, verdict.lineage, num_samples if mode.may_scale else None)
+        print(summary)
+        failures += problems
     return failures
-
-
-def _audit(setup: Setup, verdict: Verdict) -> Account:
-    run = setup.config.run
-    mode = MODES.load(run.mode)(Common(num_workers=run.workers), setup.config.policy.options(run.mode))
-    epoch = Epoch(run.task_steps or 1, run.batch_size, mode.local_steps, mode.has_rounds, mode.may_scale)
-    # If the workers' paces differ, some contributions have fewer steps.
-    samples = [verdict.samples.get(contribution, 0) for contribution in verdict.lineage.contributions()]
-    weights = setup.folder / "weights.safetensors"
-    return audit(weights, epoch, verdict.lineage, sum(samples) if mode.may_scale else None)

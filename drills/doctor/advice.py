@@ -67,14 +67,15 @@ class Foreseen:
 def checks(measured: Measured) -> list[Finding]:
     """Returns the problems that would fail a run on these machines or slow it down."""
     machines = measured.machines
-    found = list(_differing(machines))
-    for rank, item in sorted(machines.items()):
-        found += _of_machine(
-            f"worker {rank} ({item['host']})", item, measured.megabytes, measured.clocks.get(rank, 0.0)
-        )
-    if measured.server:
-        item = measured.server
-        found += _of_machine(f"server ({item['host']})", item, measured.megabytes, item["arrived"] - item["time"])
+    found = []
+    for name in _NAMES_THE_SAME:
+        of = {rank: item[name] for rank, item in sorted(machines.items())}
+        if len(set(of.values())) > 1:
+            values = ", ".join(f"worker {rank} {value}" for rank, value in of.items())
+            text = f"versions of {name} differ: {values}"
+            found.append(Finding("fail" if name == "program" else "warn", text, "install the same version everywhere"))
+    for name, item, behind_s in measured.named_machines():
+        found += _of_machine(name, item, measured.megabytes, behind_s or 0.0)
     if "TLS" not in measured.security and len({machine["host"] for machine in machines.values()}) > 1:
         message = "the connections have no TLS: others can read and change the data"
         found.append(Finding("warn", message, "ps-certs init, see docs/running.md"))
@@ -83,15 +84,6 @@ def checks(measured: Measured) -> list[Finding]:
         Finding("ok", f"worker {rank} ({machines[rank]['host']}) has no transport {transport}: {why}")
         for rank, transport, why in measured.refused
     ]
-
-
-def _differing(machines: dict[int, dict[str, Any]]) -> Iterable[Finding]:
-    for name in _NAMES_THE_SAME:
-        of = {rank: item[name] for rank, item in sorted(machines.items())}
-        if len(set(of.values())) > 1:
-            values = ", ".join(f"worker {rank} {value}" for rank, value in of.items())
-            level = "fail" if name == "program" else "warn"
-            yield Finding(level, f"versions of {name} differ: {values}", "install the same version everywhere")
 
 
 def _of_machine(who: str, item: dict[str, Any], megabytes: float, behind_s: float) -> Iterable[Finding]:

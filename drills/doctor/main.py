@@ -54,7 +54,7 @@ def doctor(
     if a run would fail here.
     """
     from ...simulate.machines.units import seconds as parsed
-    from .run import Request, examine
+    from .run import examine
 
     if regions:
         raise_first((hosts is None, "flag --regions: there are no hosts to measure", "--hosts hosts.yaml"))
@@ -81,7 +81,6 @@ def doctor(
 
         return examine_pipeline(config, sets or [], as_json)
     return examine(
-        Request(
-            config, workers, hosts, megabytes, compute_s, seconds, tuple(chosen), budget, verify, as_json, sets or []
-        )
-    )
+        config, hosts, sets or [], num_workers=workers, megabytes=megabytes, compute_s=compute_s, seconds=seconds,
+        transports=tuple(chosen), budget_s=budget, verify=verify, as_json=as_json,
+    )  # fmt: skip

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,9 +43,6 @@ class Link:
     exchange_s: float  # both ways, median
     together: float = 1.0  # factor on exchange_s while all workers exchange
 
-    def fields(self) -> dict[str, Any]:
-        return {**vars(self), "up_mb_s": round(self.up / 1e6, 2), "down_mb_s": round(self.down / 1e6, 2)}
-
 
 @dataclass
 class Measured:
@@ -54,7 +52,7 @@ class Measured:
     machines: dict[int, dict[str, Any]] = field(default_factory=dict)  # by rank
     clocks: dict[int, float] = field(default_factory=dict)  # seconds behind this machine, an upper bound; by rank
     round_trips: dict[int, tuple[float, float]] = field(default_factory=dict)  # median and p99, by rank
-    links: list[Link] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)  # by rank
     refused: list[tuple[int, str, str]] = field(default_factory=list)  # rank, transport and reason
     server: dict[str, Any] = field(default_factory=dict)  # its machine, if no worker runs there
     security: str = "none"  # of the connections, as in the server's log: `mutual TLS, token`
@@ -62,9 +60,20 @@ class Measured:
     ended: str = ""  # why measuring ended, a sentence
     is_partial: bool = False  # ended by Ctrl-C
 
-    def of_rank(self, rank: int) -> list[Link]:
-        """Returns the links of a worker, the best transport first."""
-        return sorted((link for link in self.links if link.rank == rank), key=lambda link: link.exchange_s)
+    def best_links(self) -> list[Link]:
+        """Returns the link of each worker over its best transport."""
+        of_ranks = groupby(self.links, key=lambda link: link.rank)
+        return [min(links, key=lambda link: link.exchange_s) for _, links in of_ranks]
+
+    def named_machines(self) -> list[tuple[str, dict[str, Any], float | None]]:
+        """Returns each machine with its name, and the seconds that its clock is behind; None: not known."""
+        found = [
+            (f"worker {rank} ({item['host']})", item, self.clocks.get(rank))
+            for rank, item in sorted(self.machines.items())
+        ]
+        if item := self.server:
+            found.append((f"server ({item['host']})", item, item["arrived"] - item["time"]))
+        return found
 
 
 @dataclass(frozen=True)
@@ -86,44 +95,38 @@ def task_of(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Job:
-    """The job that runs the probes."""
+def probe_messages(arguments: Sequence[str], plan: Plan) -> Generator[dict[str, Any]]:
+    """Runs a job of probes with these arguments of ps-launch (CONFIG, -n, --hosts, ...), and yields their messages.
 
-    arguments: tuple[str, ...]  # of ps-launch: CONFIG, -n, --hosts, ...
-    num_workers: int
-
-    def messages(self, plan: Plan, secured: Callable[[str], object]) -> Generator[dict[str, Any]]:
-        """Yields the probes' messages; the job ends with the iterator. Raises ParamServerError.
-
-        `secured` gets the security of the connections.
-        """
-        settings = (
-            "run.mode=async", "output.store=false", f"policy.pull_every={_PULL_EVERY}",
-            f"server.join_timeout_s={_JOIN_S}",
-        )  # fmt: skip
-        command = [
-            sys.executable, "-m", "paramserver.launch", *self.arguments, "--mode", "async", "--script", str(PROBE),
-            "--log-format", "json", "--steps", _STEPS, *(f"--set={setting}" for setting in settings),
-            "--max-restarts", "0", "--", json.dumps(asdict(plan)),
-        ]  # fmt: skip
-        last: list[str] = []
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, start_new_session=True
-        )
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                last = [*last[-8:], line.rstrip()]
-                if (message := _read(line, secured)) is not None:
-                    yield message
-            if code := process.wait():
-                error = ParamServerError(f"the measuring run ended with exit code {code}:\n" + "\n".join(last))
-                error.exit_code = code
-                raise error
-        finally:
-            _end(process)
+    Also yields the security of the connections, from the server's log. The job ends with the iterator. Raises
+    ParamServerError.
+    """
+    settings = (
+        "run.mode=async", "output.store=false", f"policy.pull_every={_PULL_EVERY}",
+        f"server.join_timeout_s={_JOIN_S}",
+    )  # fmt: skip
+    command = [
+        sys.executable, "-m", "paramserver.launch", *arguments, "--mode", "async", "--script", str(PROBE),
+        "--log-format", "json", "--steps", _STEPS, *(f"--set={setting}" for setting in settings),
+        "--max-restarts", "0", "--", json.dumps(asdict(plan)),
+    ]  # fmt: skip
+    last: list[str] = []
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, start_new_session=True
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            last = [*last[-8:], line.rstrip()]
+            if (message := _read(line)) is not None:
+                yield message
+        if code := process.wait():
+            error = ParamServerError(f"the measuring run ended with exit code {code}:\n" + "\n".join(last))
+            error.exit_code = code
+            raise error
+    finally:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -139,7 +142,8 @@ def _end(process: subprocess.Popen[str]) -> None:
             process.wait()
 
 
-def _read(line: str, secured: Callable[[str], object]) -> dict[str, Any] | None:
+def _read(line: str) -> dict[str, Any] | None:
+    """Returns the message in a line of the job's output; None for other lines."""
     text = line
     if line.startswith("{"):
         try:
@@ -147,47 +151,42 @@ def _read(line: str, secured: Callable[[str], object]) -> dict[str, Any] | None:
         except ValueError:
             return None
         if event.get("event") == "listening":
-            secured(str(event.get("security", "")))
+            return {"kind": "security", "security": str(event.get("security", ""))}
         text = str(event.get("line", ""))
-    at = text.find(_MARK)
-    if at < 0:
-        return None
-    return {**read_json(text[at + len(_MARK) :]), "arrived": time.time()}
+    _, mark, message = text.partition(_MARK)
+    return {**read_json(message), "arrived": time.time()} if mark else None
 
 
 class Measurements:
-    """Collects the probes' messages."""
+    """Collects the probes' messages, and decides when they are enough. `max_s`: time limit."""
 
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
-        self.security = ""
+    def __init__(self, num_workers: int, began_at: float, max_s: float) -> None:
+        self._num_workers, self._until, self._max_s = num_workers, began_at + max_s, max_s
+        self._security = ""
         self._machines: dict[int, dict[str, Any]] = {}
         self._turns: dict[tuple[int, str], list[dict[str, Any]]] = {}  # by rank and transport
         self._together: dict[int, list[dict[str, Any]]] = {}
         self._refused: dict[tuple[int, str], str] = {}
+        # The rounds that all workers have finished: seconds of an exchange, by worker and transport.
+        self.rounds: list[dict[tuple[int, str], float]] = []
 
     def add(self, message: dict[str, Any]) -> None:
-        """Add a message of a probe."""
-        rank = message["rank"]
-        match message["kind"]:
-            case "machine":
+        """Add a message of a probe, or the security of the connections."""
+        match message:
+            case {"kind": "security"}:
+                self._security = message["security"]
+            case {"kind": "machine", "rank": rank}:
                 self._machines[rank] = message
-            case "transport" if message["given"] == message["transport"]:
-                self._turns.setdefault((rank, message["transport"]), []).append(message)
-            case "transport":
-                self._refused[rank, message["transport"]] = message["reason"]
-            case "together":
+            case {"kind": "transport", "rank": rank, "transport": transport} if message["given"] == transport:
+                self._turns.setdefault((rank, transport), []).append(message)
+            case {"kind": "transport", "rank": rank, "transport": transport}:
+                self._refused[rank, transport] = message["reason"]
+            case {"kind": "together", "rank": rank}:
                 self._together.setdefault(rank, []).append(message)
-
-    @property
-    def num_rounds(self) -> int:
-        """Returns the number of rounds that all workers have finished."""
-        found = [len(messages) for messages in self._together.values()]
-        return min(found) if len(found) == self._num_workers else 0
-
-    def of_round(self, number: int) -> dict[Any, float]:
-        """Returns the seconds of an exchange in a round, by worker and transport."""
-        return {key: found[number]["both_s"] for key, found in self._turns.items() if len(found) > number}
+                number = len(self.rounds)
+                if sum(len(found) > number for found in self._together.values()) == self._num_workers:
+                    finished = {key: found for key, found in self._turns.items() if len(found) > number}
+                    self.rounds.append({key: found[number]["both_s"] for key, found in finished.items()})
 
     def best(self) -> set[tuple[int, str]]:
         """Returns each worker with its best transport, by the medians so far. The advice needs no other one."""
@@ -199,7 +198,7 @@ class Measurements:
     def measured(self) -> Measured:
         """Returns medians over all rounds, including an incomplete round."""
         first = next(iter(self._machines.values()), {})
-        found = Measured(first.get("bytes", 0) / 1e6, dict(sorted(self._machines.items())), security=self.security)
+        found = Measured(first.get("bytes", 0) / 1e6, dict(sorted(self._machines.items())), security=self._security)
         found.compute_s = median([machine["compute_s"] or 0.0 for machine in self._machines.values()] or [0.0])
         found.clocks = {rank: machine["arrived"] - machine["time"] for rank, machine in found.machines.items()}
         found.refused = [(rank, transport, why) for (rank, transport), why in sorted(self._refused.items())]
@@ -221,86 +220,35 @@ class Measurements:
             link.together = max(1.0, median(together) / (up_s + both_s))
         return link
 
-
-def measure(
-    job: Job, plan: Plan, max_s: float, show: Callable[[float, str], None], clock: Callable[[], float] = time.monotonic
-) -> Measured:
-    """Measure round by round, until rounds agree, `max_s` are over, or Ctrl-C.
-
-    `show` gets the finished part (0..1) and the next activity. Transports that no worker has are left out.
-    """
-    if plan.megabytes is not None and plan.megabytes <= 0:
-        raise UsageError(f"the model has {plan.megabytes:g} MB", fix="--mb 10")
-    found, rounds, why = Measurements(job.num_workers), Rounds(clock(), max_s), ""
-
-    def secured(text: str) -> None:
-        found.security = text
-
-    is_partial = False
-    try:
-        show(0.0, "starting a server and the workers" + (", which take some steps of the task" if plan.task else ""))
-        with closing(job.messages(plan, secured)) as messages:
-            for message in messages:
-                found.add(message)
-                while rounds.num < found.num_rounds:
-                    rounds.add(found.of_round(rounds.num))
-                is_last = rounds.num >= plan.rounds
-                if why := rounds.why_stop(clock(), found.best()) or (f"{rounds.num} round" if is_last else ""):
-                    break
-                show(rounds.part_done(clock()), f"measuring {', '.join(plan.transports)}: round {rounds.num + 1}")
-    except KeyboardInterrupt:
-        is_partial = True
-        why = f"{rounds.num} whole round{'' if rounds.num == 1 else 's'}, then Ctrl-C"
-    measured = found.measured
-    measured.ended, measured.is_partial = why, is_partial
-    return measured
-
-
-class Rounds:
-    """Rounds of the same measurements, in their order. `max_s`: time limit."""
-
-    def __init__(self, began_at: float, max_s: float) -> None:
-        self._until, self._max_s = began_at + max_s, max_s
-        self._rounds: list[Mapping[Hashable, float]] = []
-
-    @property
-    def num(self) -> int:
-        return len(self._rounds)
-
-    def add(self, metrics: Mapping[Hashable, float]) -> None:
-        """Add the measurements of a round, by worker and transport."""
-        self._rounds.append(metrics)
-
-    def differ_by(self, names: Collection[Hashable] | None = None) -> float:
+    def differ_by(self) -> float:
         """Returns the smaller spread: of the last three rounds, or of the running medians after each of them.
 
-        It is the largest relative spread of these measurements, or of all; inf for fewer rounds.
+        It is the largest relative spread of the workers' best transports; inf for fewer rounds.
         """
-        if self.num < _LAST:
+        if len(self.rounds) < _LAST:
             return float("inf")
-        chosen = [name for name in self._rounds[-1] if names is None or name in names]
-        if names and not chosen:
+        best = self.best()
+        chosen = best & self.rounds[-1].keys()
+        if best and not chosen:
             return float("inf")
         medians = [
-            {name: median(item[name] for item in self._rounds[:end] if name in item) for name in chosen}
-            for end in range(self.num - _LAST + 1, self.num + 1)
+            {key: median(item[key] for item in self.rounds[:end] if key in item) for key in chosen}
+            for end in range(len(self.rounds) - _LAST + 1, len(self.rounds) + 1)
         ]
-        last = [{name: item[name] for name in chosen if name in item} for item in self._rounds[-_LAST:]]
+        last = [{key: item[key] for key in chosen if key in item} for item in self.rounds[-_LAST:]]
         return min(_spread(last), _spread(medians))
 
-    def why_stop(self, now: float, names: Collection[Hashable] | None = None) -> str:
-        """Returns the reason to stop as a sentence, empty to continue. The first round is always complete.
-
-        `names`: the measurements that must agree; None: all.
-        """
-        if not self._rounds:
+    def why_stop(self, now: float) -> str:
+        """Returns the reason to stop as a sentence, empty to continue. The first round is always complete."""
+        if not self.rounds:
             return ""
-        rounds = f"{self.num} round{'s' if self.num > 1 else ''}"
-        differ = self.differ_by(names)
+        num = len(self.rounds)
+        rounds = f"{num} round{'s' if num > 1 else ''}"
+        differ = self.differ_by()
         if differ <= _TOLERANCE:
             return f"{rounds}; the metrics of the last {_LAST} agree within {_TOLERANCE:.0%}"
         if now >= self._until:
-            message = f", which differ by up to {differ:.0%}" if self.num >= _LAST else ""
+            message = f", which differ by up to {differ:.0%}" if num >= _LAST else ""
             return f"{rounds}{message}: the {self._max_s:g} s of --budget were used up"
         return ""
 
@@ -309,7 +257,38 @@ class Rounds:
         return min(1.0, 1.0 - (self._until - now) / self._max_s)
 
 
-def _spread(rounds: Sequence[Mapping[Hashable, float]]) -> float:
+def measure(
+    messages: Generator[dict[str, Any]], num_workers: int, plan: Plan, max_s: float, show: Callable[[float, str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Measured:  # fmt: skip
+    """Measure round by round, until rounds agree, `max_s` are over, or Ctrl-C.
+
+    `messages`: of the probes (`probe_messages`). `show` gets the finished part (0..1) and the next activity. Transports
+    that no worker has are left out.
+    """
+    if plan.megabytes is not None and plan.megabytes <= 0:
+        raise UsageError(f"the model has {plan.megabytes:g} MB", fix="--mb 10")
+    found, why, is_partial = Measurements(num_workers, clock(), max_s), "", False
+    try:
+        show(0.0, "starting a server and the workers" + (", which take some steps of the task" if plan.task else ""))
+        with closing(messages):
+            for message in messages:
+                found.add(message)
+                if message["kind"] == "security":
+                    continue
+                num = len(found.rounds)
+                if why := found.why_stop(clock()) or (f"{num} round" if num >= plan.rounds else ""):
+                    break
+                show(found.part_done(clock()), f"measuring {', '.join(plan.transports)}: round {num + 1}")
+    except KeyboardInterrupt:
+        num, is_partial = len(found.rounds), True
+        why = f"{num} whole round{'' if num == 1 else 's'}, then Ctrl-C"
+    measured = found.measured
+    measured.ended, measured.is_partial = why, is_partial
+    return measured
+
+
+def _spread(rounds: Sequence[Mapping[tuple[int, str], float]]) -> float:
     """Returns the largest relative difference of a measurement in three rounds."""
     spreads = []
     for name in set(rounds[0]).intersection(*rounds):

@@ -26,11 +26,7 @@ def examine_pipeline(path: str | None, sets: list[str], as_json: bool) -> int:
     if config.launch.group < 2:
         message = "flag --pipeline: launch.group is 1, but a pipeline needs several processes in a worker"
         raise UsageError(message, fix="--set launch.group=2")
-    plan = {
-        "task": task_of(config),
-        "batch_size": config.run.batch_size,
-        "worker": config.worker.model_dump(mode="json"),
-    }
+    plan = {"task": task_of(config), "worker": config.worker.model_dump(mode="json")}
     script = str(Path(__file__).with_name("stages.py"))
     command = [sys.executable, "-m", _GROUP, str(config.launch.group), script, json.dumps(plan)]
     threads = config.worker.threads or max(1, (os.cpu_count() or 1) // config.launch.group)

@@ -20,6 +20,9 @@ import statistics
 import sys
 import tempfile
 import time
+import timeit
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 from paramserver.common.config.cli import before_torch
@@ -103,12 +106,7 @@ class Turns:
 
     def trips(self) -> list[float]:
         """Returns the seconds of small round trips, sorted."""
-        found = []
-        for _ in range(_NUM_TRIPS):
-            began = time.perf_counter()
-            self._status()
-            found.append(time.perf_counter() - began)
-        return sorted(found)
+        return sorted(timeit.repeat(self._status, repeat=_NUM_TRIPS, number=1))
 
 
 def one_round(turns: Turns, number: int, transports: list[str]) -> None:
@@ -153,18 +151,17 @@ def of_task(task: dict[str, Any], config: Any) -> tuple[float, int]:
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(task["precision"])
     taken: list[float] = []
     until, began = time.monotonic() + _TASK_S, time.perf_counter()
-    while len(taken) < 4 or (time.monotonic() < until and len(taken) < _TASK_STEPS):
-        for batch in batches:
-            model.zero_grad()
-            with torch.autocast(device.type, precision, enabled=precision is not None):
-                loss = made.loss(model, to_device(batch, device))
-            loss.backward()
-            loss.item()
-            took_s = time.perf_counter() - began
-            taken.append(took_s + delays.delay_s(len(taken) + 1, took_s))
-            began = time.perf_counter()
-            if len(taken) >= _TASK_STEPS or (time.monotonic() >= until and len(taken) >= 4):
-                break
+    for batch in chain.from_iterable(repeat(batches)):
+        model.zero_grad()
+        with torch.autocast(device.type, precision, enabled=precision is not None):
+            loss = made.loss(model, to_device(batch, device))
+        loss.backward()
+        loss.item()
+        took_s = time.perf_counter() - began
+        taken.append(took_s + delays.delay_s(len(taken) + 1, took_s))
+        if len(taken) >= _TASK_STEPS or (time.monotonic() >= until and len(taken) >= 4):
+            break
+        began = time.perf_counter()
     # The first step loads and allocates.
     return task["accumulate"] * statistics.median(taken[1:]), ModelTensors(model).layout.exchange_bytes
 
@@ -185,18 +182,12 @@ def machine() -> dict[str, object]:
 
 def _fsync_s() -> float:
     """Returns the median seconds to sync a MiB in this folder; -1: the folder is not writable."""
-    taken = []
     try:
-        with tempfile.TemporaryFile(dir=".") as file:
-            for _ in range(5):
-                file.write(bytes(_FSYNC_BYTES))
-                began = time.perf_counter()
-                file.flush()
-                os.fsync(file.fileno())
-                taken.append(time.perf_counter() - began)
+        with tempfile.TemporaryFile(dir=".", buffering=0) as file:
+            sync, write = partial(os.fsync, file.fileno()), partial(file.write, bytes(_FSYNC_BYTES))
+            return statistics.median(timeit.repeat(sync, write, repeat=5, number=1))
     except OSError:
         return -1.0
-    return statistics.median(taken)
 
 
 if __name__ == "__main__":

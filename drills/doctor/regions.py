@@ -130,10 +130,8 @@ def sentences(hosts: Sequence[str], trips: Trips, regions: Sequence[Region], ups
         texts.append(f"These hosts do not reach each other: {', '.join(blocked[:_MAX_PAIRS])}{others}.")
     if len(regions) == 1:
         gap = f"by a factor of {MIN_RATIO:g} or more, to {MIN_HEIGHT_S * 1e3:g} ms or more"
-        texts.append(
-            f"The round trips do not jump {gap}: relays would gain nothing. --num-regions N divides the hosts anyway."
-        )
-        return texts
+        advice = "relays would gain nothing. --num-regions N divides the hosts anyway."
+        return [*texts, f"The round trips do not jump {gap}: {advice}"]
     relays = [region.relay for region in regions if region.relay and len(region.hosts) > 1]
     if relays:
         texts.append(f"The relays belong on {', '.join(relays)}.")
@@ -181,10 +179,9 @@ def write_regions(path: str, names: Mapping[str, str]) -> None:
         found = load_hosts(str(trial))
     wanted = tuple(host.model_copy(update={"region": names[host.host]}) for host in load_hosts(path))
     if found != wanted:
-        raise UsageError(
-            f"{path} is unchanged: --write cannot change a file of this form",
-            fix="write the regions by hand: " + ", ".join(f"{host}: {name}" for host, name in names.items()),
-        )
+        by_hand = ", ".join(f"{host}: {name}" for host, name in names.items())
+        message = f"{path} is unchanged: --write cannot change a file of this form"
+        raise UsageError(message, fix=f"write the regions by hand: {by_hand}")
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -21,15 +21,18 @@ class Report:
     foreseen: list[advice.Foreseen]
     sentences: list[str]
     verified: list[tuple[advice.Foreseen, float]]  # with the measured steps a second
-    compute_s: float
 
     def as_json(self) -> str:
         """Returns everything as JSON."""
         found = {name: value for name, value in vars(self.measured).items() if name not in ("clocks", "refused")}
         trips = {rank: {"median_s": trip, "p99_s": worst} for rank, (trip, worst) in self.measured.round_trips.items()}
         found |= {
-            "compute_s": self.compute_s, "clocks_s": self.measured.clocks, "round_trips": trips,
-            "links": [link.fields() for link in self.measured.links], "checks": [asdict(item) for item in self.checks],
+            "clocks_s": self.measured.clocks, "round_trips": trips,
+            "links": [
+                {**vars(link), "up_mb_s": round(link.up / 1e6, 2), "down_mb_s": round(link.down / 1e6, 2)}
+                for link in self.measured.links
+            ],
+            "checks": [asdict(item) for item in self.checks],
             "foreseen": [asdict(item) for item in self.foreseen], "advice": self.sentences,
             "verified": [
                 {"mode": item.mode, "codec": item.codec, "foreseen": item.steps_per_s, "measured": rate}
@@ -84,13 +87,10 @@ def machines_table(found: Measured) -> Table:
     free = ("memory free", "disk free", "shared memory free")
     names = ("clock differs by", "cores", "load", *free, "to write 1 MiB", "open files", "GPUs", "security")
     table = Table("machine", *names, box=None)
-    rows = [(f"worker {rank}", item, found.clocks.get(rank)) for rank, item in sorted(found.machines.items())]
-    if found.server:
-        rows.append(("server", found.server, found.server["arrived"] - found.server["time"]))
-    for name, entry, behind_s in rows:
+    for name, entry, behind_s in found.named_machines():
         written = f"{entry['fsync_s'] * 1e3:.1f} ms" if entry["fsync_s"] >= 0 else "no"
         table.add_row(
-            f"{name} ({entry['host']})", "-" if behind_s is None else f"{behind_s:+.2f} s", str(entry["cores"]),
+            name, "-" if behind_s is None else f"{behind_s:+.2f} s", str(entry["cores"]),
             f"{entry['load']:.1f}", *(size(entry[f"free_{name}"]) for name in ("memory", "disk", "shm")), written,
             f"{entry['files']:,}", str(entry["cuda"]), found.security,
         )  # fmt: skip

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ...common.reporting.summary import Summary
 from ...launch.plan.hosts import load_hosts
 from ...launch.plan.placement import place_servers, place_workers
 from . import advice
-from .measure import TINY_MB, Job, Plan, measure, task_of
+from .measure import TINY_MB, Plan, measure, probe_messages, task_of
 from .results import Report
 
 PROGRAM = "ps-launch doctor"
@@ -29,63 +28,51 @@ _SERVER_S = 30.0
 _Verified = tuple[advice.Foreseen, float]  # and the measured steps a second
 
 
-@dataclass(frozen=True)
-class Request:
-    """The flags."""
+def examine(
+    path: str | None, hosts: str | None, sets: list[str], *, num_workers: int, megabytes: float | None,
+    compute_s: float | None, seconds: float, transports: tuple[str, ...], budget_s: float, verify: bool, as_json: bool,
+) -> int:  # fmt: skip
+    """Measure, print the results, and return the exit code. Raises ParamServerError.
 
-    config: str | None
-    workers: int
-    hosts: str | None
-    megabytes: float | None  # None: the task's
-    compute_s: float | None  # of a step; None: the task's, measured
-    seconds: float  # of each turn
-    transports: tuple[str, ...]
-    budget_s: float  # for measuring
-    verify: bool
-    as_json: bool
-    sets: list[str]
-
-
-def examine(wanted: Request) -> int:
-    """Measure, print the results, and return the exit code. Raises ParamServerError."""
-    machines = ["--hosts", wanted.hosts, "--sync-code"] if wanted.hosts else []
-    where = (*([wanted.config] if wanted.config else []), "-n", str(wanted.workers), *machines)
-    sets = wanted.sets
-    config = load_config(wanted.config, {}, sets, {}, is_worker=False).config
-    needs_task = wanted.compute_s is None or wanted.megabytes is None
-    plan = Plan(wanted.seconds, wanted.megabytes, wanted.transports, task_of(config) if needs_task else None)
-    job = Job((*where, *_sets("async", sets)), wanted.workers)
+    `path`: CONFIG. `megabytes` of the model and `compute_s` of a step are the task's if they are None. `seconds`: of
+    each turn. `budget_s`: for measuring.
+    """
+    where = (*([path] if path else []), "-n", str(num_workers), *(["--hosts", hosts, "--sync-code"] if hosts else []))
+    config = load_config(path, {}, sets, {}, is_worker=False).config
+    needs_task = compute_s is None or megabytes is None
+    plan = Plan(seconds, megabytes, transports, task_of(config) if needs_task else None)
+    messages = probe_messages((*where, *_sets("async", sets)), plan)
     threading.Thread(target=advice.load_codecs, daemon=True).start()  # while the job starts
     with Steps() as steps:
-        found = measure(job, plan, wanted.budget_s, lambda part, text: steps.at(_MEASURING * part, text))
+        found = measure(messages, num_workers, plan, budget_s, lambda part, text: steps.at(_MEASURING * part, text))
         if not found.links and found.is_partial:
             print(f"{PROGRAM}: ended before anything was measured", file=sys.stderr)
             return EXIT_INTERRUPTED
         if not found.links:
             why = f": {found.refused[0][2]}" if found.refused else ""
-            message = f"no worker has a transport of {','.join(wanted.transports)}{why}"
+            message = f"no worker has a transport of {','.join(transports)}{why}"
             raise UsageError(message, fix="leave --transports out")
-        if wanted.hosts and not found.is_partial:
+        if hosts and not found.is_partial:
             steps.at(_MEASURING, "measuring the server's machine")
-            found.server = server_of(wanted.hosts, wanted.workers, wanted.seconds, sets)
-        compute_s = wanted.compute_s or found.compute_s
-        link = advice.typical([of_worker[0] for rank in found.machines if (of_worker := found.of_rank(rank))])
+            found.server = server_of(hosts, num_workers, seconds, sets)
+        found.compute_s = compute_s or found.compute_s
+        link = advice.typical(found.best_links())
         trip_s = sorted(trip for trip, _ in found.round_trips.values())[len(found.round_trips) // 2]
         steps.at(_MEASURING, "simulating each mode with these metrics")
-        foreseen = advice.foresee(wanted.config, wanted.workers, found.megabytes, compute_s, link, trip_s, sets)
+        foreseen = advice.foresee(path, num_workers, found.megabytes, found.compute_s, link, trip_s, sets)
     checks = advice.checks(found)
-    is_uneven = advice.are_uneven(found)
-    sentences = advice.sentences(foreseen, link, trip_s, compute_s, found.megabytes, uneven=is_uneven)
-    over = f"worker.transports={','.join(dict.fromkeys([*wanted.transports, 'grpc']))}"
+    uneven = advice.are_uneven(found)
+    sentences = advice.sentences(foreseen, link, trip_s, found.compute_s, found.megabytes, uneven=uneven)
+    over = f"worker.transports={','.join(dict.fromkeys([*transports, 'grpc']))}"
     verified: list[_Verified] = []
-    if wanted.verify and not found.is_partial:
+    if verify and not found.is_partial:
         with Steps() as steps:
             try:
-                verified.extend(_verified(where, foreseen, wanted.seconds, wanted.workers, [*sets, over], steps))
+                verified.extend(_verified(where, foreseen, seconds, num_workers, [*sets, over], steps))
             except KeyboardInterrupt:
                 found.is_partial = True
-    report = Report(found, checks, foreseen, sentences, verified, compute_s)
-    if wanted.as_json:
+    report = Report(found, checks, foreseen, sentences, verified)
+    if as_json:
         print(report.as_json())
     else:
         report.show()
@@ -105,8 +92,8 @@ def server_of(hosts: str, num_workers: int, seconds: float, sets: list[str]) -> 
         alone = {**host.model_dump(mode="json", exclude_defaults=True), "slots": 1}
         path.write_text(json.dumps({"hosts": [alone]}))  # JSON is YAML
         where = ("-n", "1", "--hosts", str(path), "--sync-code", *_sets("async", sets))
-        job = Job(where, 1)
-        return measure(job, Plan(seconds, TINY_MB, ("direct",), rounds=1), _SERVER_S, lambda *_: None).machines[0]
+        plan = Plan(seconds, TINY_MB, ("direct",), rounds=1)
+        return measure(probe_messages(where, plan), 1, plan, _SERVER_S, lambda *_: None).machines[0]
 
 
 def _sets(mode: str, sets: list[str]) -> list[str]:

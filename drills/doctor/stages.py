@@ -1,6 +1,6 @@
 """A process of a worker that measures a task's layers as a pipeline, without a server.
 
-    python -m paramserver.worker.replica_group G stages.py PLAN     as JSON: task, batch_size, worker
+    python -m paramserver.worker.replica_group G stages.py PLAN     as JSON: task, worker
 
 `ps-launch doctor --pipeline` starts it. Group rank 0 prints one line `STAGES {...}`.
 """
@@ -9,7 +9,7 @@ import json
 import os
 import statistics
 import sys
-import time
+import timeit
 from typing import Any
 
 from paramserver.common.config.cli import before_torch
@@ -43,7 +43,7 @@ def main(plan: dict[str, Any]) -> None:
     group = Group(find_member(os.environ), str(device), {}, _WAIT_S)
     task = load_task(plan["task"]["name"], plan["task"]["args"], seed=0, device=device)
     torch.manual_seed(0)
-    data, size = task.train_data(), plan["batch_size"]
+    data, size = task.train_data(), plan["task"]["batch_size"]
 
     def first(num: int) -> Any:
         return to_device(next(iter(torch.utils.data.DataLoader(data, max(1, size // num)))), device)
@@ -64,28 +64,23 @@ def main(plan: dict[str, Any]) -> None:
 
 def steps_s(pipeline: Pipeline, batch: Any) -> float:
     """Returns the median seconds of a step."""
-    taken = []
-    for _ in range(_STEPS + 1):
-        pipeline.zero_grad()
-        began = time.perf_counter()
-        pipeline.step(batch)
-        taken.append(time.perf_counter() - began)
+    taken = timeit.repeat(lambda: pipeline.step(batch), pipeline.zero_grad, repeat=_STEPS + 1, number=1)
     return statistics.median(taken[1:])
 
 
 def trip_s(group: Group, num_bytes: int, device: torch.device) -> float:
     """Returns the seconds in which `num_bytes` travel from group rank 0 to 1."""
-    tensor, taken = torch.empty(num_bytes, dtype=torch.uint8, device=device), []
-    for _ in range(_STEPS + 1):
-        began = time.perf_counter()
+    tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def there_and_back() -> None:
         if group.rank == 0:
             dist.send(tensor, 1)
             dist.recv(tensor, 1)
         elif group.rank == 1:
             dist.recv(tensor, 0)
             dist.send(tensor, 0)
-        taken.append((time.perf_counter() - began) / 2)
-    return statistics.median(taken[1:])
+
+    return statistics.median(timeit.repeat(there_and_back, repeat=_STEPS + 1, number=1)[1:]) / 2
 
 
 if __name__ == "__main__":

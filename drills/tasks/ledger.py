@@ -82,14 +82,12 @@ class Ledger:
             applied = model(torch.arange(self._num_samples, device=device))  # (samples,)
             missing = float((applied == 0).sum())
             repeated = float((applied > 1 + _TOLERANCE).sum())
+            low, high = model.clock.aminmax()
             return {
-                "loss": (missing + repeated) / self._num_samples,
-                "missing": missing,
-                "repeated": repeated,
-                "applied": applied.double().sum().item(),
-                "clock": model.clock.min().item(),
-                "torn": (model.clock.max() - model.clock.min()).item(),
-            }
+                "loss": (missing + repeated) / self._num_samples, "missing": missing, "repeated": repeated,
+                "applied": applied.double().sum().item(), "clock": low.item(),
+                "torn": (high - low).item(),
+            }  # fmt: skip
 
 
 ENTRY = Ledger

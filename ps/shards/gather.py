@@ -89,8 +89,8 @@ async def _pull(
 async def write_tables(engine: Engine) -> None:
     """Write all rows of all shards to `output.tables`, by the names of the tables. Raises OutputError."""
     run, config, model = engine.run, engine.config, engine.model
-    path, optimizer, own_tables = config.output.tables, model.whole_optimizer, model.store.tables
-    assert path is not None and own_tables is not None
+    path, optimizer = config.output.tables, model.whole_optimizer
+    assert path is not None
     metadata = {"mode": run.mode, "version": str(run.policy.version), "run": run.name}
     # Wider dtypes come first, so that every number is at a multiple of its size.
     tables = sorted(enumerate(optimizer.tables), key=lambda table: table[1].dtype, reverse=True)

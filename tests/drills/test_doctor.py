@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.reporting.report import report_console
 from paramserver.drills.doctor import advice, results, run
-from paramserver.drills.doctor.measure import Link, Measured, Measurements, Plan, Rounds, measure
+from paramserver.drills.doctor.measure import Link, Measured, Measurements, Plan, measure
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.hosts import why_not
 
@@ -198,50 +198,6 @@ class Clock:
         return self.now
 
 
-def test_it_stops_when_three_rounds_agree() -> None:
-    rounds = Rounds(100.0, 40.0)
-    assert rounds.why_stop(1000.0) == "", "the first round is measured whole, however long it takes"
-    for value in (2.0, 1.0, 1.02):
-        assert rounds.why_stop(101.0) == ""
-        rounds.add({(0, "grpc"): value, (1, "grpc"): 5.0})
-    assert rounds.why_stop(101.0) == "", "the first of the three is twice the others"
-    assert rounds.differ_by() == pytest.approx((2.0 - 1.02) / 1.5), "of the medians so far: 2, 1.5, 1.02"
-    rounds.add({(0, "grpc"): 1.04, (1, "grpc"): 5.1})
-    assert rounds.why_stop(101.0) == "4 rounds; the metrics of the last 3 agree within 5%"
-
-
-def test_only_the_best_transports_must_agree() -> None:
-    rounds, found = Rounds(0.0, 40.0), Measurements(1)
-    for number, (shared_s, grpc_s) in enumerate(((0.1, 1.0), (0.1, 2.0), (0.1, 4.0))):
-        found.add(said_of(0, number, shared_s, "shared", "shared"))
-        found.add(said_of(0, number, grpc_s, "grpc", "grpc"))
-        rounds.add(found.of_round(number))
-    assert found.best() == {(0, "shared")} and rounds.why_stop(1.0) == ""
-    assert rounds.why_stop(1.0, found.best()) == "3 rounds; the metrics of the last 3 agree within 5%"
-    assert rounds.why_stop(1.0, {(0, "direct")}) == "", "it has come in no round"
-
-
-def test_it_stops_when_its_time_is_over() -> None:
-    rounds = Rounds(100.0, 40.0)
-    for value in (1.0, 2.0):
-        rounds.add({0: value})
-    assert rounds.why_stop(139.9) == "" and rounds.part_done(139.9) == pytest.approx(39.9 / 40)
-    assert rounds.why_stop(140.0) == "2 rounds: the 40 s of --budget were used up"
-    rounds.add({0: 1.5})
-    assert rounds.why_stop(140.0) == "3 rounds, which differ by up to 33%: the 40 s of --budget were used up"
-
-
-def test_it_stops_when_medians_agree_although_rounds_do_not() -> None:
-    """A busy machine: single rounds never agree."""
-    rounds, values = Rounds(0.0, 40.0), [1.0, 1.5, 0.7, 1.02, 1.6, 0.8, 1.01]
-    stopped = []
-    for value in values:
-        rounds.add({"a": value})
-        stopped.append(bool(rounds.why_stop(1.0)))
-    # Medians so far: 1, 1.25, 1, 1.01, 1.02, 1.01, 1.01.
-    assert stopped == [False, False, False, False, True, True, True]
-
-
 def said_of(rank: int, number: int, both_s: float, transport: str = "direct", given: str = "direct") -> dict:
     return {
         "rank": rank, "kind": "transport", "round": number, "transport": transport, "given": given, "reason": "why not",
@@ -249,50 +205,89 @@ def said_of(rank: int, number: int, both_s: float, transport: str = "direct", gi
     }  # fmt: skip
 
 
+def add_round(found: Measurements, *of_workers: dict[str, float]) -> None:
+    """A round of all workers: the seconds of an exchange of each, by transport."""
+    for rank, of_worker in enumerate(of_workers):
+        for transport, both_s in of_worker.items():
+            found.add(said_of(rank, len(found.rounds), both_s, transport, transport))
+        found.add({"rank": rank, "kind": "together", "transport": "direct", "pair_s": 1.0})
+
+
+def test_it_stops_when_three_rounds_agree() -> None:
+    found = Measurements(2, 100.0, 40.0)
+    assert found.why_stop(1000.0) == "", "the first round is measured whole, however long it takes"
+    for value in (2.0, 1.0, 1.02):
+        assert found.why_stop(101.0) == ""
+        add_round(found, {"grpc": value}, {"grpc": 5.0})
+    assert found.why_stop(101.0) == "", "the first of the three is twice the others"
+    assert found.differ_by() == pytest.approx((2.0 - 1.02) / 1.5), "of the medians so far: 2, 1.5, 1.02"
+    add_round(found, {"grpc": 1.04}, {"grpc": 5.1})
+    assert found.why_stop(101.0) == "4 rounds; the metrics of the last 3 agree within 5%"
+
+
+def test_only_the_best_transports_must_agree() -> None:
+    found = Measurements(1, 0.0, 40.0)
+    for shared_s, grpc_s in ((0.1, 1.0), (0.1, 2.0)):
+        add_round(found, {"shared": shared_s, "grpc": grpc_s})
+    assert found.best() == {(0, "shared")} and found.why_stop(1.0) == ""
+    add_round(found, {"shared": 0.1, "grpc": 4.0})
+    assert found.why_stop(1.0) == "3 rounds; the metrics of the last 3 agree within 5%"
+    found.add(said_of(0, 3, 0.01))
+    assert found.best() == {(0, "direct")} and found.why_stop(1.0) == "", "it has come in no round"
+
+
+def test_it_stops_when_its_time_is_over() -> None:
+    found = Measurements(1, 100.0, 40.0)
+    for value in (1.0, 2.0):
+        add_round(found, {"grpc": value})
+    assert found.why_stop(139.9) == "" and found.part_done(139.9) == pytest.approx(39.9 / 40)
+    assert found.why_stop(140.0) == "2 rounds: the 40 s of --budget were used up"
+    add_round(found, {"grpc": 1.5})
+    assert found.why_stop(140.0) == "3 rounds, which differ by up to 33%: the 40 s of --budget were used up"
+
+
+def test_it_stops_when_medians_agree_although_rounds_do_not() -> None:
+    """A busy machine: single rounds never agree."""
+    found, stopped = Measurements(1, 0.0, 40.0), []
+    for value in (1.0, 1.5, 0.7, 1.02, 1.6, 0.8, 1.01):
+        add_round(found, {"grpc": value})
+        stopped.append(bool(found.why_stop(1.0)))
+    # Medians so far: 1, 1.25, 1, 1.01, 1.02, 1.01, 1.01.
+    assert stopped == [False, False, False, False, True, True, True]
+
+
 def test_metrics_are_medians_of_what_was_said_so_far() -> None:
     """Also in the middle of a round, and of a transport that a worker was not given."""
-    found = Measurements(2)
+    found = Measurements(2, 0.0, 40.0)
     for rank in range(2):
         found.add(
             {"rank": rank, "kind": "machine", "bytes": 4000, "compute_s": 0.1, "arrived": 2.0, "time": 1.5, **HEALTHY}
         )
-    assert found.measured.links == [] and found.num_rounds == 0
+    assert found.measured.links == [] and found.rounds == []
     for number, both_s in enumerate((0.2, 0.4, 0.3)):
         found.add(said_of(0, number, both_s))
         found.add(said_of(0, number, 0.1, "shared", "direct"))
         found.add({"rank": 0, "kind": "together", "transport": "direct", "pair_s": 3 * both_s})
-    assert found.num_rounds == 0, "one worker has said nothing"
+    assert found.rounds == [], "one worker has said nothing"
     (link,) = found.measured.links
     assert (link.rank, link.transport, link.exchange_s, link.together) == (0, "direct", 0.3, 2.0)
     assert link.up == pytest.approx(4000 / (0.15 - 0.001)) and link.down == pytest.approx(4000 / 0.15)
     assert found.measured.refused == [(0, "shared", "why not")] and found.measured.clocks == {0: 0.5, 1: 0.5}
     found.add(said_of(1, 0, 1.0))
     found.add({"rank": 1, "kind": "together", "transport": "direct", "pair_s": 1.5})
-    assert found.num_rounds == 1 and found.of_round(0) == {(0, "direct"): 0.2, (1, "direct"): 1.0}
+    assert found.rounds == [{(0, "direct"): 0.2, (1, "direct"): 1.0}]
 
 
-class Made:
-    """A job of made-up metrics, a second apart."""
-
-    num_workers = 1
-
-    def __init__(self, clock: Clock, values: list[float], interrupted_after: int | None = None) -> None:
-        self._clock, self._values, self._after = clock, values, interrupted_after
-        self.is_ended = False
-
-    def messages(self, plan: Plan, secured: object) -> Iterator[dict]:
-        try:
-            yield {
-                "rank": 0, "kind": "machine", "bytes": 4000, "compute_s": 0.1, "arrived": 1.0, **HEALTHY, "time": 1.0,
-            }  # fmt: skip
-            for number, value in enumerate(self._values):
-                self._clock.now += 1.0
-                yield said_of(0, number, value)
-                if number == self._after:
-                    raise KeyboardInterrupt
-                yield {"rank": 0, "kind": "together", "transport": "direct", "pair_s": value}
-        finally:
-            self.is_ended = True
+def made(clock: Clock, values: list[float], interrupted_after: int | None) -> Iterator[dict]:
+    """Messages of made-up metrics, a second apart."""
+    yield {"kind": "security", "security": "none"}
+    yield {"rank": 0, "kind": "machine", "bytes": 4000, "compute_s": 0.1, "arrived": 1.0, **HEALTHY, "time": 1.0}
+    for number, value in enumerate(values):
+        clock.now += 1.0
+        yield said_of(0, number, value)
+        if number == interrupted_after:
+            raise KeyboardInterrupt
+        yield {"rank": 0, "kind": "together", "transport": "direct", "pair_s": value}
 
 
 @pytest.mark.parametrize(
@@ -305,9 +300,10 @@ class Made:
 )
 def test_the_run_is_ended_when_enough_is_known(values: list[float], after: int | None, ended: str) -> None:
     clock = Clock()
-    job, parts = Made(clock, values, after), list[float]()
-    found = measure(job, Plan(0.3, 0.004, ("direct",)), 10.0, lambda part, text: parts.append(part), clock)
-    assert found.ended == ended and job.is_ended
+    messages, parts = made(clock, values, after), list[float]()
+    plan = Plan(0.3, 0.004, ("direct",))
+    found = measure(messages, 1, plan, 10.0, lambda part, text: parts.append(part), clock)
+    assert found.ended == ended and next(messages, None) is None
     assert found.is_partial == (after is not None) and len(found.links) == 1
     assert parts == sorted(parts) and 0 <= parts[0] <= parts[-1] <= 1
 

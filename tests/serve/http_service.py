@@ -18,7 +18,7 @@ from paramserver.tests.cluster import DEADLINE_S
 from paramserver.tests.serve.conftest import Served
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[serve]'")
-from paramserver.serve.app import Service, make_app, rules
+from paramserver.serve.app import Service, rules
 from paramserver.web.http import HttpServer
 
 
@@ -33,7 +33,7 @@ class HttpService:
         source = WeightsFile(file, "run")
         follower = Follower(self.served.engine, source, every("10s"), lambda error: None)
         self._http = HttpServer("127.0.0.1:0", Config(), rules(settings), name="ps-serve", flag="--listen")
-        self._http.start(make_app(Service("small", self.served.engine, follower, source, settings)))
+        self._http.start(Service("small", self.served.engine, follower).app())
         self.url, self.address = self._http.url("/"), self._http.address
 
     def ask(self, path: str, body: Any = None) -> tuple[int, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paramserver.serve.slots import NUM_SLOTS, Slots, State, Version
+from paramserver.serve.slots import NUM_SLOTS, Slots, Version
 
 
 class Machine(RuleBasedStateMachine):
@@ -19,38 +19,40 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        is_busy = {State.ARRIVING, State.WHOLE} & {*self.slots.states}
-        assert (self.slots.begin() is None) == bool(is_busy)
+        is_busy = self.slots.arriving is not None or self.slots.whole is not None
+        assert (self.slots.begin() is None) == is_busy
 
-    @precondition(lambda self: self.slots.find(State.ARRIVING) is not None)
+    @precondition(lambda self: self.slots.arriving is not None)
     @rule(is_there=st.booleans())
     def arrive(self, is_there: bool) -> None:
-        slot = self.slots.find(State.ARRIVING)
+        slot = self.slots.arriving
         assert slot is not None
         self.number += is_there
         self.slots.arrived(slot, Version("run", 1, self.number) if is_there else None)
-        assert self.slots.states[slot] is (State.WHOLE if is_there else State.IDLE)
+        assert (self.slots.arriving, self.slots.whole) == (None, slot if is_there else None)
 
     @rule()
     def publish(self) -> None:
-        whole, before = self.slots.find(State.WHOLE), self.slots.find(State.SERVING)
-        may_publish = whole is not None and self.slots.find(State.DRAINING) is None
+        before = self.slots.serving
+        may_publish = self.slots.whole is not None and self.slots.draining is None
         assert self.slots.publish() == (before if may_publish else None)
         if may_publish:
             self.served.append(self.number)
 
-    @precondition(lambda self: self.slots.find(State.DRAINING) is not None)
+    @precondition(lambda self: self.slots.draining is not None)
     @rule()
     def drain(self) -> None:
         self.slots.drained()
 
     @invariant()
-    def at_most_one_slot_has_each_role(self) -> None:
-        states = self.slots.states
-        assert len(states) == NUM_SLOTS
-        assert sum(state in (State.ARRIVING, State.WHOLE) for state in states) <= 1
-        assert states.count(State.DRAINING) <= 1
-        assert states.count(State.SERVING) == bool(self.served)  # from the first publication on
+    def no_slot_has_two_roles_and_idle_ones_have_no_version(self) -> None:
+        roles = [self.slots.arriving, self.slots.whole, self.slots.serving, self.slots.draining]
+        taken = [slot for slot in roles if slot is not None]
+        assert len({*taken}) == len(taken) <= NUM_SLOTS
+        assert self.slots.arriving is None or self.slots.whole is None
+        assert (self.slots.serving is not None) == bool(self.served)  # from the first publication on
+        with_version = {slot for slot, version in enumerate(self.slots.versions) if version is not None}
+        assert with_version == {*taken} - {self.slots.arriving}
 
     @invariant()
     def live_versions_are_the_last_ones_published_the_oldest_first(self) -> None:
