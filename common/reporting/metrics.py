@@ -276,7 +276,7 @@ _METRICS = (
     _of_run("waiting_uploads", "wait for memory", "Uploads that wait for memory.",
             read=lambda engine: engine.model.staging.num_waiting if engine.model.has_weights else 0),
     _of_run("model_bytes", "model", "Size of the model.", Unit.BYTES,
-            read=lambda engine: engine.model.layout.total_bytes if engine.model.layout else 0),
+            read=lambda engine: engine.model.layout.total_bytes if engine.model.has_model else 0),
     _of_run("union_steps_per_s", "steps/s", "Steps of the union batch per second.", Unit.RATE, display=Display.REPORT),
     # Of a worker; most of them add up to a value of the run.
     Metric("step", "step", "Training steps of this rank that count.", read=attrgetter("row.steps"), display=_LIVE),
