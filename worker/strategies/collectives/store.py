@@ -49,7 +49,6 @@ _MAX_MESSAGE = 8 << 20
 _LENGTH = struct.Struct("!I")
 _LATE_S = 5.0  # extra time for a reply, beyond the request's own timeout
 _PAUSE_S = 0.1  # after a failed accept, for lack of descriptors
-_LEAST_S = 0.001  # torch's store takes 0 ms as no limit
 
 
 class Kind(IntEnum):
@@ -119,25 +118,39 @@ def _proof(secret: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, side + hello + nonce, "sha256")
 
 
-def _reply(store: dist.Store, op: str, keys: list[str], value: str, timeout_s: float) -> Any:
-    """Return the result of one request. Raises ValueError for an unknown operation."""
-    match op:
-        case "set":
-            return store.set(keys[0], value)
-        case "add":
-            return store.add(keys[0], int(value))
-        case "check":
-            return store.check(keys)
-        case "wait":
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait(keys, timedelta(seconds=max(_LEAST_S, timeout_s)))
-                return store.get(keys[0]).decode()
-            return None
-        case "delete":
-            return store.delete_key(keys[0])
-        case "count":
-            return store.num_keys()
-    raise ValueError(op)
+class _Keys:
+    """The keys of one generation. `changed` guards them.
+
+    They are no store of torch: a daemon thread that waits inside of torch aborts the process at the interpreter's end.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = changed
+
+    def reply(self, op: str, keys: list[str], value: str, timeout_s: float) -> Any:
+        """Return the result of one request. Raises ValueError for an unknown operation."""
+        with self._changed:
+            match op:
+                case "set":
+                    return self._set(keys[0], value)
+                case "add":
+                    return int(self._set(keys[0], str(int(self._values.get(keys[0], "0")) + int(value))))
+                case "check":
+                    return self._values.keys() >= set(keys)
+                case "wait":
+                    has_all = self._changed.wait_for(lambda: self._values.keys() >= set(keys), timeout_s)
+                    return self._values[keys[0]] if has_all else None
+                case "delete":
+                    return self._values.pop(keys[0], None) is not None
+                case "count":
+                    return len(self._values)
+        raise ValueError(op)
+
+    def _set(self, key: str, value: str) -> str:
+        self._values[key] = value
+        self._changed.notify_all()
+        return value
 
 
 class StoreServer:
@@ -149,7 +162,7 @@ class StoreServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=_MAX_UNPROVEN)
         self.address: Address = (host, self._listener.getsockname()[1])
         self.peers: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()  # rank, connection
-        self._generations: dict[bytes, tuple[bytes, dist.Store]] = {}  # secret and keys, by digest of the name
+        self._generations: dict[bytes, tuple[bytes, _Keys]] = {}  # secret and keys, by digest of the name
         self._changed = threading.Condition()
         self._connections: dict[socket.socket, bool] = {}  # oldest first; True: its proof was checked
         self._is_closed = False
@@ -158,7 +171,7 @@ class StoreServer:
     def admit(self, name: str, secret: bytes) -> None:
         """Let members of this generation connect that know this secret."""
         with self._changed:
-            self._generations.setdefault(digest(name), (secret, dist.HashStore()))
+            self._generations.setdefault(digest(name), (secret, _Keys(self._changed)))
             while len(self._generations) > _MAX_GENERATIONS:
                 del self._generations[next(iter(self._generations))]
             self._changed.notify_all()
@@ -189,7 +202,7 @@ class StoreServer:
     def _serve(self, connection: socket.socket) -> None:
         # A client may be gone, silent, or use another protocol.
         with contextlib.suppress(OSError, ValueError, OverflowError):
-            kind, rank, store = self._greet(connection)
+            kind, rank, kept = self._greet(connection)
             if kind == Kind.PEER:
                 self.peers.put((rank, connection))
                 connection = socket.socket()  # closed below in its place
@@ -198,12 +211,12 @@ class StoreServer:
                     (num_bytes,) = _LENGTH.unpack(read(connection, _LENGTH.size))
                     if num_bytes > _MAX_MESSAGE:
                         break
-                    connection.sendall(_framed(_reply(store, *_request(read(connection, num_bytes)))))
+                    connection.sendall(_framed(kept.reply(*_request(read(connection, num_bytes)))))
         with self._changed:
             self._connections.pop(connection, None)
         connection.close()
 
-    def _greet(self, connection: socket.socket) -> tuple[Kind, int, dist.Store]:
+    def _greet(self, connection: socket.socket) -> tuple[Kind, int, _Keys]:
         """Prove to the client that the server knows the secret, and check its proof. Raises OSError.
 
         Returns the purpose of the connection, the client's rank, and its generation's keys.
@@ -218,7 +231,7 @@ class StoreServer:
             self._changed.wait_for(lambda: name in self._generations or self._is_closed, _HANDSHAKE_S)
             if name not in self._generations:
                 raise TimeoutError
-            secret, store = self._generations[name]
+            secret, kept = self._generations[name]
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(nonce + _proof(secret, b"server", hello, nonce))
         if not hmac.compare_digest(read(connection, PROOF_BYTES), _proof(secret, b"client", hello, nonce)):
@@ -230,7 +243,7 @@ class StoreServer:
                 self._connections.pop(connection, None)
             else:
                 self._connections[connection] = True
-        return Kind(kind), rank, store
+        return Kind(kind), rank, kept
 
 
 def _shut_down(connection: socket.socket) -> None:
