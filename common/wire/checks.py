@@ -212,8 +212,52 @@ def _plan_of(message: Any) -> _Plan:
     return plan
 
 
+# Every exchange checks a contribution and a reply. These two accept nearly all of them in a third of the time that the
+# plans take, which check the others.
+_COUNTED = frozenset((int(pb.Reply.APPLIED), int(pb.Reply.REPEATED)))
+
+
+def _is_sound_contribution(contribution: Any) -> bool:
+    if any(map(contribution.HasField, ("completion", "first", "position", "residual"))):
+        return False
+    counts, timing, training = contribution.counts, contribution.timing, contribution.training
+    payload, num_workers = contribution.payload, counts.num_workers
+    return bool(
+        0 <= timing.compute_s <= _MAX_SECONDS
+        and 0 <= timing.transfer_s <= _MAX_SECONDS
+        and 0 <= training.clip_norm <= _MAX_NORM
+        and counts.num_samples <= _MAX_SAMPLES >= counts.num_batches
+        and num_workers <= MAX_RANK
+        and max(contribution.seq, contribution.base.version, training.iteration, payload.num_bytes) <= MAX_COUNT
+        and payload.codec in ("", "raw")
+    )
+
+
+def _is_sound_reply(reply: Any) -> bool:
+    if any(map(reply.HasField, ("group", "start"))):
+        return False
+    result, work, weights = reply.result, reply.next_work, reply.weights
+    return bool(
+        result.outcome in _COUNTED
+        and 0 <= result.gate_wait_s <= _MAX_SECONDS
+        and work.worker_index < work.num_workers <= MAX_RANK > work.same_batches_as
+        and max(result.seq, result.version, result.staleness, work.training_steps, work.run_steps) <= MAX_COUNT
+        and not (weights.codec or weights.HasField("reference") or weights.HasField("segment"))
+        and weights.num_bytes <= MAX_COUNT
+    )
+
+
+_IS_SOUND: dict[type[Message], Callable[[Any], bool]] = {
+    pb.Contribution: _is_sound_contribution,
+    pb.Reply: _is_sound_reply,
+}
+
+
 def check_header(header: Message) -> None:
     """Check every field of a received message, and of its submessages. Raises a BAD_REQUEST refusal."""
+    is_sound = _IS_SOUND.get(type(header))
+    if is_sound is not None and is_sound(header):
+        return
     pending: list[Any] = [header]
     while pending:
         message = pending.pop()

@@ -102,6 +102,10 @@ class Sanity:
 
     def examine(self, payload: torch.Tensor, weights: torch.Tensor) -> Judgement:
         """Examine and judge a whole payload."""
+        if self.limits.max_norm is None and all(
+            math.isfinite(self._view(piece, payload).sum().item()) for piece in self._floats
+        ):
+            return SOUND
         return self.judge(payload, self.look(payload, slice(None), Findings()), weights)
 
     def changes(self, findings: Findings) -> bool:
