@@ -26,7 +26,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..config.addresses import split_address
 from ..errors import Reason, UsageError, bad_request, refusal, shown
 from .direct import TICKET_BYTES
-from .records import MAX_WORK
+from .records import COUNTED, MAX_WORK
 
 MAX_NAME = 1_000  # characters
 MAX_COUNT = 2**62  # steps, versions, batches: far beyond any run, and MAX_COUNT + 1 still fits 64 bits
@@ -212,22 +212,21 @@ def _plan_of(message: Any) -> _Plan:
     return plan
 
 
-# Every exchange checks a contribution and a reply. These two accept nearly all of them in a third of the time that the
-# plans take, which check the others.
-_COUNTED = frozenset((int(pb.Reply.APPLIED), int(pb.Reply.REPEATED)))
+# Every exchange has a contribution and a reply. These two functions accept nearly all of them, and take a third of the
+# time of a plan. A message that they do not accept is checked by its plan.
 
 
 def _is_sound_contribution(contribution: Any) -> bool:
     if any(map(contribution.HasField, ("completion", "first", "position", "residual"))):
         return False
     counts, timing, training = contribution.counts, contribution.timing, contribution.training
-    payload, num_workers = contribution.payload, counts.num_workers
+    payload = contribution.payload
     return bool(
         0 <= timing.compute_s <= _MAX_SECONDS
         and 0 <= timing.transfer_s <= _MAX_SECONDS
         and 0 <= training.clip_norm <= _MAX_NORM
-        and counts.num_samples <= _MAX_SAMPLES >= counts.num_batches
-        and num_workers <= MAX_RANK
+        and max(counts.num_samples, counts.num_batches) <= _MAX_SAMPLES
+        and counts.num_workers <= MAX_RANK
         and max(contribution.seq, contribution.base.version, training.iteration, payload.num_bytes) <= MAX_COUNT
         and payload.codec in ("", "raw")
     )
@@ -238,9 +237,10 @@ def _is_sound_reply(reply: Any) -> bool:
         return False
     result, work, weights = reply.result, reply.next_work, reply.weights
     return bool(
-        result.outcome in _COUNTED
+        result.outcome in COUNTED
         and 0 <= result.gate_wait_s <= _MAX_SECONDS
-        and work.worker_index < work.num_workers <= MAX_RANK > work.same_batches_as
+        and work.worker_index < work.num_workers <= MAX_RANK
+        and work.same_batches_as < MAX_RANK
         and max(result.seq, result.version, result.staleness, work.training_steps, work.run_steps) <= MAX_COUNT
         and not (weights.codec or weights.HasField("reference") or weights.HasField("segment"))
         and weights.num_bytes <= MAX_COUNT

@@ -74,7 +74,7 @@ class Screen:
     """Shows one run on standard error, until that is gone: lines, and a status line at most every `interval_s`."""
 
     hosts: Mapping[Child, str]
-    on_lost: Callable[[], None]  # called once nobody reads the output
+    on_lost: Callable[[], None]  # called when writing fails because the reader of the output is gone
     interval_s: float = 2.0
     series: Series = field(default_factory=Series)
 

@@ -199,7 +199,7 @@ class Attendance:
         """End all calls, after the last order, if any. A shard without a last order goes back to a snapshot."""
         self._has_begun = False  # from now on, the end of a shard's call is not a loss
         for line in self.lines.values():
-            line.last, line.is_dismissed = end, True
+            line.last, line.is_dismissed = end or line.last, True
             line.changed.set()
 
     # ---- a call -----------------------------------------------------------------------------------

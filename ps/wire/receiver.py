@@ -249,7 +249,7 @@ class Receiver:
     async def _borrow(self) -> Payload:
         """Return a payload, as `_try_borrow` does. If there is none, drops kept partial transfers and waits.
 
-        The worker is told the reason meanwhile.
+        Meanwhile the server sends the worker the reason.
         """
         staging = self._model.staging
         self._partials.drop(self._peer.rank)

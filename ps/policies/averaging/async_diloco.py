@@ -66,13 +66,12 @@ class AsyncDilocoOptions(OverlapOptions, OuterOptions):
     def _of_use(self) -> AsyncDilocoOptions:
         delay, part = self.outer_delay, self.outer_delay_part
         if delay is not None and self.outer_momentum == 0:
-            problem = f"policy.outer_delay is {delay} and policy.outer_momentum 0, so that no momentum waits: set "
-            raise ValueError(f"{problem}policy.outer_momentum to 0.5, say, or leave policy.outer_delay out")
+            problem = f"policy.outer_delay is {delay} and policy.outer_momentum 0, so that no momentum waits"
+            raise ValueError(f"{problem}: set policy.outer_momentum to 0.5, say, or leave policy.outer_delay out")
         if part and (delay is None or part * delay > 1):
-            problem = (
-                f"policy.outer_delay_part is {part:g} and policy.outer_delay {delay or 'none'}: every delta of so "
-            )
-            raise ValueError(f"{problem}many takes that part of the momentum, all of them together at most 1")
+            problem = f"policy.outer_delay_part is {part:g} and policy.outer_delay {delay or 'none'}"
+            rule = "every delta of so many takes that part of the momentum, all of them together at most 1"
+            raise ValueError(f"{problem}: {rule}")
         return self
 
 
