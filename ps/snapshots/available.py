@@ -104,12 +104,13 @@ class Available:
             raise CheckpointError(problem, fix=fix)
 
     def _look(self, directory: Path) -> list[_Moment]:
-        here, found = self._num_shards, list[_Moment]()
-        # Numbers of shards for which at least one shard may have snapshots.
+        here, local_paths = self._num_shards, candidates(_shard_dir(directory, self._shard, self._num_shards))
+        found = [_Moment(directory, here, age_of(path), {self._shard: path}) for path in local_paths]
+        # Other numbers of shards for which at least one shard may have snapshots.
         names = filter(None, (_NAME.fullmatch(path.name) for path in directory.glob("shard-*")))
-        for num_shards in {int(name[2]) for name in names} | {1, here}:
+        for num_shards in ({int(name[2]) for name in names} | {1}) - {here}:
             by_shard: dict[int, dict[tuple[int, int], Path]] = {}
-            for shard in [self._shard] if num_shards == here else range(num_shards):
+            for shard in range(num_shards):
                 paths = candidates(_shard_dir(directory, shard, num_shards))
                 by_shard[shard] = {age_of(path): path for path in reversed(paths)}  # not a replaced .old
             for age in set().union(*by_shard.values()):

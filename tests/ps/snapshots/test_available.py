@@ -152,6 +152,17 @@ def test_parts_of_different_runs_are_not_put_together(tmp_path):
         chosen(tmp_path, 3)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_damaged_replacement_leaves_the_snapshot_that_it_replaced(tmp_path, shards):
+    keep(tmp_path, 5, shards)
+    folder = tmp_path / "shard-0-of-2" if shards > 1 else tmp_path
+    (path,) = folder.glob("snapshot-*")
+    shutil.copytree(path, path.with_name(f"{path.name}.old"))
+    os.truncate(path / "weights.safetensors", 9)
+    name = Available(config(tmp_path, 0, shards)).newest()
+    assert name is not None and name.version == 5
+
+
 def test_never_sees_nothing_and_latest_wants_something(tmp_path):
     keep(tmp_path, 5)
     assert Available(config(tmp_path, resume="never")).entries == ()
