@@ -196,7 +196,7 @@ class Run(Ending):
             return
         if self.rhythm.is_kept:  # a restart without any snapshot would be another run
             yield from self._take_snapshot(event.at)
-        self.is_holding = self.rhythm.is_writing and self.options.waits_for_first_snapshot
+        self.is_holding = self.rhythm.is_writing
         if not self.is_holding and not self.is_closed:
             yield from self._enter_all(event.at)
 

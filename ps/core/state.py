@@ -44,7 +44,6 @@ class Options:
     epochs: int | None = None  # length of the run; workers announce the number of training steps
     every_steps: int | None = None  # training steps between two snapshots
     every_s: float | None = None
-    waits_for_first_snapshot: bool = False  # several shards: without a snapshot a lost shard ends the run
     is_region: bool = False  # this run is one worker of another: a snapshot is an exchange with that run
 
 
@@ -61,7 +60,7 @@ class RunState:
         self.may_change_optimizer = False  # the first worker of a resumed run sets its hyperparameters
         self.has_weights = False
         self.initializer: Worker | None = None  # the worker that uploads the initial or final weights
-        self.is_holding = False  # all workers wait for the first snapshot on all shards
+        self.is_holding = False  # all wait for the first snapshot: without one, a lost server ends the run
         self.is_closed = False  # events have no effect any more
         self.is_done = False  # all workers were notified that the run is over
         self.evaluator: int | None = None  # the rank that then evaluates the final weights

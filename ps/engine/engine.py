@@ -200,7 +200,7 @@ class Engine:
             elif shard := self.sequencer.missing(rank) if peer is not None and peer.state == "waiting" else "":
                 why = shard
             elif run.is_holding:
-                why = "" if run.options.is_region else "the first snapshot on all shards"
+                why = "" if run.options.is_region else "the first snapshot"
             elif run.has_weights:
                 why = by_policy.get(rank, "")
             elif run.initializer not in (None, worker):

@@ -57,6 +57,5 @@ def options_of(config: Config) -> Options:
         patience=config.run.patience,
         every_steps=sys.maxsize if is_region else config.checkpoint.every_steps,
         every_s=config.checkpoint.every_s,
-        waits_for_first_snapshot=keeps and (config.server.shards > 1 or is_region),
         is_region=is_region,
     )

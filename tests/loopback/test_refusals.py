@@ -118,6 +118,23 @@ def test_server_stopped_by_a_signal_writes_its_weights(cluster, number, code):
     assert load_file(cluster.folder / "w.safetensors")["seen"].sum().item() == -7
 
 
+@pytest.mark.parametrize(("steps", "code"), [("20", 0), ("19", 12)])
+def test_a_worker_that_has_not_begun_joins_the_run_of_a_restarted_server(cluster, steps, code):
+    """Unless the server has other settings than those that the worker was told."""
+    mode = ("--mode", "sync", "--workers", "2")
+    server = cluster.server(*mode, "--steps", "20")
+    first = cluster.script(0, "onehot.py", "20")
+    server.event("joined")  # and waits for the second worker
+    server.kill()
+    server = cluster.server(*mode, "--steps", steps, "--listen", cluster.address)
+    second = cluster.script(1, "onehot.py", "20")
+    assert first.wait() == code, first.output
+    if code:
+        assert "with other settings than the one before it" in first.output
+    else:
+        assert [second.wait(), server.wait()] == [0, 0]
+
+
 @pytest.mark.slow
 def test_worker_of_a_restarted_server_says_so(cluster):
     server = cluster.server("--mode", "async", "--workers", "1", "--steps", "1000")

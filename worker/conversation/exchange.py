@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ...common.config.schema import WorkerConfig
-from ...common.errors import bad_request, same_batches, shown
+from ...common.errors import MismatchError, bad_request, same_batches, shown
 from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
@@ -108,8 +108,12 @@ class Exchange:
         if progress.rank not in (None, welcome.rank):
             message = f"the server made rank {progress.rank} rank {welcome.rank}"
             raise bad_request(message, fix="install the same version of paramserver on both")
+        is_other = progress.run not in ("", welcome.run) and welcome.settings != self.welcome.settings
         self.welcome = welcome
         progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
+        if is_other:
+            message = f"the restarted server began run {welcome.run}, with other settings than the one before it"
+            raise MismatchError(message, fix="start the worker again to join the new run")
         progress.total_steps = welcome.settings.steps or progress.total_steps
         progress.pull_every = max(1, welcome.settings.pull_every)
         self.retry.rank = welcome.rank

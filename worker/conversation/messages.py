@@ -99,12 +99,16 @@ def message(**kind: Any) -> list[bytes]:
 def join_message(
     progress: Progress, device: str, region: tuple[str, int] | None, seated: Welcome | None = None
 ) -> pb.Join:
-    """A Join. `seated`: the coordinator's welcome, in a Join for another shard."""
+    """A Join. `seated`: the coordinator's welcome, in a Join for another shard.
+
+    A worker that has not begun belongs to no run yet: it may join another that a restarted server begins.
+    """
     region_name, num_workers = region or ("", 0)
+    has_begun = progress.num_starts > 0 or seated is not None
     return pb.Join(
-        run=progress.run,
+        run=progress.run if has_begun else "",
         rank=-1 if progress.rank is None else progress.rank,
-        incarnation=progress.incarnation,
+        incarnation=progress.incarnation if has_begun else 0,
         host=socket.gethostname(),
         pid=os.getpid(),
         device=device,
