@@ -24,7 +24,6 @@ class Place:
     host: str
     python: str
     listen: str  # the host part of a server's address
-    sharing: int  # processes of its role on this host, which share the cores
     env: Mapping[str, str]
     per_hour: float | None = None  # of this host
 
@@ -69,7 +68,7 @@ def place_processes(
     check_addresses(servers, workers)
     places = {}
     for role, chosen in (("server", servers), ("worker", workers)):
-        sharing, seen = Counter(host.host for host in chosen), Counter[str]()
+        seen = Counter[str]()
         for rank, host in enumerate(chosen):
             env = dict(host.env)
             if role == "worker" and host.devices:
@@ -79,7 +78,6 @@ def place_processes(
                 host=host.host,
                 python=host.interpreter(folder),
                 listen=listen_host(host),
-                sharing=sharing[host.host],
                 env=env,
                 per_hour=host.per_hour,
             )

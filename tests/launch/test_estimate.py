@@ -76,7 +76,7 @@ def test_a_short_run_gets_no_place_of_the_real_run(
     sets = texts if source == "set" else []
     _, resolved = run.resolve(str(path), flags, sets)
     only, short = run.resolve(str(path), flags, sets, estimate.short_settings(resolved, mode, 60))
-    (plan,) = plan_runs(short, Request(modes=only, config_path=str(path)), Machine(python="python", num_cores=2))
+    (plan,) = plan_runs(short, Request(modes=only, config_path=str(path)), Machine(python="python"))
     argv = plan.processes()[0].argv
     passed = [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
     config = load_config(str(path), {}, passed, os.environ).config

@@ -14,7 +14,7 @@ from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.launch.backends.ssh import SshBackend
 from paramserver.launch.hosts.agent import Agent
-from paramserver.launch.hosts.remote import check_exposure, check_remote, listen_of
+from paramserver.launch.hosts.remote import check_plan_exposure, check_remote, listen_of
 from paramserver.launch.plan.hosts import Host, load_hosts, text_with_regions
 from paramserver.launch.plan.placement import Place, place_processes
 from paramserver.launch.plan.process import SERVER, Child
@@ -191,8 +191,6 @@ def test_every_process_has_a_place_and_no_host_more_workers_than_slots(
         assert set(servers) <= chosen
         load = [servers.count(name) for name in chosen]
         assert max(load) - min(load) <= 1
-    for child, spot in placement.items():
-        assert spot.sharing == (names if child.role == "worker" else servers).count(spot.host)
 
 
 def test_devices_are_dealt_out_in_turn(tmp_path: Path) -> None:
@@ -221,7 +219,7 @@ def places_of(text: str, tmp_path: Path, num_workers: int, num_shards: int = 1, 
 
 
 def plan_of(resolved: Resolved, places: dict[Child, Place], **request: Any) -> Plan:
-    machine = Machine(python="here", num_cores=8, spans_hosts=True, places=places, exists=lambda path: True)
+    machine = Machine(python="here", spans_hosts=True, places=places, exists=lambda path: True)
     return plan_runs(resolved, Request(modes=(resolved.config.run.mode,), **request), machine)[0]
 
 
@@ -297,9 +295,9 @@ SECURE = ("security.cert=c", "security.key=k", "security.token_file=t")
 @pytest.mark.parametrize(
     ("sets", "environ", "lacks"),
     [
-        ([], {}, "not encrypted .* and there is no token"),
-        ([], {"PS_TOKEN": "t"}, r"not encrypted \(--cert, --key\)$"),
-        (["security.cert=c", "security.key=k"], {}, "reach it, and there is no token"),
+        ([], {}, r"neither encrypted nor authenticated: .*\(--cert, --key\), no token \(--token-file, or PS_TOKEN"),
+        ([], {"PS_TOKEN": "t"}, r"not encrypted: .* \(--cert, --key\)$"),
+        (["security.cert=c", "security.key=k"], {}, r"not authenticated: no token"),
         (["security.cert=c", "security.key=k"], {"PS_TOKEN": "t"}, None),
         ([*SECURE], {}, None),
         (["server.insecure=true"], {}, None),
@@ -316,10 +314,10 @@ def test_an_open_address_in_the_clear_needs_insecure(
         monkeypatch.setenv(name, value)
     plan = plan_of(load_config(None, {"run.workers": 2}, sets, {}), places_of(TWO, tmp_path, 2))
     if lacks is None:
-        check_exposure(plan)
+        check_plan_exposure(plan)
     else:
         with pytest.raises(AuthError, match=lacks) as raised:
-            check_exposure(plan)
+            check_plan_exposure(plan)
         assert "10.0.0.1:0" in raised.value.message
         assert "--insecure" in raised.value.fix
 
@@ -345,7 +343,7 @@ def test_settings_that_do_not_go_together(flags: dict[str, Any], words: str, tmp
     ("argv", "code", "words"),
     [
         (("--hosts", "hosts.yaml", "-n", "9"), 2, ["9 workers", "3 slots: far 2, farther 1", "-n 3"]),
-        (("--hosts", "hosts.yaml"), 11, ["listen on 10.1.2.3:0", "not encrypted", "--insecure"]),
+        (("--hosts", "hosts.yaml"), 11, ["the server at 10.1.2.3:0 can be reached", "neither encrypted", "--insecure"]),
         (("--hosts", "hosts.yaml", "--backend", "local"), 2, ["flag --backend: backend local takes no hosts"]),
         (("--backend", "ssh"), 2, ["flag --backend: backend ssh needs hosts", "--hosts hosts.yaml"]),
         (("--colocate",), 2, ["--colocate: there are no hosts"]),

@@ -20,7 +20,7 @@ from paramserver.launch.plan.relays import relays_of
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 from paramserver.launch.plan.settings import own_path, variable
 
-MACHINE = Machine(python="python", num_cores=8)
+MACHINE = Machine(python="python")
 
 
 def resolve(*sets: str, path: str | None = None, **flags: Any) -> Resolved:
@@ -81,23 +81,12 @@ def test_children_read_back_exactly_what_the_flags_said(lr: float, name: str, ar
     assert child.config.task == plan.config.task
 
 
-@given(num_workers=st.integers(1, 200), num_cores=st.integers(1, 256))
-def test_workers_never_get_more_threads_than_there_are_cores(num_workers: int, num_cores: int) -> None:
-    machine = Machine(python="python", num_cores=num_cores)
-    resolved = load_config(None, {"run.workers": num_workers}, [], {})
-    workers = plan_runs(resolved, Request(modes=("async",)), machine)[0].workers("h:1")
-    assert [spec.child.rank for spec in workers] == list(range(num_workers))
-    num_threads = [int(spec.env["OMP_NUM_THREADS"]) for spec in workers]
-    assert min(num_threads) >= 1
-    assert sum(num_threads) <= max(num_cores, num_workers)
-
-
-def test_threads_are_left_alone_where_someone_chose_them() -> None:
-    chosen = Machine(python="python", num_cores=8, environ={"OMP_NUM_THREADS": "3"})
-    by_variable = plan_runs(resolve(), Request(modes=("sync",)), chosen)[0]
-    by_setting = plan_of(resolve("worker.threads=2"))
-    for plan in (by_variable, by_setting):
-        assert "OMP_NUM_THREADS" not in plan.workers("h:1")[0].env
+@pytest.mark.parametrize(("sets", "sharing"), [
+    ((), [0, 4, 4, 4, 4]), (("launch.group=2",), [0, 8, 8, 8, 8]), (("server.shards=2",), [2, 2, 4, 4, 4, 4]),
+    (("server.shards=2", "worker.threads=2"), [0] * 6),
+])  # fmt: skip
+def test_processes_of_a_role_share_the_cores_of_this_machine(sets: tuple[str, ...], sharing: list[int]) -> None:
+    assert [spec.sharing for spec in plan_of(resolve(*sets)).processes("h:1")] == sharing
 
 
 def test_single_trains_alone_on_the_union_batch() -> None:
@@ -108,7 +97,7 @@ def test_single_trains_alone_on_the_union_batch() -> None:
     assert worker.argv[-4:] == ("--server", "none", "--rank", "0")
     child = load_config(None, {}, sets_of(worker.argv), {}).config
     assert (child.run.batch_size, child.run.workers, child.run.steps) == (64, 1, 500)
-    assert worker.env["OMP_NUM_THREADS"] == "8"
+    assert worker.sharing == 1
     assert plan.reporter == worker.child
 
 
@@ -226,7 +215,7 @@ def test_with_mutual_tls_each_worker_shows_its_own_certificate(
 ) -> None:
     sets = ["security.ca=lab/ca.crt", "security.cert=lab/server.crt", "security.key=lab/server.key"]
     resolved = resolve(*sets, "security.mutual=true", run__workers=2, launch__script=script)
-    machine = Machine(python="python", num_cores=2, exists=there.__contains__)
+    machine = Machine(python="python", exists=there.__contains__)
     (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
     for worker, name in zip(plan.workers("h:1"), names, strict=True):
         environ = {key: value for key, value in worker.env.items() if key.startswith("PS_SECURITY")}
@@ -246,7 +235,7 @@ def test_with_mutual_tls_each_shard_shows_its_own_certificate() -> None:
     sets = ["security.ca=lab/ca.crt", "security.cert=lab/server.crt", "security.key=lab/server.key"]
     resolved = resolve(*sets, "security.mutual=true", run__workers=1, server__shards=3)
     there = {"lab/worker.crt", *(f"lab/shard-{shard}.crt" for shard in range(3))}
-    machine = Machine(python="python", num_cores=2, exists=there.__contains__)
+    machine = Machine(python="python", exists=there.__contains__)
     (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
     for number, shard in enumerate([plan.server, *plan.shards("h:1")]):
         files = security_of(shard.argv)
@@ -265,7 +254,7 @@ def test_a_script_is_told_where_history_and_certificates_are() -> None:
 
 
 def test_the_token_itself_is_in_no_plan() -> None:
-    machine = Machine(python="python", num_cores=8, environ={"PS_TOKEN": "the secret"})
+    machine = Machine(python="python", environ={"PS_TOKEN": "the secret"})
     resolved = load_config(None, {"run.workers": 2}, [], {"PS_TOKEN": "the secret"})
     (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
     assert "the secret" not in repr([plan.server, *plan.workers("h:1"), resolved.rows()])
@@ -386,7 +375,7 @@ def test_a_plan_costs_what_its_machines_cost_together(
     """`single` has the first one alone."""
     (tmp_path / "hosts.yaml").write_text(HOSTS)
     places = place_processes(load_hosts(str(tmp_path / "hosts.yaml")), 2, 1, colocate=False, folder=".")
-    machine = Machine(python="python", num_cores=8, spans_hosts=True, places=places)
+    machine = Machine(python="python", spans_hosts=True, places=places)
     plans = plan_runs(resolve(*sets, run__workers=2), Request(modes=("sync", "single")), machine)
     assert tuple(plan.rate for plan in plans) == rates
     for plan, rate in zip(plans, rates, strict=True):

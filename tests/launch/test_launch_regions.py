@@ -40,9 +40,7 @@ def plans_of(resolved: Resolved, *modes: str, hosts: Any = (), exists: Any = lam
     config, num_workers = resolved.config, resolved.config.run.workers or 0
     relays = relays_of(resolved, hosts, num_workers)
     places = place_processes(hosts, num_workers, 1, colocate=False, folder=".")
-    machine = Machine(
-        python="python", num_cores=8, spans_hosts=bool(hosts), places=places, relays=relays, exists=exists
-    )
+    machine = Machine(python="python", spans_hosts=bool(hosts), places=places, relays=relays, exists=exists)
     return plan_runs(resolved, Request(modes=modes or (config.run.mode,)), machine)
 
 

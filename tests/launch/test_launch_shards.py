@@ -58,21 +58,17 @@ def test_the_coordinator_dies_before_its_shards_were_there(check_transcript) -> 
 
 def test_shards_on_this_machine_share_its_cores() -> None:
     resolved = load_config(None, {"run.workers": 2, "server.shards": 4, "launch.port": 7000}, [], {})
-    (plan,) = plan_runs(resolved, Request(modes=("sync",)), Machine(python="python", num_cores=8))
+    (plan,) = plan_runs(resolved, Request(modes=("sync",)), Machine(python="python"))
     assert plan.server is not None
     shards = plan.shards("127.0.0.1:7000")
     assert [str(spec.child) for spec in shards] == ["server shard 1", "server shard 2", "server shard 3"]
-    assert {spec.env["OMP_NUM_THREADS"] for spec in (plan.server, *shards)} == {"2"}
+    assert {spec.sharing for spec in (plan.server, *shards)} == {4}
     for index, spec in enumerate(shards, start=1):
         sets = [spec.argv[at + 1] for at, word in enumerate(spec.argv) if word == "--set"]
         server = load_config(None, {}, sets, {}).config.server
         assert (server.shard, server.shards, server.coordinator) == (index, 4, "127.0.0.1:7000")
         assert server.listen == "127.0.0.1:0"  # the port is the coordinator's
     assert plan.headline().startswith("sync: a server in 4 shards and 2 workers,")
-    item = plan_runs(
-        load_config(None, {"run.workers": 2}, [], {}), Request(modes=("sync",)), Machine(python="p", num_cores=8)
-    )
-    assert item[0].server is not None and "OMP_NUM_THREADS" not in item[0].server.env
 
 
 # ---- real processes ---------------------------------------------------------------------------------
