@@ -26,7 +26,7 @@ from ...common.config.documents import scalar_text
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
 from ...common.registry import MODES, mode_label
-from .placement import Place
+from .hosts import Host
 from .process import SERVE, SERVER, WILDCARDS, Child, ProcessSpec
 from .relays import check_regions, mode_above, settings_above, settings_of_relays, settings_of_size
 from .settings import (
@@ -81,7 +81,7 @@ class Machine:
     environ: Mapping[str, str] = field(default_factory=dict)
     exists: Callable[[str], bool] = lambda path: False
     spans_hosts: bool = False  # processes may land on other machines
-    places: Mapping[Child, Place] = field(default_factory=dict)  # of processes whose host is known beforehand
+    places: Mapping[Child, Host] = field(default_factory=dict)  # of processes whose host is known beforehand
     relays: Mapping[Child, range] = field(default_factory=dict)  # of each region, with its workers; several, or none
 
 
@@ -105,7 +105,7 @@ class Plan:
     worker_argv: tuple[str, ...]
     worker_env: Mapping[str, str]
     identities: Mapping[Child, Mapping[str, Any]]  # certificate settings that differ from the configured ones
-    places: Mapping[Child, Place]
+    places: Mapping[Child, Host]
     relays: Mapping[Child, range]  # of each region, with the ranks of its workers among all workers
     knows_hosts: bool  # otherwise the backend decides where processes run
 
@@ -226,7 +226,7 @@ class Plan:
         leaves = tuple(path for path in written if path and (child.region or child == SERVER))
         reports = child == SERVER or bool(child.region)  # those of a relay are of its region alone
         spec = ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves, reports=reports)
-        return self._placed(spec)
+        return self._on_its_host(spec)
 
     def _worker(self, child: Child, server: str | None) -> ProcessSpec:
         address, identity = server or "none", dict(self.identities.get(child, {}))
@@ -247,9 +247,9 @@ class Plan:
             argv = (*argv, *arguments(None, identity), "--server", address, "--rank", rank)
             needs += (self.config.task.init,) if self.config.task.init is not None else ()
         reports = child == self.reporter
-        return self._placed(ProcessSpec(child, argv, env, needs=needs, reports=reports))
+        return self._on_its_host(ProcessSpec(child, argv, env, needs=needs, reports=reports))
 
-    def _placed(self, spec: ProcessSpec) -> ProcessSpec:
+    def _on_its_host(self, spec: ProcessSpec) -> ProcessSpec:
         """Returns the process with the interpreter and variables of its placement, and its share of the cores."""
         placement, is_worker = self.places.get(spec.child), spec.child.role == "worker"
         num = self._num_sharing[spec.child.role, placement.host if placement is not None else ""]
