@@ -41,7 +41,6 @@ EXAMPLE = Path(__file__).parents[2] / "configs" / "hosts.example.yaml"
         ("hosts:\n  - {host: a, region: -x}\n", ["hosts.yaml:2: region: is not the name of a region: no spaces"]),
         ("hosts:\n  - [a]\n", ["hosts.yaml:2: expected keys such as 'host:'"]),
         ("hosts: []\n", ["names no hosts", "hosts.example.yaml"]),
-        ("hosts: a\n", ["names no hosts"]),
         ("", ["names no hosts"]),
         ("hosts:\n  - [\n", ["hosts.yaml:3: not valid YAML"]),
     ],

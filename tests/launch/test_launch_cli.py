@@ -68,7 +68,11 @@ def libraries_s() -> float:
         (["--hosts", "hosts.yaml", "--backend", "local"], 2, ["flag --backend: backend local takes no hosts"]),
         (["--backend", "ssh"], 2, ["flag --backend: backend ssh needs hosts", "--hosts hosts.yaml"]),
         (["--colocate"], 2, ["--colocate: there are no hosts"]),
-        (["--shards", "2", "--set", "server.shard=1"], 2, ["--set server.shard: server.shard belongs to one server"]),
+        (
+            ["--shards", "2", "--set", "upstream.rank=1"],
+            2,
+            ["--set upstream.rank: upstream.rank belongs to one server"],
+        ),
     ],
 )
 def test_a_mistake_stops_before_anything_starts(argv: list[str], code: int, words: list[str], marked) -> None:
@@ -108,18 +112,6 @@ def test_dry_run_shows_the_commands(marked) -> None:
     ]
     assert "--server HOST:PORT --rank 2" in lines[-1]
     assert run.stderr == ""
-
-
-def test_print_config_names_the_origin_of_every_value(marked) -> None:
-    environ = {"RANK": "9", "WORLD_SIZE": "3", "PS_SERVER": "elsewhere:1", "PS_RUN__SEED": "4"}
-    run = marked.run("--print-config", "--lr", "0.5", "--task", "xor", **environ)
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in run.stdout.splitlines()[1:]}
-    assert rows["run.workers"] == "2 default of ps-launch"
-    assert rows["worker.server"] == "127.0.0.1:50051 default"
-    assert rows["worker.rank"] == "None default"
-    assert rows["run.seed"] == "4 environment PS_RUN__SEED"
-    assert rows["optimizer.lr"] == "0.5 flag --lr"
-    assert rows["task.name"] == "xor flag --task"
 
 
 @pytest.mark.parametrize(

@@ -290,11 +290,9 @@ def test_a_script_and_its_server_get_the_same_run(tmp_path: Path, source: str) -
             assert (server.mode, server.seed, server.steps, server.epochs) == (plan.mode, plan.seed, 9, None)
 
 
-def test_a_script_owns_its_optimizer_and_arguments_need_a_script() -> None:
+def test_a_script_owns_its_optimizer() -> None:
     with pytest.raises(UsageError, match=r"flag --lr together with the script t\.py"):
         plan_of(resolve(launch__script="t.py", optimizer__lr=0.1))
-    with pytest.raises(UsageError, match="belong to a script"):
-        plan_of(resolve(), script_args=("--epochs",))
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("async", ""), ("ssp", "staleness 3, "), ("dssp", "staleness 3 to 15, ")])

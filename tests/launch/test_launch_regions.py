@@ -159,7 +159,6 @@ def test_options_of_one_mode_stay_out_of_the_other() -> None:
         ({"upstream__every": 8, "policy__local_steps": 4}, (), "flag --local-steps has no effect together with 2"),
         ({"upstream__every": 8, "launch__regions": None}, (), "flag --upstream-every: there are no regions"),
         ({"run__mode": "diloco"}, ("policy.fragments=2",), "policy.fragments is 2, and 2 regions"),
-        ({}, ("upstream.rank=1",), "upstream.rank belongs to one server"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together(flags: dict[str, Any], sets: tuple[str, ...], words: str) -> None:

@@ -168,14 +168,6 @@ def events_of(client: Client) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_status_says_what_follows_from_it(page: Any, client: Client) -> None:
-    """The one spelling of loss, pace and time to go: programs get what the page shows."""
-    page.push(tick(4))
-    until(lambda: client.ask("GET", "/api/runs/r1/status")[1]["status"]["step"] == 4)
-    status = client.ask("GET", "/api/runs/r1/status")[1]["status"]
-    assert (status["loss"], status["samples_per_s"], status["eta_s"]) == (pytest.approx(0.2), 201.0, 996.0)
-
-
 def test_the_log_has_no_token(cluster: Cluster) -> None:
     """It is kept and sent on; the terminal alone has the address that gives orders."""
     flags = ("-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--web", "127.0.0.1:0")

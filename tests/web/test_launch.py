@@ -66,24 +66,18 @@ def check_history(path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
-    """A bound is set while workers train: the history is checked by whichever held, and replayed."""
     job = cluster.start(
-        "job", "-m", "paramserver.launch", "-n", "2", "--mode", "ssp", "--task", "digits",
-        "--steps", "100000", "--web", "--history", "history.jsonl", "--set", "policy.staleness=3",
+        "job", "-m", "paramserver.launch", "-n", "2", "--mode", "async", "--task", "digits",
+        "--steps", "100000", "--web", "--history", "history.jsonl",
         "--checkpoint-dir", "snapshots", "--checkpoint-every", "20", "--set", "slowdown.base_s=0.01",
         "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret", PS_LOG__FORMAT="text",
     )  # fmt: skip
     address = address_of(job)
-    until_beyond(job, address, 10)
-    done = ask(address, "/api/runs/live/controls", {"do": "set", "name": "staleness", "value": 1})["done"]
-    assert done == "staleness is 1, was 3"
-    step = step_of(address) + 40  # a snapshot and more
-    until_beyond(job, address, step)
+    until_beyond(job, address, 30)
     os.kill(server_of(job).pid, signal.SIGKILL)
     job.until(lambda: job.output.count("the dashboard: http") == 2, "second page")
     assert job.output.count(address) >= 2  # where it was
-    until_beyond(job, address, step + 40)  # all are back
-    assert ask(address, "/api/runs/live")["about"]["settings"]["policy"]["staleness"] == 1, "also after its death"
+    until_beyond(job, address, 60)
     assert any("connection_lost" in line for line in ask(address, "/api/runs/live/workers/1/log")["lines"])
     assert "worker 1 is evicted" in ask(address, "/api/runs/live/controls", {"do": "evict", "rank": 1})["done"]
     until_beyond(job, address, step_of(address) + 20)
@@ -115,6 +109,30 @@ def test_a_worker_alone_has_no_page(cluster: Cluster) -> None:
     result = cluster.command("launch", "--mode", "single", "--web", "--task", "xor", "--steps", "5")
     assert result.returncode == 2
     assert "--web: there is no server and no dashboard" in result.stderr
+
+
+@pytest.mark.slow
+def test_another_bound_holds_while_workers_train(cluster: Cluster, tmp_path: Path) -> None:
+    """Also over the server's death; the history is checked by whichever bound held, and replayed."""
+    job = cluster.start(
+        "job", "-m", "paramserver.launch", "-n", "2", "--mode", "ssp", "--task", "digits",
+        "--steps", "100000", "--web", "--history", "history.jsonl", "--set", "policy.staleness=3",
+        "--checkpoint-dir", "snapshots", "--checkpoint-every", "20", "--set", "slowdown.base_s=0.01",
+        "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret", PS_LOG__FORMAT="text",
+    )  # fmt: skip
+    address = address_of(job)
+    until_beyond(job, address, 10)
+    done = ask(address, "/api/runs/live/controls", {"do": "set", "name": "staleness", "value": 1})["done"]
+    assert done == "staleness is 1, was 3"
+    step = step_of(address) + 40  # a snapshot and more
+    until_beyond(job, address, step)
+    os.kill(server_of(job).pid, signal.SIGKILL)
+    job.until(lambda: job.output.count("the dashboard: http") == 2, "second page")
+    until_beyond(job, address, step + 40)  # all are back
+    assert ask(address, "/api/runs/live")["about"]["settings"]["policy"]["staleness"] == 1
+    ask(address, "/api/runs/live/controls", {"do": "drain"})
+    assert job.wait() == 0, job.output
+    check_history(tmp_path / "history.jsonl")
 
 
 @pytest.mark.slow

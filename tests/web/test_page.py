@@ -164,6 +164,23 @@ def is_the_summary(shown: Tab, summary: dict[str, Any], per_s: float = 0) -> Non
 
 
 @pytest.mark.slow
+def test_the_page_of_several_shards_is_the_summary(cluster: Cluster, tab: Callable[..., Tab]) -> None:
+    flags = ("--mode", "ssp", "--set", "server.status_interval_s=0.1")
+    server = cluster.server(*flags, "--shards", "2", "--workers", "2", "--steps", "100000", "--web", "127.0.0.1:0",
+                            "--summary", "s.json", PS_WEB_TOKEN=TOKEN)  # fmt: skip
+    shard = cluster.shard(1, 2, *flags)
+    workers = [cluster.worker(rank, "--task", "digits", "--set", "slowdown.base_s=0.01") for rank in range(2)]
+    shown = opened(tab, server)
+    until(shown, f"first => ({STEP})() > first", 20)
+    sure(shown, "Drain")
+    until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
+    assert [worker.wait() for worker in (*workers, shard, server)] == [0, 0, 0, 0], server.output
+    summary = json.loads((cluster.folder / "s.json").read_text())
+    assert len(summary["shards"]) == 2
+    is_the_summary(shown, summary)
+
+
+@pytest.mark.slow
 def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluster, tab: Callable[..., Tab]) -> None:
     flags = (*RUN, "--workers", "2", "--steps", "100000", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5",
              "--eval-every", "10", "--summary", "s.json")  # fmt: skip
@@ -198,30 +215,23 @@ def test_it_is_there_again_when_the_server_is_killed_and_goes_on(cluster: Cluste
 
 
 @pytest.mark.slow
-def test_a_server_of_shards_that_goes_back_shows_itself_where_it_did(cluster: Cluster, tab: Callable[..., Tab]) -> None:
+def test_a_server_that_goes_back_shows_itself_where_it_did(cluster: Cluster, tab: Callable[..., Tab]) -> None:
     flags = ("--mode", "ssp", "--checkpoint-dir", "snapshots", "--checkpoint-every", "5", "--set", "server.lease_s=5",
              "--set", "server.status_interval_s=0.1")  # fmt: skip
     server = cluster.server(
-        *flags, "--shards", "2", "--workers", "1", "--steps", "100000", "--web", "127.0.0.1:0", "--summary", "s.json",
-        PS_WEB_TOKEN=TOKEN,
-    )  # fmt: skip
+        *flags, "--shards", "2", "--workers", "1", "--steps", "100000", "--web", "127.0.0.1:0", PS_WEB_TOKEN=TOKEN
+    )
     shard = cluster.shard(1, 2, *flags)
-    worker = cluster.worker(0, "--task", "digits", "--set", "slowdown.base_s=0.01")
+    cluster.worker(0, "--task", "digits", "--set", "slowdown.base_s=0.01")
     shown = opened(tab, server)
     until(shown, "() => Number(document.querySelector('#snapshots tbody td')?.textContent) > 20")
     first = points(shown, "loss")[1]
     shard.kill()
-    shard = cluster.shard(1, 2, *flags)
+    cluster.shard(1, 2, *flags)
     until(shown, "() => document.getElementById('events').textContent.includes('continues from snapshots')")
     assert len({event["address"] for event in server.events("dashboard")}) == 1
     until(shown, "() => document.getElementById('connection').dataset.state === 'live'")
     assert points(shown, "loss")[1] == first
-    sure(shown, "Drain")
-    until(shown, "() => document.getElementById('connection').dataset.state === 'over'")
-    assert [process.wait() for process in (worker, shard, server)] == [0, 0, 0], server.output
-    summary = json.loads((cluster.folder / "s.json").read_text())
-    assert len(summary["shards"]) == 2
-    is_the_summary(shown, summary)
 
 
 def points(shown: Tab, chart: str) -> tuple[int, int]:
