@@ -68,11 +68,7 @@ def libraries_s() -> float:
         (["--hosts", "hosts.yaml", "--backend", "local"], 2, ["flag --backend: backend local takes no hosts"]),
         (["--backend", "ssh"], 2, ["flag --backend: backend ssh needs hosts", "--hosts hosts.yaml"]),
         (["--colocate"], 2, ["--colocate: there are no hosts"]),
-        (
-            ["--shards", "2", "--set", "upstream.rank=1"],
-            2,
-            ["--set upstream.rank: upstream.rank belongs to one server"],
-        ),
+        (["--shards", "2", "--set", "server.shard=1"], 2, ["--set server.shard: server.shard belongs to one server"]),
     ],
 )
 def test_a_mistake_stops_before_anything_starts(argv: list[str], code: int, words: list[str], marked) -> None:
