@@ -21,6 +21,7 @@ from rich.text import Text
 from ..common.errors import OutputError, UsageError, plain
 from ..common.reporting.curve import csv_text
 from ..common.reporting.metrics import Display, shown_of_run
+from ..common.reporting.output import write_result
 from ..common.reporting.pictures import png, svg
 from ..common.reporting.report import FittingTable, duration, report_console, short_number, summary_table
 from ..common.runstore.changing import remove, rename
@@ -178,11 +179,8 @@ def write(data: bytes, out: Path | None) -> None:
     """Write to a file, or to standard output. Raises OutputError."""
     if out is None:
         sys.stdout.write(data.decode())
-        return
-    try:
-        out.write_bytes(data)
-    except OSError as error:
-        raise OutputError(f"{out} cannot be written: {error.strerror}") from None
+    else:
+        write_result(out, data)
 
 
 def plot(path: Path, name: str, axes: tuple[str, str], out: Path | None, *, as_json: bool) -> None:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from .config.schema import SecurityConfig
+from .config.addresses import is_loopback, split_address
+from .config.schema import Config, SecurityConfig
 from .errors import AuthError, shown
 from .reporting.log import get_logger
 
@@ -33,6 +34,31 @@ _MAX_TOKEN = 4096  # characters: all metadata of a call must fit into 8 KiB
 ANY_RANK = "worker"  # the common name that may join as any rank
 RANK_PREFIX = "rank-"
 SHARD_PREFIX = "shard-"
+# The missing protection of a connection that has TLS and a token, or not.
+_LACKS = {
+    (False, False): "the connection is neither encrypted nor authenticated: no security.cert (--cert, --key), no token "
+    "(--token-file, or PS_TOKEN)",
+    (False, True): "the connection is not encrypted: no security.cert and security.key (--cert, --key)",
+    (True, False): "the connection is not authenticated: no token (--token-file, or PS_TOKEN)",
+}
+
+
+def exposure(address: str, security: SecurityConfig, *, has_token: bool) -> str | None:
+    """Returns the missing protection of an address that other machines can reach, as a phrase, or None."""
+    is_here = is_loopback(split_address(address)[0])
+    return None if is_here else _LACKS.get((security.cert is not None, has_token))
+
+
+def check_exposure(name: str, address: str, config: Config, *, has_token: bool, otherwise: str = "") -> None:
+    """Raise AuthError for an address that other machines can reach, and that lacks TLS, a token and `--insecure`.
+
+    `name`: of what listens there. `otherwise`: another way out.
+    """
+    lacks = exposure(address, config.security, has_token=has_token)
+    if lacks is not None and not config.server.insecure:
+        fixes = ("ps-certs init makes certificates and a token", otherwise, "on a network you trust add --insecure")
+        message = f"{name} at {address} can be reached by other machines, and {lacks}"
+        raise AuthError(message, fix="; ".join(filter(None, fixes)))
 
 
 def read_token(config: SecurityConfig, environ: Mapping[str, str] = os.environ) -> str | None:

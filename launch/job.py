@@ -268,7 +268,7 @@ class Job:
                         self._reached.get(self._plan.server_of(child)),
                         num_lost=self._num_killed[child],
                         listen=self._addresses.get(child, ""),
-                        has_snapshot=not self._has_snapshot.isdisjoint((SERVER, child)),
+                        has_snapshot=child in self._has_snapshot,
                         dashboard=self.dashboard if child == SERVER else "",
                     )
                     self._backend.start(spec)

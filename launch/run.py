@@ -8,7 +8,6 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.config.cli import Flags, discard_from_now_on
@@ -16,14 +15,13 @@ from ..common.config.conditions import condition
 from ..common.config.option import LAUNCHER
 from ..common.config.schema import Config
 from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config
-from ..common.errors import EXIT_OUTPUT_LOST, OutputError, UsageError
+from ..common.errors import EXIT_OUTPUT_LOST, UsageError
 from ..common.registry import BACKENDS, MODES, canonical_mode, mode_label
 from ..common.security import WEB_LOGS_VARIABLE, WEB_TOKEN_VARIABLE
 from ..common.user_code import is_in_file
 from ..common.wire.json_text import to_json
 from .backends.base import Backend, Site
-from .hosts.agent import num_cores
-from .hosts.remote import check_exposure, check_remote, hosts_of
+from .hosts.remote import check_plan_exposure, check_remote, hosts_of
 from .plan.placement import place_processes
 from .plan.relays import relays_of
 from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
@@ -79,7 +77,6 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     )
     machine = Machine(
         python=sys.executable,
-        num_cores=num_cores(),
         environ=os.environ,
         exists=(lambda path: True) if backend.spans_hosts else os.path.exists,  # the hosts check their own files
         spans_hosts=backend.spans_hosts,
@@ -90,7 +87,7 @@ def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     from ..common.reporting.output import check_writable
 
     for plan in plans if backend.spans_hosts else ():
-        check_exposure(plan)
+        check_plan_exposure(plan)
     files = [path for plan in plans for path in (plan.save, plan.history) if not backend.spans_hosts]
     for path in [*files, config.output.summary]:
         if path is not None:
@@ -227,11 +224,7 @@ def _name(plan: Plan) -> str:
 
 def _write(path: str | None, summary: dict[str, Any]) -> None:
     """Write a summary of the launcher. Raises OutputError."""
-    if path is None:
-        return
-    from ..common.reporting.output import write_whole
+    if path is not None:
+        from ..common.reporting.output import write_result
 
-    try:
-        write_whole(Path(path), (to_json(summary, indent=2) + "\n").encode(), is_synced=False)
-    except OSError as error:
-        raise OutputError(f"--summary {path} cannot be written: {error.strerror}") from None
+        write_result(path, (to_json(summary, indent=2) + "\n").encode())

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 
 from ..common.config.addresses import is_loopback, join_address, split_address
 from ..common.config.schema import Config
-from ..common.errors import AuthError, BindError
-from ..common.security import WEB_TOKEN_VARIABLE, read_token
+from ..common.errors import BindError
+from ..common.security import WEB_TOKEN_VARIABLE, check_exposure, read_token
 from .door import Door
 from .guard import Guard, Rules
 
@@ -60,11 +60,8 @@ class HttpServer:
         self._name, self._flag = name, flag
         host, run_token = split_address(address)[0], read_token(config.security)
         self.is_open = not is_loopback(host)
-        if self.is_open and not config.server.insecure and (config.security.cert is None or run_token is None):
-            lacks = "TLS (--cert, --key)" if config.security.cert is None else "a token (--token-file, or PS_TOKEN)"
-            here = f"on one machine use {flag} 127.0.0.1:8080, and from elsewhere ssh -L 8080:127.0.0.1:8080"
-            fix = f"ps-certs init makes certificates and a token; {here}; on a network you trust add --insecure"
-            raise AuthError(f"{name} at {address} could be opened from other machines, and lacks {lacks}", fix=fix)
+        otherwise = f"on one machine use {flag} 127.0.0.1:8080, and from elsewhere ssh -L 8080:127.0.0.1:8080"
+        check_exposure(name, address, config, has_token=run_token is not None, otherwise=otherwise)
         self._token = os.environ.get(WEB_TOKEN_VARIABLE) or _TOKEN
         hosts = [] if self.is_open else ["localhost", "127.0.0.1", "::1", host]
         tokens, is_tls = [self._token, *([run_token] if run_token else [])], config.security.cert is not None

@@ -19,7 +19,7 @@ from ..common.reporting import markdown
 from ..common.reporting.comparison import IS_UP, Runs, compare, comparison_cells
 from ..common.reporting.curve import TRAINED
 from ..common.reporting.findings import findings, target_of
-from ..common.reporting.output import check_writable, write_whole
+from ..common.reporting.output import check_writable, write_result
 from ..common.reporting.pictures import Curves, png
 from ..common.reporting.pictures.words import size
 from ..common.reporting.status import Status
@@ -87,10 +87,7 @@ def write_report(
         lines += [*markdown.heading(2, f"{label}: {name}"), *markdown.table(["s", "step", name, "traffic"], rows)]
     whole = "\n".join([*lines, *markdown.items(remarks)]) + "\n"
     for file, text in zip(_FILES, (html, whole), strict=True):
-        try:
-            write_whole(Path(directory) / file, text.encode(), is_synced=False)
-        except OSError as error:
-            raise OutputError(f"{directory}/{file} cannot be written: {error.strerror}") from None
+        write_result(Path(directory) / file, text.encode())
 
 
 def _shown(runs: Runs) -> list[str]:

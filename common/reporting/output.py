@@ -50,6 +50,14 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666, is_synced: bool = Tr
         file.write(data)
 
 
+def write_result(path: str | Path, data: bytes) -> None:
+    """Write a file of results atomically. Raises OutputError."""
+    try:
+        write_whole(Path(path), data, is_synced=False)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
+
+
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Yield a file to write. It replaces the old file when the block ends without an error."""

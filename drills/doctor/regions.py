@@ -24,7 +24,7 @@ from ...launch.backends.ssh import SshBackend
 from ...launch.hosts.connection import Unreachable
 from ...launch.hosts.remote import hosts_of
 from ...launch.plan.hosts import Host, load_hosts, text_with_regions
-from ...launch.plan.placement import check_addresses, listen_host, place_servers
+from ...launch.plan.placement import check_addresses, place_servers
 from ...launch.plan.regions import MIN_HEIGHT_S, MIN_RATIO, Region, Trips, distances, find_regions, load_scipy
 
 _NUM_CONNECTS = 7
@@ -81,7 +81,7 @@ async def measure_trips(
     try:
         connections = await backend.connections()
         ports = await asyncio.gather(*(each.measure("listen", port=config.launch.port or 0) for each in connections))
-        addresses = [f"{listen_host(host)}:{port}" for host, port in zip(hosts, ports, strict=True)]
+        addresses = [f"{host.listen}:{port}" for host, port in zip(hosts, ports, strict=True)]
 
         async def ping(number: int, other: int, turn: asyncio.Semaphore) -> None:
             async with turn:

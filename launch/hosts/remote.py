@@ -14,7 +14,7 @@ from ...common.config.schema import Config
 from ...common.config.sources import Resolved
 from ...common.errors import AuthError, raise_first
 from ...common.registry import MODES
-from ...common.security import TOKEN_VARIABLE
+from ...common.security import TOKEN_VARIABLE, check_exposure
 from ..backends.base import Backend
 from ..plan.hosts import THIS_MACHINE, Host, load_hosts
 from ..plan.placement import place_workers
@@ -96,29 +96,20 @@ def check_remote(resolved: Resolved, backend: type[Backend], hosts: Sequence[Hos
     )  # fmt: skip
 
 
-def check_exposure(plan: Plan) -> None:
+def check_plan_exposure(plan: Plan) -> None:
     """Raise AuthError where other machines can reach servers or peers without TLS, token or --insecure."""
-    security = plan.config.security
     if plan.server is None or plan.config.server.insecure:
         return
     listens = [listen_of(spec.argv) for spec in (plan.server, *plan.shards(""))]
-    open_address = next((listen for listen in listens if not is_loopback(split_address(listen)[0])), None)
-    if open_address is None:
+    address = next((listen for listen in listens if not is_loopback(split_address(listen)[0])), None)
+    if address is None:
         return
-    lacks = []
-    if security.cert is None:
-        lacks.append("the connection is not encrypted (--cert, --key)")
-    if security.token_file is None and not os.environ.get(TOKEN_VARIABLE):
-        lacks.append(f"there is no token (--token-file, or {TOKEN_VARIABLE})")
-    if lacks:
-        raise AuthError(
-            f"the server is to listen on {open_address}, where other machines can reach it, and {' and '.join(lacks)}",
-            fix="ps-certs init makes certificates and a token; on a network you trust add --insecure",
-        )
+    has_token = plan.config.security.token_file is not None or bool(os.environ.get(TOKEN_VARIABLE))
+    check_exposure("the server", address, plan.config, has_token=has_token)
     if (plan.config.run.workers or 1) > 1 and MODES.load(plan.mode).kind.has_peers:
         raise AuthError(
             f"workers of mode {plan.mode} would exchange gradients in the clear, where other machines can reach "
-            f"them (on {open_address}): torch's Gloo and NCCL have neither TLS nor a check of who connects",
+            f"them (on {address}): torch's Gloo and NCCL have neither TLS nor a check of who connects",
             fix="on a network you trust (their own, or a tunnel such as WireGuard) add --insecure; or take --mode sync",
         )
 

@@ -54,6 +54,12 @@ class Host(Section):
             raise ValueError("python and venv are two ways to name the interpreter: give one")
         return self
 
+    @property
+    def listen(self) -> str:
+        """The host part of the address of its servers."""
+        address = self.address or ("127.0.0.1" if self.host == THIS_MACHINE else self.host)
+        return f"[{address}]" if ":" in address else address
+
     def folder(self, launchers: str) -> str:
         """Returns the directory of its processes. `launchers`: the launcher's directory."""
         return self.workdir if self.workdir is not None else launchers

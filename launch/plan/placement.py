@@ -9,24 +9,12 @@ first host. Workers fill region after region.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...common.errors import UsageError
 from .hosts import THIS_MACHINE, Host
 from .process import Child, ProcessSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one process runs, and the settings that follow from it."""
-
-    host: str
-    python: str
-    listen: str  # the host part of a server's address
-    sharing: int  # processes of its role on this host, which share the cores
-    env: Mapping[str, str]
-    per_hour: float | None = None  # of this host
 
 
 def place_workers(hosts: Sequence[Host], num_workers: int) -> list[Host]:
@@ -51,8 +39,8 @@ def place_servers(hosts: Sequence[Host], num_shards: int) -> list[Host]:
 
 def place_processes(
     hosts: Sequence[Host], num_workers: int, num_shards: int, *, colocate: bool, folder: str, group: int = 1
-) -> dict[Child, Place]:
-    """Returns the placement of every process, empty without hosts. Raises UsageError.
+) -> dict[Child, Host]:
+    """Returns the host of every process, with its interpreter and variables; empty without hosts. Raises UsageError.
 
     `folder`: where the launcher was started. `group`: processes of each worker, which take as many devices.
     """
@@ -69,20 +57,14 @@ def place_processes(
     check_addresses(servers, workers)
     places = {}
     for role, chosen in (("server", servers), ("worker", workers)):
-        sharing, seen = Counter(host.host for host in chosen), Counter[str]()
+        seen = Counter[str]()
         for rank, host in enumerate(chosen):
             env = dict(host.env)
             if role == "worker" and host.devices:
                 env["CUDA_VISIBLE_DEVICES"] = _devices_of(host, seen[host.host], group)
             seen[host.host] += 1
-            places[Child(role, rank)] = Place(
-                host=host.host,
-                python=host.interpreter(folder),
-                listen=listen_host(host),
-                sharing=sharing[host.host],
-                env=env,
-                per_hour=host.per_hour,
-            )
+            changes = {"env": env, "python": host.interpreter(folder), "venv": None}
+            places[Child(role, rank)] = host.model_copy(update=changes)
     return places
 
 
@@ -96,12 +78,6 @@ def _devices_of(host: Host, worker: int, group: int) -> str:
         )
     first = worker * group % num
     return ",".join(map(str, host.devices[first : first + group]))
-
-
-def listen_host(host: Host) -> str:
-    """Returns the host part of the address of its servers."""
-    address = host.address or ("127.0.0.1" if host.host == THIS_MACHINE else host.host)
-    return f"[{address}]" if ":" in address else address
 
 
 def check_addresses(servers: Sequence[Host], workers: Sequence[Host]) -> None:

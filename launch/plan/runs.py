@@ -15,8 +15,10 @@ launcher writes the summary. `placement.py` decides which process runs where.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...common.combinations import check, check_values
@@ -24,7 +26,7 @@ from ...common.config.documents import scalar_text
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved
 from ...common.registry import MODES, mode_label
-from .placement import Place
+from .hosts import Host
 from .process import SERVE, SERVER, WILDCARDS, Child, ProcessSpec
 from .relays import check_regions, mode_above, settings_above, settings_of_relays, settings_of_size
 from .settings import (
@@ -76,11 +78,10 @@ class Machine:
     """The machine where a plan is made."""
 
     python: str
-    num_cores: int
     environ: Mapping[str, str] = field(default_factory=dict)
     exists: Callable[[str], bool] = lambda path: False
     spans_hosts: bool = False  # processes may land on other machines
-    places: Mapping[Child, Place] = field(default_factory=dict)  # of processes whose host is known beforehand
+    places: Mapping[Child, Host] = field(default_factory=dict)  # of processes whose host is known beforehand
     relays: Mapping[Child, range] = field(default_factory=dict)  # of each region, with its workers; several, or none
 
 
@@ -104,8 +105,9 @@ class Plan:
     worker_argv: tuple[str, ...]
     worker_env: Mapping[str, str]
     identities: Mapping[Child, Mapping[str, Any]]  # certificate settings that differ from the configured ones
-    places: Mapping[Child, Place]
+    places: Mapping[Child, Host]
     relays: Mapping[Child, range]  # of each region, with the ranks of its workers among all workers
+    knows_hosts: bool  # otherwise the backend decides where processes run
 
     def server_of(self, child: Child) -> Child:
         """Returns the server that a process connects to."""
@@ -148,7 +150,9 @@ class Plan:
                 return spec
             group = str(max(least, self.config.launch.group - num_lost))  # after the interpreter
             return dataclasses.replace(spec, argv=(*spec.argv[:at], group, *spec.argv[at + 1 :]))
-        spec = self.serve(address or "") if child == SERVE else self._server(child, address or "")
+        if child == SERVE:
+            return self.serve(address or "")
+        spec = self._server(child, address or "")
         again: dict[str, Any] = {"server.listen": listen} if listen else {}
         again |= {"checkpoint.resume": None} if has_snapshot else {}
         again |= {"server.web": dashboard} if dashboard else {}
@@ -163,15 +167,14 @@ class Plan:
 
     def hosts(self) -> dict[Child, str]:
         """Returns the host of each process that has a placement."""
-        return {spec.child: spec.host for spec in self.processes() if spec.host}
+        return {child: self.places[child].host for child in self._children if child in self.places}
 
     def workers(self, address: str | None) -> list[ProcessSpec]:
-        return [self._worker(Child("worker", rank), address) for rank in range(self.num_workers)]
+        return [self._worker(child, address) for child in self._children if child.role == "worker"]
 
     def shards(self, address: str) -> list[ProcessSpec]:
         """Returns how to start the shards, or the relays, beside the coordinator."""
-        shards = [*self.relays] or [Child("server", rank) for rank in range(1, self.num_shards)]
-        return [self._server(child, address) for child in shards]
+        return [self._server(child, address) for child in self._children if child.role == "server" and child != SERVER]
 
     @property
     def serves_at(self) -> str:
@@ -223,7 +226,7 @@ class Plan:
         leaves = tuple(path for path in written if path and (child.region or child == SERVER))
         reports = child == SERVER or bool(child.region)  # those of a relay are of its region alone
         spec = ProcessSpec(child, argv, self.server_env, needs=needs, leaves=leaves, reports=reports)
-        return _at(placement, spec, self.config)
+        return self._on_its_host(spec)
 
     def _worker(self, child: Child, server: str | None) -> ProcessSpec:
         address, identity = server or "none", dict(self.identities.get(child, {}))
@@ -244,7 +247,33 @@ class Plan:
             argv = (*argv, *arguments(None, identity), "--server", address, "--rank", rank)
             needs += (self.config.task.init,) if self.config.task.init is not None else ()
         reports = child == self.reporter
-        return _at(self.places.get(child), ProcessSpec(child, argv, env, needs=needs, reports=reports), self.config)
+        return self._on_its_host(ProcessSpec(child, argv, env, needs=needs, reports=reports))
+
+    def _on_its_host(self, spec: ProcessSpec) -> ProcessSpec:
+        """Returns the process with the interpreter and variables of its placement, and its share of the cores."""
+        placement, is_worker = self.places.get(spec.child), spec.child.role == "worker"
+        num = self._num_sharing[spec.child.role, placement.host if placement is not None else ""]
+        num *= self.config.launch.group if is_worker and self.mode != SINGLE else 1
+        is_left_alone = not self.knows_hosts or self.config.worker.threads is not None or (num == 1 and not is_worker)
+        spec = dataclasses.replace(spec, sharing=0 if is_left_alone else num)
+        if placement is None:
+            return spec
+        env = {**spec.env, **placement.env}
+        return dataclasses.replace(spec, argv=(placement.python, *spec.argv[1:]), env=env, host=placement.host)
+
+    @cached_property
+    def _num_sharing(self) -> Counter[tuple[str, str]]:
+        """How many processes share the cores of a host, by role and host. torch's default is all cores in each."""
+        hosts = self.hosts()
+        return Counter((child.role, hosts.get(child, "")) for child in self._children)
+
+    @cached_property
+    def _children(self) -> list[Child]:
+        """The servers, the coordinator first, then the workers."""
+        workers = [Child("worker", rank) for rank in range(self.num_workers)]
+        if self.mode == SINGLE:
+            return workers
+        return [SERVER, *(self.relays or (Child("server", rank) for rank in range(1, self.num_shards))), *workers]
 
     def _history_of(self, relay: Child) -> dict[str, str | None]:
         """Returns the setting of the history of a region's run, none without a history."""
@@ -364,7 +393,6 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         worker_env = worker_env | {variable("worker.group"): "true"}
     above = settings_above(config, mode, settings, len(relays)) if relays else settings
     of_relays = settings_of_relays(config, mode, settings) if relays else {}
-    num_servers = num_shards + len(relays)
     return Plan(
         mode=mode,
         seed=seed,
@@ -378,12 +406,13 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         listen=listen_address(resolved, machine.places.get(SERVER), spans_hosts=machine.spans_hosts),
         server_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, above)),
         relay_argv=(machine.python, *PROGRAMS["server"], *arguments(config_path, of_relays)),
-        server_env=env | (_thread_env(config, machine, num_servers) if num_servers > 1 else {}),
+        server_env=env,
         worker_argv=(machine.python, *worker_argv),
-        worker_env=worker_env | _thread_env(config, machine, num_workers * group),
+        worker_env=worker_env,
         identities=_identities(config, children, machine, relays),
         places=machine.places,
         relays=relays,
+        knows_hosts=not machine.spans_hosts or bool(machine.places),
     )
 
 
@@ -423,26 +452,3 @@ def _script_env(
     }
     # Workers write to the history too, unlike to the server's other files.
     return env if history is None else env | {"PS_OUTPUT__HISTORY": scalar_text(history)}
-
-
-def _at(placement: Place | None, spec: ProcessSpec, config: Config) -> ProcessSpec:
-    """Returns the process with the interpreter, variables and share of the cores of its placement, if it has one."""
-    if placement is None:
-        return spec
-    is_alone = spec.child.role == "server" and placement.sharing == 1
-    chosen = config.worker.threads is not None or "OMP_NUM_THREADS" in placement.env
-    num_each = config.launch.group if spec.child.role == "worker" else 1
-    return dataclasses.replace(
-        spec,
-        argv=(placement.python, *spec.argv[1:]),
-        env={**spec.env, **placement.env},
-        host=placement.host,
-        sharing=0 if is_alone or chosen else placement.sharing * num_each,
-    )
-
-
-def _thread_env(config: Config, machine: Machine, num_processes: int) -> dict[str, str]:
-    """Returns a share of the cores for each worker or shard: torch's default is all cores in every process."""
-    if machine.spans_hosts or config.worker.threads is not None or machine.environ.get("OMP_NUM_THREADS"):
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, machine.num_cores // num_processes))}

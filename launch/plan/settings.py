@@ -19,7 +19,7 @@ from ...common.errors import UsageError, raise_first
 from ...common.kinds import ContributionKind
 from ...common.registry import MODES, mode_label
 from ...common.user_code import is_in_file
-from .placement import Place
+from .hosts import Host
 from .process import Child
 
 SINGLE = "single"  # not a mode of the server: one worker and no server
@@ -34,13 +34,8 @@ LEAVES = (
 )  # fmt: skip
 # The launcher gives each server of a job its own.
 _OF_ONE_SERVER = (
-    "server.shard",
-    "server.coordinator",
-    "server.advertise",
-    "upstream.server",
-    "upstream.rank",
-    "upstream.region",
-)
+    "server.shard", "server.coordinator", "server.advertise", "upstream.server", "upstream.rank", "upstream.region",
+)  # fmt: skip
 
 
 def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tuple[str, ...]) -> None:
@@ -139,7 +134,7 @@ def for_workers(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not key.startswith(("run.mode", "run.other_", "policy."))}
 
 
-def listen_address(resolved: Resolved, first: Place | None, *, spans_hosts: bool) -> str:
+def listen_address(resolved: Resolved, first: Host | None, *, spans_hosts: bool) -> str:
     """Returns the coordinator's address: of server.listen if set, else of its placement, with launch.port."""
     port, listen = resolved.config.launch.port, resolved.config.server.listen
     host = listen.rpartition(":")[0] or DEFAULT_HOST

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+from ...common.errors import UnreachableError, UsageError
+
 MEANINGS = {
     0: "done",
     1: "an exception",
@@ -22,8 +24,7 @@ MEANINGS = {
     255: "its host was lost",
 }
 
-USAGE = 2
-UNREACHABLE = 15
+USAGE, UNREACHABLE = UsageError.exit_code, UnreachableError.exit_code
 BUDGET_SPENT = 17
 HOST_LOST = 255  # as ssh says of itself
 CANNOT_START = 126  # as a shell says of a program it cannot execute

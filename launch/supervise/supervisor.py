@@ -311,7 +311,9 @@ class Supervisor:
         is_again = self._restarts.failed(failure, now, raised)
         exit_code = code if code >= 0 else 128 - code  # of a death by signal, as in a shell
         final = self._final(exit_code, failure)
-        if how or not self._may_restart(child, code):
+        there_is_a_server = child == SERVER or self._states.get(SERVER) in (State.RUNNING, State.WAITING)
+        may_restart = there_is_a_server and can_mend(child, code, has_listened=child in self._listening)
+        if how or self.is_ending or not self.max_restarts or not may_restart:  # a budget of 0: no restarts are wanted
             return self._drain(final, now)
         if is_script and raised is not None and raised.variable:
             return self._drain(Finish(code, f"{failure}; {raised.variable} {_IS_NO_GROUP}", child), now)
@@ -343,13 +345,6 @@ class Supervisor:
         self._pending[child] = now + in_s, otherwise
         reason = f"{failure}; started again in {in_s:g} s (restart {number} of {self.max_restarts})"
         return Restart(child, reason, in_s, number, self.max_restarts)
-
-    def _may_restart(self, child: Child, code: int) -> bool:
-        """Whether a restart may help. A budget of 0 means that no restarts are wanted."""
-        if self.is_ending or not self.max_restarts:
-            return False
-        there_is_a_server = child == SERVER or self._states.get(SERVER) in (State.RUNNING, State.WAITING)
-        return there_is_a_server and can_mend(child, code, has_listened=child in self._listening)
 
     def _final(self, exit_code: int, failure: Failure, more: str = "") -> Finish:
         """Returns the end of the job by this failure; it names the job's first failure too."""

@@ -277,23 +277,6 @@ def test_a_finished_run_has_its_staleness_by_versions_and_its_waits(tmp_path: Pa
     assert found.series["staleness_mean"] == [pytest.approx(2 / 3)] * 2
 
 
-def test_a_file_that_is_damaged_during_a_run_ends_what_is_written_and_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = record_in(tmp_path)
-    record.add(tick(1))
-    record.flush()
-    assert not record.is_off
-    for path in tmp_path.iterdir():  # also what is not in the file itself yet
-        path.write_bytes(b"no database" * 5000)
-    for step in range(2, 50):
-        record.add(tick(step))
-        record.flush()
-    record.end(tick(50), Summary(mode="sync"), "")
-    assert record.is_off
-    assert capsys.readouterr().err.count("store_off") == 1, "said once"
-
-
 def test_a_run_alone_goes_on_without_a_file_that_is_damaged(cluster: Cluster) -> None:
     (cluster.folder / "runs").mkdir()
     (cluster.folder / "runs" / "paramserver.db").write_bytes(b"no database" * 1000)

@@ -150,16 +150,5 @@ def up(image: str, tmp_path: Path) -> Iterator[Callable[..., Project]]:
 
     yield start
     for project in projects:
-        project(
-            "--profile",
-            "monitoring",
-            "--profile",
-            "serve",
-            "--profile",
-            "regions",
-            "down",
-            "-v",
-            "-t",
-            "2",
-            check=False,
-        )
+        profiles = [word for name in ("monitoring", "serve", "regions") for word in ("--profile", name)]
+        project(*profiles, "down", "-v", "-t", "2", check=False)

@@ -1,10 +1,9 @@
-"""Real launchers with stand-in programs, a way to see which processes are left of them, and transcripts."""
+"""Real launchers with stand-in programs, and a way to see which processes are left of them."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,8 +20,6 @@ from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.launch.backends.base import Site
 from paramserver.launch.hosts.remote import hosts_of
-from paramserver.launch.plan.process import SERVE, SERVER, Child
-from paramserver.launch.supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from paramserver.tests.cluster import run_forked
 from paramserver.tests.engines.slurm import SlurmCluster, missing
 from paramserver.tests.late import come_late
@@ -177,76 +174,3 @@ def ssh_site(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     while sshd.left():
         assert time.monotonic() < end, f"left on the hosts: {sshd.left()}"
         time.sleep(0.01)
-
-
-@pytest.fixture
-def check_transcript() -> Callable[[Supervisor, str], None]:
-    return _check_transcript
-
-
-def _check_transcript(supervisor: Supervisor, transcript: str) -> None:
-    """The supervisor decides what the transcript says, line by line."""
-    expected = [line.strip() for line in transcript.strip().splitlines() if line.strip()]
-    played = []
-    for line in expected:
-        event = line.partition("->")[0]
-        played.append(f"{event}-> {_show(_play(supervisor, event.split()))}".rstrip())
-    assert played == expected
-
-
-def _play(supervisor: Supervisor, words: list[str]) -> list[Decision]:
-    now = float(words[words.index("at") + 1]) if "at" in words else 0.0
-    match words:
-        case ["begin"]:
-            return supervisor.begin(now)
-        case ["listening", "shard", shard, *_]:
-            return supervisor.listening(Child("server", int(shard)), now) + supervisor.may_train(now)
-        case ["listening", *_]:
-            return supervisor.listening(SERVER, now) + supervisor.may_train(now)
-        case ["exit", "shard", shard, code, *_]:
-            return supervisor.exited(Child("server", int(shard)), int(code), now)
-        case ["exit", "serve", code, *_]:
-            return supervisor.exited(SERVE, int(code), now)
-        case ["exit", "server", code, *_]:
-            return supervisor.exited(SERVER, int(code), now)
-        case ["exit", "worker", rank, code, *_]:
-            return supervisor.exited(Child("worker", int(rank)), int(code), now)
-        case ["admitted", rank, *_]:
-            supervisor.admitted(Child("worker", int(rank)))
-            return []
-        case ["failed", rank, code, *_]:
-            return supervisor.run_failed(Child("worker", int(rank)), int(code), "no such metric", now)
-        case ["interrupt", number, *_]:
-            return supervisor.interrupt(int(number), now)
-        case ["tick", *_]:
-            return supervisor.tick(now)
-    raise AssertionError(words)
-
-
-def _show(decisions: list[Decision]) -> str:
-    """`end server, end worker 0 (why)`; the longest reasons in short, spelled out in test_launch_restarts.py."""
-    words = []
-    for decision in decisions:
-        match decision:
-            case Restart(child, _, in_s, number, of):
-                words.append(f"await {child} for {in_s:g} s, restart {number} of {of}")
-            case Finish(code):
-                words.append(f"finish {code}")
-            case _:
-                verb = {Start: "start", Terminate: "end", Kill: "kill"}[type(decision)]
-                words.append(f"{verb} {decision.child}")
-    reasons = dict.fromkeys(_brief(decision.reason) for decision in decisions if not isinstance(decision, Restart))
-    return ", ".join(words) + (f" ({'; '.join(reasons)})" if reasons else "")
-
-
-def _brief(reason: str) -> str:
-    for pattern, short in _SHORTHAND.items():
-        reason = re.sub(pattern, short, reason)
-    return reason
-
-
-_SHORTHAND = {
-    r"; it had been started again (\w+)( times)?, as often as launch.max_restarts allows": r"; restarts spent: \1",
-    r"; with --checkpoint-dir DIR it would have been started again": "; no snapshots",
-    r"; the first to fail was (.*): killed by SIGKILL": r"; first: \1",
-}

@@ -34,6 +34,8 @@ class Reports:
     def __init__(self) -> None:
         self.lines: list[tuple[Child, str]] = []
         self.codes: dict[Child, int] = {}
+        self.lives: list[tuple[int, list[str]]] = []  # of processes that have been started again: code, lines
+        self.at_end: Callable[[], object] = lambda: None
         self._news = asyncio.Event()
 
     def on_line(self, child: Child, line: str) -> None:
@@ -44,7 +46,13 @@ class Reports:
     def on_exit(self, child: Child, code: int) -> None:
         assert child not in self.codes, "a second end"
         self.codes[child] = code
+        self.at_end()
         self._news.set()
+
+    def starts_again(self, child: Child) -> None:
+        """The process is about to be started again: what it has reported is of an earlier life."""
+        self.lives.append((self.codes.pop(child), [line for _, line in self.lines]))
+        self.lines.clear()
 
     async def wait(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -166,52 +174,31 @@ def test_the_launchers_own_place_is_not_the_childs(name: str, monkeypatch: pytes
 
 def test_a_child_is_started_again_after_its_end(name: str, wait_until) -> None:
     """From within the report of its end, or later; each life has its own lines, its own end and its own family."""
-    lives = [worker(W0, "orphan 3"), python(W0, "-c", "print('second life', end='')"), worker(W0, "family")]
+    lives = [python(W0, "-c", "print('second life', end='')"), worker(W0, "family")]
+    families = []
 
-    async def play() -> tuple[list[str], list[tuple[int, int]]]:
-        lines: list[str] = []
-        ends: list[tuple[int, int]] = []  # lines before it, exit code
-        news = asyncio.Event()
-
-        def on_line(child: Child, line: str) -> None:
-            assert child == W0
-            lines.append(line)
-            news.set()
-
-        def on_exit(child: Child, code: int) -> None:
-            assert child == W0
-            ends.append((len(lines), code))
-            if len(ends) == 1:
-                backend.start(lives[1])
-            news.set()
-
-        async def wait(condition: Callable[[], bool]) -> None:
-            async with asyncio.timeout(DEADLINE_S):
-                while not condition():
-                    news.clear()
-                    await news.wait()
-
-        backend = BACKENDS.load(name)(on_line, on_exit, SITES[name])
-        try:
-            await backend.prepare(lives[:1])
+    async def story(backend: Backend, reports: Reports) -> None:
+        def start_again() -> None:
+            reports.at_end = lambda: None
+            families.append(reports.pid("has_child"))
+            reports.starts_again(W0)
             backend.start(lives[0])
-            await wait(lambda: len(ends) == 2)
-            backend.terminate(W0)  # between two lives there is nothing to end
-            backend.kill(W0)
-            backend.start(lives[2])
-            await wait(lambda: any("hanging" in line for line in lines))
-            backend.kill(W0)
-            await wait(lambda: len(ends) == 3)
-        finally:
-            await backend.close()
-        return lines, ends
 
-    lines, ends = asyncio.run(play())
-    assert [code for _, code in ends] == [3, 0, -signal.SIGKILL]
-    assert lines[ends[0][0] : ends[1][0]] == ["second life"]
-    events = [event for event in map(parse_event, lines) if event is not None]
-    families = [int(event.fields["pid"]) for event in events if event.name == "has_child"]
-    assert len(families) == 2
+        reports.at_end = start_again
+        backend.start(worker(W0, "orphan 3"))
+        await reports.wait(lambda: bool(reports.lives) and W0 in reports.codes)
+        backend.terminate(W0)  # between two lives there is nothing to end
+        backend.kill(W0)
+        reports.starts_again(W0)
+        backend.start(lives[1])
+        await reports.wait(lambda: reports.has("hanging"))
+        families.append(reports.pid("has_child"))
+        backend.kill(W0)
+        await reports.wait(lambda: W0 in reports.codes)
+
+    reports = use(name, story)
+    (first, _), second = reports.lives
+    assert (first, second, reports.codes) == (3, (0, ["second life"]), {W0: -signal.SIGKILL})
     wait_until(lambda: all(map(is_gone, families)))
 
 

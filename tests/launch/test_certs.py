@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,7 @@ from hypothesis import strategies as st
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.common.security import facts_of
 from paramserver.launch.certs.kit import host_name, issue, make_ca
-from paramserver.launch.certs.main import app
-
-
-def certs(*argv: str | Path) -> None:
-    """The command in this process; raises the error it would print."""
-    app([str(word) for word in argv], standalone_mode=False)
+from paramserver.tests.certificates import certs
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +94,6 @@ def test_a_shard_is_a_server_to_workers_and_a_client_to_shards(tmp_path: Path) -
 def test_ps_serve_is_a_server_to_browsers_and_a_client_to_the_run(made: Path) -> None:
     assert shake_hands((made, "server"), (made, "serve"), "127.0.0.1") == "ps-serve"
     assert shake_hands((made, "serve"), (made, "rank-0"), "127.0.0.1") == "rank-0"
-
-
-def test_keys_are_on_p256(made: Path) -> None:
-    from cryptography import x509
-
-    for path in made.glob("*.crt"):
-        assert x509.load_pem_x509_certificate(path.read_bytes()).public_key().curve.name == "secp256r1"  # type: ignore[union-attr]
 
 
 # ---- again: renewed, refused, replaced ----------------------------------------------------------------
@@ -236,13 +222,3 @@ def test_show_lists_every_certificate_and_what_is_wrong_with_it(tmp_path: Path, 
 def test_show_of_an_empty_directory(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no certificates in"):
         certs("show", tmp_path)
-
-
-def test_help_is_at_once() -> None:
-    """Nothing is loaded for it but Typer."""
-    code = (
-        "import sys, paramserver.launch.certs.main\n"
-        "print([name for name in ('cryptography', 'torch', 'grpc', 'pydantic') if name in sys.modules])"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output == "[]\n"

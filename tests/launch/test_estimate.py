@@ -18,6 +18,7 @@ from paramserver.launch import estimate, run
 from paramserver.launch.plan.runs import Machine, Request, plan_runs
 from paramserver.launch.plan.settings import value_of, variable
 from paramserver.tests.cluster import Cluster
+from paramserver.tests.launch.plans import sets_of
 
 
 @pytest.mark.slow
@@ -76,10 +77,8 @@ def test_a_short_run_gets_no_place_of_the_real_run(
     sets = texts if source == "set" else []
     _, resolved = run.resolve(str(path), flags, sets)
     only, short = run.resolve(str(path), flags, sets, estimate.short_settings(resolved, mode, 60))
-    (plan,) = plan_runs(short, Request(modes=only, config_path=str(path)), Machine(python="python", num_cores=2))
-    argv = plan.processes()[0].argv
-    passed = [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
-    config = load_config(str(path), {}, passed, os.environ).config
+    (plan,) = plan_runs(short, Request(modes=only, config_path=str(path)), Machine(python="python"))
+    config = load_config(str(path), {}, sets_of(plan.processes()[0].argv), os.environ).config
     on = {key: value_of(config, key) for key in values}
     assert {key: value for key, value in on.items() if value not in (None, False)} == {}
     assert (plan.save, plan.history, plan.checkpoint_dir, plan.summary) == (None, None, None, None)

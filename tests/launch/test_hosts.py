@@ -14,18 +14,14 @@ from paramserver.common.config.sources import Resolved, load_config
 from paramserver.common.errors import AuthError, UsageError
 from paramserver.launch.backends.ssh import SshBackend
 from paramserver.launch.hosts.agent import Agent
-from paramserver.launch.hosts.remote import check_exposure, check_remote, listen_of
+from paramserver.launch.hosts.remote import check_plan_exposure, check_remote, listen_of
 from paramserver.launch.plan.hosts import Host, load_hosts, text_with_regions
-from paramserver.launch.plan.placement import Place, place_processes
+from paramserver.launch.plan.placement import place_processes
 from paramserver.launch.plan.process import SERVER, Child
-from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
+from paramserver.launch.plan.runs import Machine, Plan
+from paramserver.tests.launch.plans import hosts_of, plan_of, settings_of
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "hosts.example.yaml"
-
-
-def hosts_of(tmp_path: Path, text: str) -> tuple[Host, ...]:
-    (tmp_path / "hosts.yaml").write_text(text)
-    return load_hosts(str(tmp_path / "hosts.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +41,6 @@ def hosts_of(tmp_path: Path, text: str) -> tuple[Host, ...]:
         ("hosts:\n  - {host: a, region: -x}\n", ["hosts.yaml:2: region: is not the name of a region: no spaces"]),
         ("hosts:\n  - [a]\n", ["hosts.yaml:2: expected keys such as 'host:'"]),
         ("hosts: []\n", ["names no hosts", "hosts.example.yaml"]),
-        ("hosts: a\n", ["names no hosts"]),
         ("", ["names no hosts"]),
         ("hosts:\n  - [\n", ["hosts.yaml:3: not valid YAML"]),
     ],
@@ -119,11 +114,6 @@ def test_regions_are_written_into_other_forms_of_the_file(text: str, expected: s
     assert text_with_regions(str(tmp_path / "hosts.yaml"), {"a": "a", "b": "a"}) == expected
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot read the hosts"):
-        load_hosts(str(tmp_path / "none.yaml"))
-
-
 def test_what_an_entry_says_wins_over_the_defaults(tmp_path: Path) -> None:
     text = """
 defaults: {user: lab, venv: ~/ps, env: {A: 1, B: 2}, workdir: ~/run}
@@ -191,8 +181,6 @@ def test_every_process_has_a_place_and_no_host_more_workers_than_slots(
         assert set(servers) <= chosen
         load = [servers.count(name) for name in chosen]
         assert max(load) - min(load) <= 1
-    for child, spot in placement.items():
-        assert spot.sharing == (names if child.role == "worker" else servers).count(spot.host)
 
 
 def test_devices_are_dealt_out_in_turn(tmp_path: Path) -> None:
@@ -214,20 +202,15 @@ def test_this_machine_must_be_known_to_others_by_an_address(tmp_path: Path) -> N
 # ---- the plan ----------------------------------------------------------------------------------------
 
 
-def places_of(text: str, tmp_path: Path, num_workers: int, num_shards: int = 1, **options: Any) -> dict[Child, Place]:
+def places_of(text: str, tmp_path: Path, num_workers: int, num_shards: int = 1, **options: Any) -> dict[Child, Host]:
     return place_processes(
         hosts_of(tmp_path, text), num_workers, num_shards, **{"colocate": False, "folder": "/here", **options}
     )
 
 
-def plan_of(resolved: Resolved, places: dict[Child, Place], **request: Any) -> Plan:
-    machine = Machine(python="here", num_cores=8, spans_hosts=True, places=places, exists=lambda path: True)
-    return plan_runs(resolved, Request(modes=(resolved.config.run.mode,), **request), machine)[0]
-
-
-def settings_of(argv: tuple[str, ...]) -> Any:
-    sets = [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
-    return load_config(None, {}, sets, {}).config
+def plan_at(resolved: Resolved, places: dict[Child, Host], **request: Any) -> Plan:
+    machine = Machine(python="here", spans_hosts=True, places=places, exists=lambda path: True)
+    return plan_of(resolved, machine=machine, **request)
 
 
 TWO = "hosts: [{host: a, address: 10.0.0.1, slots: 2, python: pa}, {host: b, address: 'fe80::2', python: pb}]\n"
@@ -239,7 +222,7 @@ def test_processes_elsewhere_are_told_everything_and_no_file(tmp_path: Path) -> 
     path = str(tmp_path / "run.yaml")
     flags = {"run.workers": 3, "output.summary": "s.json", "output.save": "w.safetensors"}
     resolved = load_config(path, flags, [], environ)
-    plan = plan_of(resolved, places_of(TWO, tmp_path, 3), config_path=path)
+    plan = plan_at(resolved, places_of(TWO, tmp_path, 3), config_path=path)
     assert plan.server is not None
     workers = plan.workers("10.0.0.1:4000")
     for spec in (plan.server, *workers):
@@ -258,11 +241,13 @@ def test_processes_elsewhere_are_told_everything_and_no_file(tmp_path: Path) -> 
     ]
     assert (plan.server.host, listen_of(plan.server.argv), plan.server.sharing) == ("a", "10.0.0.1:0", 0)
     assert plan.headline().startswith("sync: a server and 3 workers on 2 hosts,")
+    (alone,) = plan_at(resolved, places_of(TWO, tmp_path, 3), mode="single").workers(None)
+    assert alone.sharing == 1, "the other runs' workers are not there"
 
 
 def test_shards_listen_where_they_are(tmp_path: Path) -> None:
     resolved = load_config(None, {"run.workers": 3, "launch.port": 7000, "server.direct_port": 7001}, [], {})
-    plan = plan_of(resolved, places_of(TWO, tmp_path, 3, colocate=True))
+    plan = plan_at(resolved, places_of(TWO, tmp_path, 3, colocate=True))
     assert plan.server is not None
     (shard,) = plan.shards("10.0.0.1:7000")
     assert listen_of(plan.server.argv) == "10.0.0.1:7000"
@@ -276,7 +261,7 @@ def test_shards_listen_where_they_are(tmp_path: Path) -> None:
 
 def test_an_address_that_was_set_is_kept(tmp_path: Path) -> None:
     resolved = load_config(None, {"run.workers": 2, "server.listen": "0.0.0.0:7000"}, [], {})
-    plan = plan_of(resolved, places_of(TWO, tmp_path, 2, 2))
+    plan = plan_at(resolved, places_of(TWO, tmp_path, 2, 2))
     assert plan.server is not None
     assert listen_of(plan.server.argv) == "0.0.0.0:7000"
     assert listen_of(plan.shards("x:1")[0].argv) == "0.0.0.0:0"
@@ -285,7 +270,7 @@ def test_an_address_that_was_set_is_kept(tmp_path: Path) -> None:
 def test_files_are_looked_for_where_they_are_read(tmp_path: Path) -> None:
     sets = ["security.ca=c/ca.crt", "security.cert=c/server.crt", "security.key=c/server.key", "security.mutual=true"]
     resolved = load_config(None, {"run.workers": 2, "task.name": "my.py:T"}, sets, {})
-    plan = plan_of(resolved, places_of(TWO, tmp_path, 2))
+    plan = plan_at(resolved, places_of(TWO, tmp_path, 2))
     assert plan.server is not None
     assert plan.server.needs == ("c/ca.crt", "c/server.crt", "c/server.key")
     assert plan.workers("x:1")[1].needs == ("my.py", "c/ca.crt", "c/rank-1.crt", "c/rank-1.key")
@@ -297,9 +282,9 @@ SECURE = ("security.cert=c", "security.key=k", "security.token_file=t")
 @pytest.mark.parametrize(
     ("sets", "environ", "lacks"),
     [
-        ([], {}, "not encrypted .* and there is no token"),
-        ([], {"PS_TOKEN": "t"}, r"not encrypted \(--cert, --key\)$"),
-        (["security.cert=c", "security.key=k"], {}, "reach it, and there is no token"),
+        ([], {}, r"neither encrypted nor authenticated: .*\(--cert, --key\), no token \(--token-file, or PS_TOKEN"),
+        ([], {"PS_TOKEN": "t"}, r"not encrypted: .* \(--cert, --key\)$"),
+        (["security.cert=c", "security.key=k"], {}, r"not authenticated: no token"),
         (["security.cert=c", "security.key=k"], {"PS_TOKEN": "t"}, None),
         ([*SECURE], {}, None),
         (["server.insecure=true"], {}, None),
@@ -314,12 +299,12 @@ def test_an_open_address_in_the_clear_needs_insecure(
     monkeypatch.delenv("PS_TOKEN", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    plan = plan_of(load_config(None, {"run.workers": 2}, sets, {}), places_of(TWO, tmp_path, 2))
+    plan = plan_at(load_config(None, {"run.workers": 2}, sets, {}), places_of(TWO, tmp_path, 2))
     if lacks is None:
-        check_exposure(plan)
+        check_plan_exposure(plan)
     else:
         with pytest.raises(AuthError, match=lacks) as raised:
-            check_exposure(plan)
+            check_plan_exposure(plan)
         assert "10.0.0.1:0" in raised.value.message
         assert "--insecure" in raised.value.fix
 
@@ -339,26 +324,6 @@ def test_settings_that_do_not_go_together(flags: dict[str, Any], words: str, tmp
     resolved = load_config(None, {"launch.hosts": "hosts.yaml", **flags}, [], {})
     with pytest.raises(UsageError, match=words):
         check_remote(resolved, SshBackend, hosts_of(tmp_path, TWO), 3)
-
-
-@pytest.mark.parametrize(
-    ("argv", "code", "words"),
-    [
-        (("--hosts", "hosts.yaml", "-n", "9"), 2, ["9 workers", "3 slots: far 2, farther 1", "-n 3"]),
-        (("--hosts", "hosts.yaml"), 11, ["listen on 10.1.2.3:0", "not encrypted", "--insecure"]),
-        (("--hosts", "hosts.yaml", "--backend", "local"), 2, ["flag --backend: backend local takes no hosts"]),
-        (("--backend", "ssh"), 2, ["flag --backend: backend ssh needs hosts", "--hosts hosts.yaml"]),
-        (("--colocate",), 2, ["--colocate: there are no hosts"]),
-        (("--shards", "2", "--set", "server.shard=1"), 2, ["--set server.shard: server.shard belongs to one server"]),
-    ],
-)
-def test_a_mistake_stops_before_anything_starts(argv: tuple[str, ...], code: int, words: list[str], marked) -> None:
-    (marked.folder / "hosts.yaml").write_text("hosts: [{host: far, address: 10.1.2.3, slots: 2}, farther]\n")
-    run = marked.run(*argv)
-    assert run.returncode == code, run.stderr
-    for word in words:
-        assert word in run.stderr
-    assert "[server" not in run.stderr + run.stdout
 
 
 class _Racing(dict[int, Any]):

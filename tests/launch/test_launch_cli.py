@@ -38,32 +38,6 @@ def libraries_s() -> float:
     return cpu_seconds() - before
 
 
-def test_help_comes_at_once() -> None:
-    """In CPU time, best of five: what else the machine does is not the launcher's. Where cores are shared with
-    other work, so that the libraries alone take long, not three times as long as they."""
-    costs, alone = [], []
-    for _ in range(5):
-        before = cpu_seconds()
-        run = subprocess.run([sys.executable, "-m", "paramserver.launch", "--help"], capture_output=True, text=True)
-        costs.append(cpu_seconds() - before)
-        alone.append(libraries_s())
-    assert min(costs) < max(0.3, 3 * min(alone))
-    assert run.returncode == 0
-    assert "Examples" in run.stdout.split("Options")[0]
-    assert "--staleness" in run.stdout
-
-
-def test_the_launcher_never_loads_what_trains() -> None:
-    code = (
-        "import sys, paramserver.launch.main, paramserver.launch.job, paramserver.launch.backends.local;"
-        "import paramserver.common.reporting.report, paramserver.launch.view.screen;"
-        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'grpc', 'google', 'numpy')"
-        " or m.startswith(('paramserver.ps', 'paramserver.worker', 'paramserver.proto'))])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
-
-
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
     [
@@ -87,10 +61,19 @@ def test_the_launcher_never_loads_what_trains() -> None:
         (["--init", "none.safetensors"], 2, ["--init none.safetensors: cannot be read: there is no such file"]),
         (["--set", "server.listen=nohost.invalid:0", "--insecure"], 10, ["host 'nohost.invalid' is not known here"]),
         (["--set", "server.metrics=192.0.2.1:0"], 10, ["server.metrics: cannot listen on 192.0.2.1:0"]),
+        (["--report", "train.py/there"], 14, ["the report cannot be written to train.py/there: Not a", "--report DIR"]),
+        (["--hosts", "none.yaml"], 2, ["cannot read the hosts"]),
+        (["--hosts", "hosts.yaml", "-n", "9"], 2, ["9 workers", "3 slots: far 2, farther 1", "-n 3"]),
+        (["--hosts", "hosts.yaml"], 11, ["the server at 10.1.2.3:0 can be reached", "neither encrypted", "--insecure"]),
+        (["--hosts", "hosts.yaml", "--backend", "local"], 2, ["flag --backend: backend local takes no hosts"]),
+        (["--backend", "ssh"], 2, ["flag --backend: backend ssh needs hosts", "--hosts hosts.yaml"]),
+        (["--colocate"], 2, ["--colocate: there are no hosts"]),
+        (["--shards", "2", "--set", "server.shard=1"], 2, ["--set server.shard: server.shard belongs to one server"]),
     ],
 )
 def test_a_mistake_stops_before_anything_starts(argv: list[str], code: int, words: list[str], marked) -> None:
     (marked.folder / "train.py").write_text("")
+    (marked.folder / "hosts.yaml").write_text("hosts: [{host: far, address: 10.1.2.3, slots: 2}, farther]\n")
     (marked.folder / "bad.py").write_text("x = (\n")
     (marked.folder / "partial.py").write_text("class Task:\n    def model(self): ...\n")
     before = cpu_seconds()
@@ -127,46 +110,11 @@ def test_dry_run_shows_the_commands(marked) -> None:
     assert run.stderr == ""
 
 
-def test_every_flag_of_robustness_reaches_its_setting(marked) -> None:
-    flags = {
-        "--checkpoint-dir": ("checkpoint.dir", "kept"),
-        "--checkpoint-every": ("checkpoint.every_steps", "20"),
-        "--resume": ("checkpoint.resume", "latest"),
-        "--max-restarts": ("launch.max_restarts", "7"),
-        "--history": ("output.history", "h.jsonl"),
-        "--ca": ("security.ca", "ca.pem"),
-        "--cert": ("security.cert", "s.pem"),
-        "--key": ("security.key", "s.key"),
-        "--token-file": ("security.token_file", "token"),
-    }
-    run = marked.run("--print-config", *(word for flag, (_, value) in flags.items() for word in (flag, value)))
-    assert run.returncode == 0, run.stderr
-    rows = {line.split()[0]: line.split()[1] for line in run.stdout.splitlines()[1:]}
-    assert {key: rows[key] for key, _ in flags.values()} == dict(flags.values())
-
-
-def test_print_config_names_the_origin_of_every_value(marked) -> None:
-    environ = {"RANK": "9", "WORLD_SIZE": "3", "PS_SERVER": "elsewhere:1", "PS_RUN__SEED": "4"}
-    run = marked.run("--print-config", "--lr", "0.5", "--task", "xor", **environ)
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in run.stdout.splitlines()[1:]}
-    assert rows["run.workers"] == "2 default of ps-launch"
-    assert rows["worker.server"] == "127.0.0.1:50051 default"
-    assert rows["worker.rank"] == "None default"
-    assert rows["run.seed"] == "4 environment PS_RUN__SEED"
-    assert rows["optimizer.lr"] == "0.5 flag --lr"
-    assert rows["task.name"] == "xor flag --task"
-
-
-def test_words_after_two_dashes_are_the_scripts() -> None:
-    assert fold_script_arguments(["a.yaml", "-n", "2"]) == ["a.yaml", "-n", "2"]
-    assert fold_script_arguments(["--script", "t.py", "--", "x", "--", "-n"]) == [
-        *("--script", "t.py", "--script-arg=x", "--script-arg=--", "--script-arg=-n")
-    ]
-
-
 @pytest.mark.parametrize(
     ("given", "read"),
     [
+        ("a.yaml -n 2", "a.yaml -n 2"), ("--script t.py -- x -- -n", "--script t.py --script-arg=x --script-arg=-- "
+         "--script-arg=-n"),
         ("t.py", "--script t.py"),
         ("-n 4 --mode ssp t.py --lr 3 -n 2", "-n 4 --mode ssp --script t.py --script-arg=--lr --script-arg=3 "
          "--script-arg=-n --script-arg=2"),

@@ -10,30 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.config.sources import Resolved, load_config
+from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.launch import run
-from paramserver.launch.plan.hosts import load_hosts
 from paramserver.launch.plan.placement import place_processes
-from paramserver.launch.plan.process import SERVER
+from paramserver.launch.plan.process import SERVE, SERVER
 from paramserver.launch.plan.relays import relays_of
-from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
+from paramserver.launch.plan.runs import Machine, Request, plan_runs
 from paramserver.launch.plan.settings import own_path, variable
-
-MACHINE = Machine(python="python", num_cores=8)
-
-
-def resolve(*sets: str, path: str | None = None, **flags: Any) -> Resolved:
-    dotted = {key.replace("__", "."): value for key, value in flags.items()}
-    return load_config(path, {"run.workers": 4, **dotted}, list(sets), {})
-
-
-def plan_of(resolved: Resolved, mode: str = "sync", **request: Any) -> Plan:
-    return plan_runs(resolved, Request(modes=(mode,), **request), MACHINE)[0]
-
-
-def sets_of(argv: tuple[str, ...]) -> list[str]:
-    return [argv[index + 1] for index, word in enumerate(argv) if word == "--set"]
+from paramserver.tests.launch.plans import MACHINE, hosts_of, plan_of, resolve, sets_of, settings_of
 
 
 def test_a_server_and_its_workers() -> None:
@@ -81,23 +66,12 @@ def test_children_read_back_exactly_what_the_flags_said(lr: float, name: str, ar
     assert child.config.task == plan.config.task
 
 
-@given(num_workers=st.integers(1, 200), num_cores=st.integers(1, 256))
-def test_workers_never_get_more_threads_than_there_are_cores(num_workers: int, num_cores: int) -> None:
-    machine = Machine(python="python", num_cores=num_cores)
-    resolved = load_config(None, {"run.workers": num_workers}, [], {})
-    workers = plan_runs(resolved, Request(modes=("async",)), machine)[0].workers("h:1")
-    assert [spec.child.rank for spec in workers] == list(range(num_workers))
-    num_threads = [int(spec.env["OMP_NUM_THREADS"]) for spec in workers]
-    assert min(num_threads) >= 1
-    assert sum(num_threads) <= max(num_cores, num_workers)
-
-
-def test_threads_are_left_alone_where_someone_chose_them() -> None:
-    chosen = Machine(python="python", num_cores=8, environ={"OMP_NUM_THREADS": "3"})
-    by_variable = plan_runs(resolve(), Request(modes=("sync",)), chosen)[0]
-    by_setting = plan_of(resolve("worker.threads=2"))
-    for plan in (by_variable, by_setting):
-        assert "OMP_NUM_THREADS" not in plan.workers("h:1")[0].env
+@pytest.mark.parametrize(("sets", "sharing"), [
+    ((), [0, 4, 4, 4, 4]), (("launch.group=2",), [0, 8, 8, 8, 8]), (("server.shards=2",), [2, 2, 4, 4, 4, 4]),
+    (("server.shards=2", "worker.threads=2"), [0] * 6),
+])  # fmt: skip
+def test_processes_of_a_role_share_the_cores_of_this_machine(sets: tuple[str, ...], sharing: list[int]) -> None:
+    assert [spec.sharing for spec in plan_of(resolve(*sets)).processes("h:1")] == sharing
 
 
 def test_single_trains_alone_on_the_union_batch() -> None:
@@ -106,20 +80,10 @@ def test_single_trains_alone_on_the_union_batch() -> None:
     assert plan.server is None
     (worker,) = plan.workers(None)
     assert worker.argv[-4:] == ("--server", "none", "--rank", "0")
-    child = load_config(None, {}, sets_of(worker.argv), {}).config
+    child = settings_of(worker.argv)
     assert (child.run.batch_size, child.run.workers, child.run.steps) == (64, 1, 500)
-    assert worker.env["OMP_NUM_THREADS"] == "8"
+    assert worker.sharing == 1
     assert plan.reporter == worker.child
-
-
-def test_several_modes_save_to_their_own_files_and_leave_the_summary_to_the_launcher() -> None:
-    resolved = resolve(output__save="out/w.safetensors", output__summary="all.json", run__mode="sync")
-    plans = plan_runs(resolved, Request(modes=("sync", "async")), MACHINE)
-    assert [plan.save for plan in plans] == ["out/w-sync.safetensors", "out/w-async.safetensors"]
-    for plan in plans:
-        assert plan.server is not None
-        child = load_config(None, {}, sets_of(plan.server.argv), {}).config
-        assert (child.run.mode, child.output.save, child.output.summary) == (plan.mode, plan.save, None)
 
 
 def test_seeds_have_their_own_places_too_and_a_report_is_made_of_twenty_evaluations() -> None:
@@ -132,7 +96,7 @@ def test_seeds_have_their_own_places_too_and_a_report_is_made_of_twenty_evaluati
     ]
     for plan in plans:
         argv = plan.server.argv if plan.server is not None else plan.worker_argv
-        child = load_config(None, {}, sets_of(argv), {}).config
+        child = settings_of(argv)
         assert (child.run.seed, child.run.eval_every) == (plan.seed, "5")
 
 
@@ -152,8 +116,9 @@ def test_each_mode_has_its_own_place(path: str | None, num_modes: int, expected:
     assert own_path(path, "sync", num_modes) == expected
 
 
-def test_several_modes_keep_snapshots_and_history_apart() -> None:
-    resolved = resolve(checkpoint__dir="kept", checkpoint__every_steps=5, output__history="h.jsonl", run__mode="ssp")
+def test_several_modes_keep_snapshots_and_history_apart_and_leave_the_summary_to_the_launcher() -> None:
+    resolved = resolve("output.summary=all.json", checkpoint__dir="kept", checkpoint__every_steps=5,
+                       output__history="h.jsonl", run__mode="ssp")  # fmt: skip
     plans = plan_runs(resolved, Request(modes=("single", "sync", "ssp")), MACHINE)
     assert [plan.checkpoint_dir for plan in plans] == [None, "kept-sync", "kept-ssp"]
     assert [plan.history for plan in plans] == ["h-single.jsonl", "h-sync.jsonl", "h-ssp.jsonl"]
@@ -161,9 +126,9 @@ def test_several_modes_keep_snapshots_and_history_apart() -> None:
     for plan in plans[1:]:
         assert plan.server is not None
         for argv in (plan.server.argv, plan.worker_argv):
-            child = load_config(None, {}, sets_of(argv), {}).config
+            child = settings_of(argv)
             assert (child.checkpoint.dir, child.checkpoint.every_steps) == (plan.checkpoint_dir, 5)
-            assert child.output.history == plan.history
+            assert (child.run.mode, child.output.history, child.output.summary) == (plan.mode, plan.history, None)
         assert f"snapshots in {plan.checkpoint_dir}" in plan.headline()
 
 
@@ -174,11 +139,16 @@ def test_a_server_is_started_again_where_it_was(resume: str, has_snapshot: bool)
     plan = plan_of(resolve(checkpoint__dir="kept", checkpoint__resume=resume, run__steps=7))
     again = plan.process(SERVER, None, listen="127.0.0.1:4321", has_snapshot=has_snapshot)
     assert plan.server is not None
-    first, second = (load_config(None, {}, sets_of(spec.argv), {}).config for spec in (plan.server, again))
+    first, second = (settings_of(spec.argv) for spec in (plan.server, again))
     assert (first.server.listen, second.server.listen) == ("127.0.0.1:0", "127.0.0.1:4321")
     assert second.checkpoint.resume == (None if has_snapshot else resume)
     assert second.run == first.run
     assert (again.child, again.env) == (plan.server.child, plan.server.env)
+
+
+def test_ps_serve_that_starts_again_gets_no_settings_of_a_server_that_does() -> None:
+    plan = plan_of(resolve(checkpoint__dir="kept", checkpoint__resume="never", launch__serve=0))
+    assert plan.process(SERVE, "h:1", has_snapshot=True) == plan.serve("h:1")
 
 
 def test_one_snapshot_is_not_for_several_modes() -> None:
@@ -199,17 +169,14 @@ def test_a_worker_alone_takes_no_snapshots(tmp_path: Path) -> None:
     assert plan.checkpoint_dir is None
 
 
-def security_of(argv: tuple[str, ...], **environ: str) -> dict[str, Any]:
-    return load_config(None, {}, sets_of(argv), environ).config.security.model_dump(exclude_defaults=True)
-
-
 def test_the_servers_certificate_is_no_workers() -> None:
     files = {"ca": "ca.pem", "cert": "server.pem", "key": "server.key", "token_file": "token"}
     plan = plan_of(resolve(**{f"security__{name}": file for name, file in files.items()}))
     assert plan.server is not None
-    assert security_of(plan.server.argv) == files
+    assert settings_of(plan.server.argv).security.model_dump(exclude_defaults=True) == files
     for worker in plan.workers("h:1"):
-        assert security_of(worker.argv) == {"ca": "ca.pem", "token_file": "token"}
+        found = settings_of(worker.argv).security.model_dump(exclude_defaults=True)
+        assert found == {"ca": "ca.pem", "token_file": "token"}
 
 
 @pytest.mark.parametrize(
@@ -226,31 +193,24 @@ def test_with_mutual_tls_each_worker_shows_its_own_certificate(
 ) -> None:
     sets = ["security.ca=lab/ca.crt", "security.cert=lab/server.crt", "security.key=lab/server.key"]
     resolved = resolve(*sets, "security.mutual=true", run__workers=2, launch__script=script)
-    machine = Machine(python="python", num_cores=2, exists=there.__contains__)
+    machine = Machine(python="python", exists=there.__contains__)
     (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
     for worker, name in zip(plan.workers("h:1"), names, strict=True):
         environ = {key: value for key, value in worker.env.items() if key.startswith("PS_SECURITY")}
-        files = security_of(worker.argv, **environ)
-        assert (files["cert"], files["key"]) == (f"lab/{name}.crt", f"lab/{name}.key")
-        assert (files["ca"], files["mutual"]) == ("lab/ca.crt", True)
-
-
-def test_a_worker_without_a_certificate_is_noticed_before_anything_starts() -> None:
-    sets = ["security.ca=lab/ca.crt", "security.cert=lab/server.crt", "security.key=lab/server.key"]
-    with pytest.raises(UsageError, match=r"worker 0 needs a certificate.* beside lab/server\.crt") as raised:
-        plan_of(resolve(*sets, "security.mutual=true"))
-    assert "ps-certs init lab" in raised.value.fix
+        files = settings_of(worker.argv, **environ).security
+        assert (files.cert, files.key) == (f"lab/{name}.crt", f"lab/{name}.key")
+        assert (files.ca, files.mutual) == ("lab/ca.crt", True)
 
 
 def test_with_mutual_tls_each_shard_shows_its_own_certificate() -> None:
     sets = ["security.ca=lab/ca.crt", "security.cert=lab/server.crt", "security.key=lab/server.key"]
     resolved = resolve(*sets, "security.mutual=true", run__workers=1, server__shards=3)
     there = {"lab/worker.crt", *(f"lab/shard-{shard}.crt" for shard in range(3))}
-    machine = Machine(python="python", num_cores=2, exists=there.__contains__)
+    machine = Machine(python="python", exists=there.__contains__)
     (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
     for number, shard in enumerate([plan.server, *plan.shards("h:1")]):
-        files = security_of(shard.argv)
-        assert (files["cert"], files["key"]) == (f"lab/shard-{number}.crt", f"lab/shard-{number}.key")
+        files = settings_of(shard.argv).security
+        assert (files.cert, files.key) == (f"lab/shard-{number}.crt", f"lab/shard-{number}.key")
         assert shard.needs == ("lab/ca.crt", f"lab/shard-{number}.crt", f"lab/shard-{number}.key")
     there.remove("lab/shard-2.crt")
     with pytest.raises(UsageError, match=r"shard 2 needs a .* no shard-2\.crt beside lab/server\.crt") as raised:
@@ -258,14 +218,8 @@ def test_with_mutual_tls_each_shard_shows_its_own_certificate() -> None:
     assert raised.value.fix == "ps-certs init lab --renew --shards S makes one for each shard"
 
 
-def test_a_script_is_told_where_history_and_certificates_are() -> None:
-    plan = plan_of(resolve(security__ca="ca.pem", output__history="h.jsonl", launch__script="t.py"))
-    assert plan.worker_env["PS_SECURITY__CA"] == "ca.pem"
-    assert plan.worker_env["PS_OUTPUT__HISTORY"] == "h.jsonl"
-
-
 def test_the_token_itself_is_in_no_plan() -> None:
-    machine = Machine(python="python", num_cores=8, environ={"PS_TOKEN": "the secret"})
+    machine = Machine(python="python", environ={"PS_TOKEN": "the secret"})
     resolved = load_config(None, {"run.workers": 2}, [], {"PS_TOKEN": "the secret"})
     (plan,) = plan_runs(resolved, Request(modes=("sync",)), machine)
     assert "the secret" not in repr([plan.server, *plan.workers("h:1"), resolved.rows()])
@@ -297,7 +251,8 @@ def test_children_always_log_what_the_launcher_lives_by() -> None:
 def test_a_script_gets_its_place_and_the_settings_as_variables(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("slowdown:\n  base_s: 0.5\noptimizer:\n  name: adam\n")
-    resolved = resolve("worker.codec=raw", path=str(path), launch__script="t.py")
+    files = {"output__history": "h.jsonl", "security__ca": "ca.pem"}
+    resolved = resolve("worker.codec=raw", path=str(path), launch__script="t.py", **files)
     plan = plan_of(resolved, config_path=str(path), script_args=("--epochs", "3"))
     worker = plan.workers("h:1")[2]
     assert worker.argv == ("python", "t.py", "--epochs", "3")
@@ -309,6 +264,7 @@ def test_a_script_gets_its_place_and_the_settings_as_variables(tmp_path: Path) -
     assert not {"RANK", "WORLD_SIZE"} & worker.env.keys()  # trainers would make a process group of them
     assert worker.env["PS_SLOWDOWN__BASE_S"] == "0.5"
     assert worker.env["PS_WORKER__CODEC"] == "raw"
+    assert (worker.env["PS_SECURITY__CA"], worker.env["PS_OUTPUT__HISTORY"]) == ("ca.pem", "h.jsonl")
     assert not [name for name in worker.env if name.startswith(("PS_OPTIMIZER", "PS_LAUNCH"))]
 
 
@@ -334,16 +290,9 @@ def test_a_script_and_its_server_get_the_same_run(tmp_path: Path, source: str) -
             assert (server.mode, server.seed, server.steps, server.epochs) == (plan.mode, plan.seed, 9, None)
 
 
-def test_a_script_is_given_rank_and_world_size_where_that_is_asked_for() -> None:
-    worker = plan_of(resolve("launch.torch_variables=true", launch__script="t.py")).workers("h:1")[2]
-    assert (worker.env["RANK"], worker.env["WORLD_SIZE"], worker.env["PS_WORKER__RANK"]) == ("2", "4", "2")
-
-
-def test_a_script_owns_its_optimizer_and_arguments_need_a_script() -> None:
+def test_a_script_owns_its_optimizer() -> None:
     with pytest.raises(UsageError, match=r"flag --lr together with the script t\.py"):
         plan_of(resolve(launch__script="t.py", optimizer__lr=0.1))
-    with pytest.raises(UsageError, match="belong to a script"):
-        plan_of(resolve(), script_args=("--epochs",))
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("async", ""), ("ssp", "staleness 3, "), ("dssp", "staleness 3 to 15, ")])
@@ -384,9 +333,8 @@ def test_a_plan_costs_what_its_machines_cost_together(
     tmp_path: Path, sets: list[str], rates: tuple[float, float]
 ) -> None:
     """`single` has the first one alone."""
-    (tmp_path / "hosts.yaml").write_text(HOSTS)
-    places = place_processes(load_hosts(str(tmp_path / "hosts.yaml")), 2, 1, colocate=False, folder=".")
-    machine = Machine(python="python", num_cores=8, spans_hosts=True, places=places)
+    places = place_processes(hosts_of(tmp_path, HOSTS), 2, 1, colocate=False, folder=".")
+    machine = Machine(python="python", spans_hosts=True, places=places)
     plans = plan_runs(resolve(*sets, run__workers=2), Request(modes=("sync", "single")), machine)
     assert tuple(plan.rate for plan in plans) == rates
     for plan, rate in zip(plans, rates, strict=True):

@@ -8,18 +8,15 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from paramserver.common.config.sources import Resolved, load_config
+from paramserver.common.config.sources import Resolved
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.summary import Summary
-from paramserver.launch.plan.hosts import load_hosts
 from paramserver.launch.plan.placement import place_processes
-from paramserver.launch.plan.process import SERVER, Child, ProcessSpec
+from paramserver.launch.plan.process import SERVER, Child
 from paramserver.launch.plan.relays import relays_of
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
-from paramserver.launch.supervise.supervisor import Finish, Kill, Restart, Start, Supervisor, Terminate
+from paramserver.tests.launch.plans import hosts_of, resolve, settings_of
 
 HOSTS = """hosts:
   - {host: a, region: eu, slots: 1}
@@ -31,29 +28,12 @@ HOSTS = """hosts:
 DEADLINE_S = 300.0
 
 
-def resolve(*sets: str, **flags: Any) -> Resolved:
-    dotted = {key.replace("__", "."): value for key, value in flags.items()}
-    return load_config(None, {"run.workers": 4, **dotted}, list(sets), {})
-
-
 def plans_of(resolved: Resolved, *modes: str, hosts: Any = (), exists: Any = lambda path: False) -> list[Plan]:
     config, num_workers = resolved.config, resolved.config.run.workers or 0
     relays = relays_of(resolved, hosts, num_workers)
     places = place_processes(hosts, num_workers, 1, colocate=False, folder=".")
-    machine = Machine(
-        python="python", num_cores=8, spans_hosts=bool(hosts), places=places, relays=relays, exists=exists
-    )
+    machine = Machine(python="python", spans_hosts=bool(hosts), places=places, relays=relays, exists=exists)
     return plan_runs(resolved, Request(modes=modes or (config.run.mode,)), machine)
-
-
-def settings_of(spec: ProcessSpec) -> Any:
-    sets = [spec.argv[index + 1] for index, word in enumerate(spec.argv) if word == "--set"]
-    return load_config(None, {}, sets, {}).config
-
-
-def hosts_of(folder: Path, text: str = HOSTS) -> Any:
-    (folder / "hosts.yaml").write_text(text)
-    return load_hosts(str(folder / "hosts.yaml"))
 
 
 def test_two_regions_on_this_machine() -> None:
@@ -66,11 +46,11 @@ def test_two_regions_on_this_machine() -> None:
     )  # fmt: skip
     server, *others = plan.processes("h:1")
     assert [str(spec.child) for spec in others] == ["relay 0", "relay 1", *(f"worker {rank}" for rank in range(4))]
-    above = settings_of(server)
+    above = settings_of(server.argv)
     assert (above.run.mode, above.run.workers, above.policy.option("local_steps")) == ("diloco", 2, 8)
     assert (above.output.save, above.checkpoint.dir, above.policy.min_workers) == ("w.safetensors", "kept", 2)
     for rank, spec in enumerate(others[:2]):
-        relay = settings_of(spec)
+        relay = settings_of(spec.argv)
         assert (relay.upstream.server, relay.upstream.rank, relay.upstream.every) == ("h:1", rank, 8)
         assert (relay.run.mode, relay.run.workers, relay.server.listen) == ("sync", 2, "127.0.0.1:0")
         lacks = [relay.output.save, relay.checkpoint.dir, relay.checkpoint.every_s]
@@ -79,8 +59,8 @@ def test_two_regions_on_this_machine() -> None:
         assert not relay.output.store
         assert (relay.policy.option("local_steps"), relay.policy.min_workers) == (None, 2)
     assert [spec.argv[-2:] for spec in others[2:]] == [("--rank", rank) for rank in ("0", "1", "0", "1")]
-    assert {settings_of(spec).run.workers for spec in others[2:]} == {2}
-    assert [settings_of(spec).output.history for spec in others[4:]] == ["h-relay-1.jsonl"] * 2
+    assert {settings_of(spec.argv).run.workers for spec in others[2:]} == {2}
+    assert [settings_of(spec.argv).output.history for spec in others[4:]] == ["h-relay-1.jsonl"] * 2
     assert [plan.server_of(Child("worker", rank)).rank for rank in range(4)] == [1, 1, 2, 2]
     assert plan.server_of(Child("server", 2)) == SERVER
     assert [str(plan.worker_of(server, 1)) for server in (SERVER, *plan.relays)] == ["relay 1", "worker 1", "worker 3"]
@@ -97,14 +77,14 @@ def test_scripts_have_their_rank_in_the_region_and_trainers_the_one_of_all() -> 
 
 def test_regions_of_hosts(tmp_path: Path) -> None:
     """Region b has its relay on the host of its name, the others on their first host. Workers fill region by region."""
-    (plan,) = plans_of(resolve(run__workers=5), hosts=hosts_of(tmp_path))
+    (plan,) = plans_of(resolve(run__workers=5), hosts=hosts_of(tmp_path, HOSTS))
     host_of = {str(spec.child): spec.host for spec in plan.processes("h:1")}
     assert host_of == {
         "server": "c", "relay eu": "a", "relay b": "b", "relay us": "d",
         "worker 0": "a", "worker 1": "c", "worker 2": "b", "worker 3": "b", "worker 4": "d",
     }  # fmt: skip
-    assert [settings_of(spec).run.workers for spec in plan.shards("h:1")] == [2, 2, 1]
-    assert [settings_of(spec).server.listen for spec in plan.shards("h:1")] == ["a:0", "b:0", "d:0"]
+    assert [settings_of(spec.argv).run.workers for spec in plan.shards("h:1")] == [2, 2, 1]
+    assert [settings_of(spec.argv).server.listen for spec in plan.shards("h:1")] == ["a:0", "b:0", "d:0"]
     named = hosts_of(tmp_path, "hosts:\n  - {host: a, region: b}\n  - {host: b, region: b}\n  - {host: c, region: c}\n")
     (plan,) = plans_of(resolve(run__workers=3), hosts=named)
     assert plan.hosts()[Child("server", 1)] == "b"
@@ -114,7 +94,7 @@ def test_one_region_is_a_flat_run(tmp_path: Path) -> None:
     hosts = hosts_of(tmp_path, "hosts:\n  - {host: a, region: eu}\n  - {host: b, region: eu}\n")
     (plan,) = plans_of(resolve(run__workers=2, upstream__every=8), hosts=hosts)
     assert [str(spec.child) for spec in plan.processes("h:1")] == ["server", "worker 0", "worker 1"]
-    assert plan.server is not None and settings_of(plan.server).run.mode == "sync"
+    assert plan.server is not None and settings_of(plan.server.argv).run.mode == "sync"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +111,7 @@ def test_the_mode_above(flags: dict[str, Any], sets: tuple[str, ...], above: str
     alone, plan = plans_of(resolved, "single", "localsgd")
     assert len(alone.processes()) == 1 and not alone.relays
     assert plan.server is not None
-    config, relay = settings_of(plan.server), settings_of(plan.shards("h:1")[0])
+    config, relay = settings_of(plan.server.argv), settings_of(plan.shards("h:1")[0].argv)
     assert (config.run.mode, config.policy.options(above).local_steps) == (above, steps)
     assert (relay.run.mode, relay.policy.options("localsgd").local_steps) == ("localsgd", 4)
     assert (config.policy.delayed_update, relay.policy.delayed_update) == (False, True)
@@ -144,12 +124,12 @@ def test_with_mutual_tls_a_relay_has_a_workers_certificate_too() -> None:
         plans_of(resolved)
     (plan,) = plans_of(resolved, exists=lambda path: path in {f"lab/rank-{rank}.crt" for rank in range(2)})
     specs = plan.processes("h:1")
-    relays = [settings_of(spec) for spec in specs[1:3]]
+    relays = [settings_of(spec.argv) for spec in specs[1:3]]
     assert [relay.upstream.cert for relay in relays] == ["lab/rank-0.crt", "lab/rank-1.crt"]
     assert {relay.security.cert for relay in relays} == {"lab/server.crt"}
     files = ("ca.crt", "server.crt", "server.key", "rank-1.crt", "rank-1.key")
     assert specs[2].needs == tuple(f"lab/{name}" for name in files)
-    shown = [settings_of(spec).security.cert for spec in specs[3:]]
+    shown = [settings_of(spec.argv).security.cert for spec in specs[3:]]
     assert shown == [f"lab/rank-{rank}.crt" for rank in (0, 1, 0, 1)], "the ranks that they have in their region"
 
 
@@ -179,7 +159,6 @@ def test_options_of_one_mode_stay_out_of_the_other() -> None:
         ({"upstream__every": 8, "policy__local_steps": 4}, (), "flag --local-steps has no effect together with 2"),
         ({"upstream__every": 8, "launch__regions": None}, (), "flag --upstream-every: there are no regions"),
         ({"run__mode": "diloco"}, ("policy.fragments=2",), "policy.fragments is 2, and 2 regions"),
-        ({}, ("upstream.rank=1",), "upstream.rank belongs to one server"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together(flags: dict[str, Any], sets: tuple[str, ...], words: str) -> None:
@@ -196,66 +175,9 @@ def test_hosts_without_a_region_or_a_worker(tmp_path: Path) -> None:
         plans_of(resolve(), hosts=hosts[:-1])
 
 
-RELAYS = {Child("server", 1, "eu"): range(2), Child("server", 2, "us"): range(2, 4)}
-
-
-def running() -> Supervisor:
-    """Returns the supervisor of a job whose workers train."""
-    supervisor = Supervisor(num_workers=4, relays=RELAYS)
-    supervisor.begin(0)
-    started = supervisor.listening(SERVER, 1)
-    assert [str(start.child) for start in started if isinstance(start, Start)] == ["relay eu", "relay us"]
-    assert not supervisor.all_listen
-    for relay in RELAYS:
-        assert supervisor.listening(relay, 2) == []
-    assert len(supervisor.may_train(3)) == 4
-    return supervisor
-
-
-@pytest.mark.parametrize("code", [-9, 143, 255])
-def test_a_lost_relay_is_started_again_without_snapshots(code: int) -> None:
-    supervisor = running()
-    (restart,) = supervisor.exited([*RELAYS][1], code, 4)
-    assert isinstance(restart, Restart) and restart.reason.startswith("relay us failed:")
-    (start,) = supervisor.tick(5)
-    assert isinstance(start, Start) and str(start.child) == "relay us"
-    supervisor.listening(start.child, 6)
-    for child in (SERVER, *RELAYS, *(Child("worker", rank) for rank in range(4))):
-        decisions = supervisor.exited(child, 0, 7)
-    assert decisions == [Finish(0, "every process ended with exit code 0")]
-
-
-def test_the_run_ends_without_a_relay_that_comes_too_late() -> None:
-    """The region's workers and its new relay are ended at once: the run above is over."""
-    supervisor, (first, late) = running(), RELAYS
-    supervisor.exited(late, -9, 4)
-    supervisor.tick(5)
-    for child in (Child("worker", 0), Child("worker", 1), first):
-        assert supervisor.exited(child, 0, 6) == []
-    kill, *ending = supervisor.exited(SERVER, 0, 7)
-    assert isinstance(kill, Kill) and kill.child == late
-    assert [end.child.rank for end in ending if isinstance(end, Terminate)] == [2, 3]
-    for child, code in ((late, -9), (Child("worker", 2), 143)):
-        assert supervisor.exited(child, code, 8) == []
-    (finish,) = supervisor.exited(Child("worker", 3), 143, 8)
-    assert isinstance(finish, Finish) and finish.exit_code == 0
-
-
 # ---- real processes -----------------------------------------------------------------------------------
 
 RUN = ("-m", "paramserver.launch", "-n", "4", "--task", "linear", "--mode", "sync")
-
-
-@pytest.mark.slow
-def test_two_regions_that_wait_have_the_weights_of_a_flat_run(marked) -> None:
-    for flags in ((), ("--regions", "2", "--upstream-every", "0")):
-        launcher = marked.start(*RUN, "--steps", "30", *flags, "--save", f"{len(flags)}.safetensors")
-        _, err = launcher.communicate(timeout=DEADLINE_S)
-        assert launcher.returncode == 0, err
-    flat, regions = (load_file(marked.folder / f"{name}.safetensors")["weight"] for name in (0, 4))
-    assert (flat - regions).norm() / flat.norm() <= 1e-6
-    assert torch.isfinite(flat).all() and flat.abs().max() > 0.1
-    assert marked.left() == []
 
 
 @pytest.mark.slow

@@ -1,81 +1,21 @@
-"""Several server shards: when each starts, what its failure means; as transcripts and with real processes."""
+"""Several server shards: as values, and with real processes."""
 
 from __future__ import annotations
 
-import pytest
+import signal
 
-from paramserver.common.config.sources import load_config
-from paramserver.launch.plan.runs import Machine, Request, plan_runs
-from paramserver.launch.supervise.supervisor import Supervisor
-from paramserver.tests.launch.transcripts import transcripts
-
-DEADLINE_S = 120.0
-SOON = ("--set", "launch.backoff_s=0.01")
-
-UP = """
-    begin                -> start server (the workers need its address)
-    listening server     -> start server shard 1, start server shard 2 (the coordinator is listening)
-    listening shard 2    ->
-    listening shard 1    -> start worker 0, start worker 1 (every shard of the server is listening)
-"""
-
-TRANSCRIPTS = transcripts("shards.txt")
+from paramserver.tests.launch.plans import plan_of, resolve, settings_of
 
 
-@pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_the_life_of_shards(name: str, check_transcript) -> None:
-    check_transcript(Supervisor(num_workers=2, num_shards=3, keeps_snapshots=True), UP + TRANSCRIPTS[name])
-
-
-def test_a_shard_that_never_listens_ends_the_job(check_transcript) -> None:
-    transcript = """
-        begin                -> start server (the workers need its address)
-        listening server     -> start server shard 1 (the coordinator is listening)
-        exit shard 1 10      -> end server (server shard 1 failed: exit code 10 (cannot listen on the address))
-        exit server 143      -> finish 10 (server shard 1 failed: exit code 10 (cannot listen on the address))
-    """
-    check_transcript(Supervisor(num_workers=2, num_shards=2, keeps_snapshots=True), transcript)
-
-
-def test_without_snapshots_a_lost_shard_ends_the_job(check_transcript) -> None:
-    transcript = """
-        exit shard 2 -9      -> end server, end server shard 1, end worker 0, end worker 1 (server shard 2 failed: killed by SIGKILL; no snapshots)
-    """  # noqa: E501
-    check_transcript(Supervisor(num_workers=2, num_shards=3), UP + transcript)
-
-
-def test_the_coordinator_dies_before_its_shards_were_there(check_transcript) -> None:
-    transcript = """
-        begin                -> start server (the workers need its address)
-        listening server     -> start server shard 1 (the coordinator is listening)
-        exit server -9 at 1  -> await server for 0.5 s, restart 1 of 3
-        tick at 1.5          -> start server (restart 1 of 3)
-        listening server     ->
-        listening shard 1    -> start worker 0 (every shard of the server is listening)
-    """
-    check_transcript(Supervisor(num_workers=1, num_shards=2, keeps_snapshots=True), transcript)
-
-
-def test_shards_on_this_machine_share_its_cores() -> None:
-    resolved = load_config(None, {"run.workers": 2, "server.shards": 4, "launch.port": 7000}, [], {})
-    (plan,) = plan_runs(resolved, Request(modes=("sync",)), Machine(python="python", num_cores=8))
-    assert plan.server is not None
+def test_shards_have_their_numbers_and_their_own_ports() -> None:
+    plan = plan_of(resolve(server__shards=4, launch__port=7000))
     shards = plan.shards("127.0.0.1:7000")
     assert [str(spec.child) for spec in shards] == ["server shard 1", "server shard 2", "server shard 3"]
-    assert {spec.env["OMP_NUM_THREADS"] for spec in (plan.server, *shards)} == {"2"}
     for index, spec in enumerate(shards, start=1):
-        sets = [spec.argv[at + 1] for at, word in enumerate(spec.argv) if word == "--set"]
-        server = load_config(None, {}, sets, {}).config.server
+        server = settings_of(spec.argv).server
         assert (server.shard, server.shards, server.coordinator) == (index, 4, "127.0.0.1:7000")
         assert server.listen == "127.0.0.1:0"  # the port is the coordinator's
-    assert plan.headline().startswith("sync: a server in 4 shards and 2 workers,")
-    item = plan_runs(
-        load_config(None, {"run.workers": 2}, [], {}), Request(modes=("sync",)), Machine(python="p", num_cores=8)
-    )
-    assert item[0].server is not None and "OMP_NUM_THREADS" not in item[0].server.env
-
-
-# ---- real processes ---------------------------------------------------------------------------------
+    assert plan.headline().startswith("sync: a server in 4 shards and 4 workers,")
 
 
 def test_a_run_with_shards(marked) -> None:
@@ -89,13 +29,12 @@ def test_a_run_with_shards(marked) -> None:
     assert first_worker > max(output.index(line) for line in listens)
 
 
-def test_a_killed_shard_comes_back_at_its_address(marked, read_until) -> None:
-    argv = ("-n", "2", "--shards", "2", "--checkpoint-dir", "kept", *SOON)
-    launcher = marked.launch(*argv, FAKE_SHARD_1="once kill", FAKE_WORKER="flood 0")
-    first = read_until(launcher.stderr, "[server shard 1] listening")
-    read_until(launcher.stderr, "server shard 1 failed: killed by SIGKILL; started again in 0.01 s (restart 1 of 3)")
-    assert read_until(launcher.stderr, "[server shard 1] listening") == first
-    (marked.folder / "flood").touch()
-    _, err = launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == 0, err
+def test_a_killed_shard_comes_back_at_its_address_and_from_no_snapshot_of_an_earlier_run(marked, read_until) -> None:
+    """The coordinator has one of this run, the shard has none yet."""
+    argv = ("--shards", "2", "--checkpoint-dir", "kept", "--resume", "never", "--set", "launch.backoff_s=0.01")
+    launcher = marked.launch("-n", "1", *argv, FAKE_SHARD="once kill", FAKE_WORKER="hang")
+    first, again = (read_until(launcher.stderr, "[server shard 1] listening") for _ in range(2))
+    assert first == again and "resume=never" in again
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=120.0)
     assert marked.left() == []

@@ -90,10 +90,6 @@ def test_a_line_of_a_child(line: str, shown: str) -> None:
     assert child_line(WORKER_2, line, parse_event(line)).plain == shown
 
 
-def test_the_server_needs_no_rank() -> None:
-    assert child_line(SERVER, "x", None).plain == "[server] x"
-
-
 def test_status_in_one_line() -> None:
     assert status_line(status()) == (
         "step 118/500  version 472  training loss 0.300  1,512 samples/s  10 s to go\n"

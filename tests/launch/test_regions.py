@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from itertools import combinations, pairwise, permutations
+from itertools import combinations, permutations
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.errors import UsageError
 from paramserver.launch.plan import regions
-from paramserver.launch.plan.regions import Region, Trips, distances, find_regions, threshold_s
+from paramserver.launch.plan.regions import Region, Trips, distances, find_regions
 
 NUM_WORLDS = 1_000
 NUM_HOSTS = 30
@@ -113,17 +113,6 @@ def test_where_a_region_ends(spans_ms: dict[str, float], far_ms: float, expected
     assert groups_of(find_regions("".join(spans_ms), trips_of(spans_ms, far_ms), "a")) == expected
 
 
-@given(st.lists(st.floats(0, 1), max_size=20).map(sorted))
-def test_the_threshold_lies_in_the_largest_gap(heights: list[float]) -> None:
-    found = threshold_s(heights)
-    below = [height for height in heights if height < found]
-    if len(below) == len(heights):
-        assert not [(low, high) for low, high in pairwise(heights) if high >= max(3 * low, 0.002)]
-    else:
-        low, high = heights[len(below) - 1 : len(below) + 1]
-        assert found == pytest.approx((low + high) / 2) and high >= max(3 * low, 0.002)
-
-
 def test_a_pair_that_is_blocked_does_not_split_a_region_and_joins_no_two() -> None:
     trips = trips_of({"abc": 0.5, "def": 0.5}, 40.0)
     trips |= dict.fromkeys([("a", "b"), ("b", "a"), ("a", "d"), ("d", "a")], math.inf)
@@ -158,11 +147,6 @@ def test_the_relay_is_the_medoid_and_of_equals_the_lowest_name() -> None:
     assert find_regions("abcde", trips, "e")[0].relay == "c", "b does not reach the upstream host"
     trips["a", "c"] = math.inf
     assert find_regions("abcde", trips, "e")[0].relay == "a", "a does not reach c"
-
-
-def test_a_region_is_named_after_its_relay() -> None:
-    assert Region(("a", "b"), "b").name == "b"
-    assert Region(("a", "b"), None).name == "a"
 
 
 def test_without_scipy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

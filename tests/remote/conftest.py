@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,3 @@ def remote(sshd: Sshd, marked: Marked) -> Iterator[Remote]:
     while sshd.left():
         assert time.monotonic() < end, f"left on the hosts: {sshd.left()}"
         time.sleep(0.01)
-
-
-@pytest.fixture
-def events() -> Callable[[str], list[dict[str, Any]]]:
-    """The JSON lines of a launcher's standard error."""
-    return lambda text: [json.loads(line) for line in text.splitlines() if line.startswith("{")]

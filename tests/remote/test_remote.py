@@ -20,13 +20,13 @@ TWO = ("{host: node2, slots: 2}", "{host: node3, slots: 2}")
 SOON = ("--set", "launch.backoff_s=0.01")
 
 
-def test_a_run_on_two_hosts(remote, events) -> None:
+def test_a_run_on_two_hosts(remote) -> None:
     """Servers and workers where they belong, the summary here, and afterwards nothing there."""
     remote.hosts("{host: node2, slots: 2, devices: [4, 7], env: {LAB: upstairs}}", "node3")
     (remote.folder / "run.yaml").write_text("run: {workers: 3, steps: 7}\noutput: {summary: out.json}\n")
     run = remote.run("run.yaml", "--log-format", "json")
     assert run.returncode == 0, run.stderr
-    found_events = events(run.stderr)
+    found_events = [json.loads(line) for line in run.stderr.splitlines() if line.startswith("{")]
     (listening,) = [event for event in found_events if event["event"] == "listening"]
     assert (listening["role"], listening["host"]) == ("server", "node2")
     assert listening["address"].startswith("127.0.0.2:")
@@ -150,15 +150,6 @@ def test_dry_run_shows_what_ssh_is_told_and_what_runs_there(remote) -> None:
     assert "the-secret" not in run.stdout
 
 
-def test_a_port_taken_on_the_host(remote) -> None:
-    remote.hosts(*TWO)
-    with socket.create_server(("127.0.0.2", 0)) as taken:
-        run = remote.run("-n", "2", "--port", str(taken.getsockname()[1]))
-    assert run.returncode == 10
-    assert "[server on node2] ps-server: cannot listen on 127.0.0.2" in run.stderr
-    assert "[worker" not in run.stderr
-
-
 def test_a_host_that_cannot_reach_the_server_is_named(remote) -> None:
     """The server says it listens where nobody can connect, as behind a firewall."""
     remote.hosts("{host: node2, address: 127.0.0.9}", "node3")
@@ -181,16 +172,6 @@ def started(remote, read_until, *argv: str, **env: str):
     return launcher
 
 
-def test_ctrl_c_ends_everything_in_good_order(remote, read_until) -> None:
-    launcher = started(remote, read_until)
-    launcher.send_signal(signal.SIGINT)
-    _, err = launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == 130
-    assert "SIGINT: the job ends; asked to end: server, worker 0, worker 1, worker 2" in err
-    assert "killed" not in err
-    assert remote.left() == []
-
-
 @pytest.mark.slow
 def test_ctrl_c_while_a_host_does_not_reply(remote, wait_until) -> None:
     with socket.create_server(("127.0.0.3", 0)) as silent:
@@ -204,26 +185,8 @@ def test_ctrl_c_while_a_host_does_not_reply(remote, wait_until) -> None:
     assert remote.left() == []
 
 
-def test_a_killed_launcher_leaves_nothing(remote, read_until, wait_until) -> None:
-    launcher = started(remote, read_until, FAKE_SERVER="stubborn")
-    launcher.kill()
-    launcher.communicate(timeout=DEADLINE_S)
-    wait_until(lambda: remote.left() == [], 5.0)
-
-
 def ssh_clients(launcher) -> list[psutil.Process]:
     return [child for child in psutil.Process(launcher.pid).children() if child.name() == "ssh"]
-
-
-def test_a_killed_ssh_client_leaves_nothing_on_its_host(remote, read_until, wait_until) -> None:
-    launcher = started(remote, read_until, "--max-restarts", "0")
-    (victim,) = [client for client in ssh_clients(launcher) if "node3" in client.cmdline()]
-    victim.kill()
-    _, err = launcher.communicate(timeout=DEADLINE_S)
-    assert launcher.returncode == 255
-    assert "[worker 2 on node3] node3 was lost: the connection was closed" in err
-    assert err.splitlines()[-1] == "ps-launch: worker 2 failed: exit code 255 (its host was lost)"
-    wait_until(lambda: remote.left() == [], 5.0)
 
 
 def test_a_lost_host_is_connected_to_anew(remote) -> None:
@@ -237,6 +200,7 @@ def test_a_lost_host_is_connected_to_anew(remote) -> None:
     victim.kill()
     _, err = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, err
+    assert "[worker 2 on node3] node3 was lost: the connection was closed" in err
     assert "worker 2 failed: exit code 255 (its host was lost); started again in 0.01 s (restart 1 of 3)" in err
     assert remote.left() == []
 
@@ -320,22 +284,6 @@ def test_a_launcher_whose_terminal_stands_still_keeps_its_hosts(remote, read_unt
     assert launcher.returncode == 130
     assert "was lost" not in err
     assert remote.left() == []
-
-
-# ---- shards ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_shards_go_where_servers_are_and_colocated_ones_to_the_workers(remote, events) -> None:
-    remote.hosts("node1", "{host: node2, server: true}", "{host: node3, server: true}")
-    run = remote.run("-n", "3", "--shards", "3", "--log-format", "json")
-    assert run.returncode == 0, run.stderr
-    where = [(event["rank"], event["host"]) for event in events(run.stderr) if event["event"] == "listening"]
-    assert where[0] == (0, "node2")
-    assert sorted(where) == [(0, "node2"), (1, "node3"), (2, "node2")]
-    run = remote.run("-n", "2", "--colocate", "--log-format", "json")
-    where = [(event["rank"], event["host"]) for event in events(run.stderr) if event["event"] == "listening"]
-    assert where == [(0, "node1"), (1, "node2")]
 
 
 def test_this_machine_needs_no_ssh(marked) -> None:

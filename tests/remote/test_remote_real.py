@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from paramserver.tests.certificates import certs
 from paramserver.tests.faults import network
 from paramserver.tests.faults.network import Network
 from paramserver.tests.remote.sshd import Sshd, hosts_yaml, need_sshd
@@ -34,18 +35,15 @@ def launch(remote, *argv: str, hosts: tuple[str, ...] = TWO, **env: str) -> tupl
     return launcher.returncode, err
 
 
+MUTUAL = ("--ca", "certs/ca.crt", "--cert", "certs/server.crt", "--key", "certs/server.key",
+          "--set", "security.mutual=true")  # fmt: skip
+
+
 def test_a_real_run_over_tls_with_a_token_that_only_the_launcher_knows(remote) -> None:
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "paramserver.launch.certs", "init", "certs"),
-            *("--host", "127.0.0.2", "--workers", "3"),
-        ],
-        cwd=remote.folder, check=True, capture_output=True,
-    )  # fmt: skip
+    certs("init", remote.folder / "certs", "--host", "127.0.0.2", "--workers", "3")
     token = (remote.folder / "certs" / "token").read_text().strip()
     (remote.folder / "certs" / "token").unlink()
-    certs = ("--ca", "certs/ca.crt", "--cert", "certs/server.crt", "--key", "certs/server.key")
-    argv = ("--task", "xor", "-n", "3", "--steps", "20", "--mode", "async", *certs, "--set", "security.mutual=true")
+    argv = ("--task", "xor", "-n", "3", "--steps", "20", "--mode", "async", *MUTUAL)
     code, err = launch(remote, *argv, "--summary", "out.json", "--save", "w.safetensors", PS_TOKEN=token)
     assert code == 0, err
     assert "listening address=127.0.0.2:" in err
@@ -57,13 +55,8 @@ def test_a_real_run_over_tls_with_a_token_that_only_the_launcher_knows(remote) -
 
 def test_two_regions_of_hosts_over_mutual_tls(remote) -> None:
     """The relays join the server above with a worker's certificate. Their histories are on their hosts."""
-    names = ("--host", "127.0.0.2", "--host", "127.0.0.3", "--workers", "2")
-    subprocess.run(
-        [sys.executable, "-m", "paramserver.launch.certs", "init", "certs", *names], cwd=remote.folder, check=True,
-        capture_output=True,
-    )  # fmt: skip
-    certs = ("--ca", "certs/ca.crt", "--cert", "certs/server.crt", "--key", "certs/server.key")
-    argv = ("--task", "xor", "-n", "4", "--steps", "32", "--mode", "sync", *certs, "--set", "security.mutual=true")
+    certs("init", remote.folder / "certs", "--host", "127.0.0.2", "--host", "127.0.0.3", "--workers", "2")
+    argv = ("--task", "xor", "-n", "4", "--steps", "32", "--mode", "sync", *MUTUAL)
     token = ("--set", "security.token_file=certs/token")
     files = ("--history", "h.jsonl", "--summary", "out.json")
     hosts = tuple(entry.replace("slots: 2", f"slots: 2, region: {name}") for entry, name in zip(TWO, "ab", strict=True))

@@ -71,7 +71,7 @@ def test_who_was_told_something_else_is_named() -> None:
 
 
 def test_devices_of_a_host_are_divided(tmp_path) -> None:
-    from paramserver.tests.launch.test_hosts import hosts_of
+    from paramserver.tests.launch.plans import hosts_of
 
     hosts = hosts_of(tmp_path, "hosts: [{host: a, devices: [0, 1, 2, 5], slots: 2}]")
     placement = place_processes(hosts, 2, 1, colocate=False, folder="/here", group=2)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.cluster import DEADLINE_S
 
 CONTROL = "/api/runs/live/controls"
+SHOWN = {"Authorization": "Bearer secret"}
+_TEXT = "(document.querySelector('[data-metric=step] dd') || {}).textContent"
+STEP = f"() => Number({_TEXT}?.split('/')[0].replace(/,/g, ''))"
 
 # What a browser would ask of others by itself is switched off: whatever leaves the machine is the page's doing.
 _FLAGS = [
@@ -28,8 +32,8 @@ _FLAGS = [
 ]  # fmt: skip
 
 
-@contextmanager
-def started_browser() -> Iterator[Any]:
+@pytest.fixture(scope="module")  # while it is there, a loop runs in this thread, and asyncio.run cannot
+def browser() -> Iterator[Any]:
     """A Chromium; skips the test where there is none."""
     api = pytest.importorskip("playwright.sync_api", reason="no browser: pip install playwright")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -39,12 +43,6 @@ def started_browser() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=path, args=_FLAGS)
         yield browser
         browser.close()
-
-
-@pytest.fixture(scope="module")  # while it is there, a loop runs in this thread, and asyncio.run cannot
-def browser() -> Iterator[Any]:
-    with started_browser() as browser:
-        yield browser
 
 
 class Tab:
@@ -99,16 +97,43 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
         assert item.wrong == []
 
 
-@pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """A page of this process, with the token `secret` and no runs on record."""
+@contextmanager
+def served(folder: Path, web: str = "127.0.0.1:0", **security: str) -> Iterator[Any]:
+    """A page of this process, with no runs on record."""
     serve = pytest.importorskip("paramserver.web.serve", reason="pip install 'paramserver[web]'")
-    monkeypatch.setenv(WEB_TOKEN_VARIABLE, "secret")
-    settings = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}}
+    settings = {"server": {"web": web}, "output": {"track_dir": str(folder)}, "security": security}
     page = serve.Dashboard(Config.model_validate(settings))
     page.start()
-    yield page
-    page.close()
+    try:
+        yield page
+    finally:
+        page.close()
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """One with the token `secret`."""
+    monkeypatch.setenv(WEB_TOKEN_VARIABLE, "secret")
+    with served(tmp_path) as page:
+        yield page
+
+
+@pytest.fixture
+def looks(page: Any, tab: Callable[..., Tab]) -> Callable[..., Tab]:
+    """Opens the page of a run after these ticks."""
+
+    def opened(*ticks: Tick, of: About | None = None, **options: Any) -> Tab:
+        page.begin(View(about=of or about()))
+        for tick in ticks:
+            page.push(tick)
+        shown = tab(**options)
+        shown.page.goto(f"http://{page.address}/")
+        shown.page.wait_for_function(
+            f"step => ({STEP})() === step", arg=ticks[-1].status.step, timeout=DEADLINE_S * 1e3
+        )
+        return shown
+
+    return opened
 
 
 def about(**fields: Any) -> About:
@@ -132,6 +157,13 @@ def tick(number: int, num_workers: int = 2, **fields: Any) -> Tick:
 class Client:
     def __init__(self, address: str) -> None:
         self.address = address
+
+    def connect(self, data: bytes | str = b"") -> socket.socket:
+        host, _, port = self.address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
+        with suppress(OSError):  # it may be closed already
+            connection.sendall(data if isinstance(data, bytes) else data.encode())
+        return connection
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, Any]:
         host, _, port = self.address.rpartition(":")

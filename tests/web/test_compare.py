@@ -16,14 +16,13 @@ from paramserver.common.runstore import changing
 from paramserver.common.runstore.reading import RunStore
 from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.catalog.test_runs import EVIL, write
-from paramserver.tests.web.conftest import Client, Tab
+from paramserver.tests.web.conftest import SHOWN, Client, Tab
 from paramserver.tests.web.test_page import until
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 from paramserver.web import serve, stored
 
 SYNC, AGAIN, ASYNC, GPT = "aaaa00000001", "aaaa00000002", "bbbb00000003", "cccc00000004"
-TOKEN = {"Authorization": "Bearer secret"}
 NAMES = "() => [...document.querySelectorAll('#runs tbody tr')].map(row => row.dataset.run).join()"
 LEGEND = "() => [...document.querySelectorAll('#comparison-legend button')].map(button => button.textContent)"
 
@@ -125,11 +124,7 @@ def test_columns_are_chosen(dashboard: Any, tab: Callable[..., Tab]) -> None:
     until(shown, f"() => ({heads})().includes('optimizer.lr') && !({heads})().includes('traffic')")
     assert "0.2" in shown.page.locator(f"[data-run={ASYNC}]").text_content()
     again = opened(tab, dashboard, f"?{shown.page.url.partition('?')[2]}")
-    until(
-        again,
-        f"wanted => JSON.stringify(({heads})()) === wanted",
-        json.dumps(shown.page.evaluate(heads), separators=(",", ":")),
-    )
+    until(again, f"wanted => JSON.stringify(({heads})()) === JSON.stringify(wanted)", shown.page.evaluate(heads))
 
 
 def select(shown: Tab, *runs: str) -> None:
@@ -151,10 +146,8 @@ def test_selected_runs_are_drawn_over_each_other(dashboard: Any, tab: Callable[.
     assert rows.locator(".best").all_text_contents() == ["0.900 best"], "the ranges of time and traffic are equal"
     assert "0.750 0.700 – 0.800" in rows.filter(has_text="sync (2 seeds)").text_content()
     rows.get_by_role("button").click()
-    assert [text[:7] for text in shown.page.locator("#results tr.member th").all_text_contents()] == [
-        "seed 0:",
-        "seed 1:",
-    ]
+    members = shown.page.locator("#results tr.member th").all_text_contents()
+    assert [text[:7] for text in members] == ["seed 0:", "seed 1:"]
     differing = shown.page.locator("#differences tbody tr").all_text_contents()
     assert differing == ["optimizer.lr0.20.1", "run.modeasyncsync"]
     shown.page.get_by_label("seeds as bands").uncheck()
@@ -162,10 +155,8 @@ def test_selected_runs_are_drawn_over_each_other(dashboard: Any, tab: Callable[.
     assert "run.seed" in shown.page.locator("#differences").text_content()
     shown.page.locator("#x").select_option("bytes")
     shown.page.get_by_label("log y").check()
-    until(
-        shown,
-        "() => document.querySelector(\"[data-chart='eval.accuracy']\").ariaLabel.includes(' over traffic: 2 points')",
-    )
+    drawn = "document.querySelector(\"[data-chart='eval.accuracy']\").ariaLabel"
+    until(shown, f"() => {drawn}.includes(' over traffic: 2 points')")
     shown.page.locator("#comparison-legend button").first.click()
     until(shown, "() => document.querySelector('#comparison-legend button').ariaPressed === 'false'")
     for part in (f"sel={SYNC},{AGAIN},{ASYNC}", "x=bytes", "log=y", "seeds=0", f"hide={ASYNC}"):
@@ -204,10 +195,8 @@ def test_runs_that_are_gone_are_named(dashboard: Any, file: Path, tab: Callable[
     )
     legend(shown, "sync")
     gone = opened(tab, dashboard, "?sel=x1,x2")
-    until(
-        gone,
-        "() => document.getElementById('notes').textContent.startsWith('2 runs of this address are gone (x1, x2)')",
-    )
+    notes = "document.getElementById('notes').textContent"
+    until(gone, f"() => {notes}.startsWith('2 runs of this address are gone (x1, x2)')")
     assert gone.page.locator("#comparison").is_hidden()
 
 
@@ -254,7 +243,7 @@ def test_runs_are_tagged(dashboard: Any, file: Path, tab: Callable[..., Tab]) ->
 def test_tags_that_cannot_be_are_refused(dashboard: Any, run: str, body: Any, status: int, error: str | None) -> None:
     client, text = Client(dashboard.address), json.dumps(body).encode()
     assert client.ask("POST", f"/api/runs/{run}/tags", text)[0] == 401
-    found = client.ask("POST", f"/api/runs/{run}/tags", text, **TOKEN)
+    found = client.ask("POST", f"/api/runs/{run}/tags", text, **SHOWN)
     assert found[0] == status, found
     assert error is None or error in found[1]["error"]
 
@@ -264,7 +253,7 @@ def test_tags_of_a_store_that_may_only_be_read_are_refused(dashboard: Any, monke
         raise sqlite3.OperationalError("attempt to write a readonly database")
 
     monkeypatch.setattr(changing, "set_tags", refuse)
-    status, body = Client(dashboard.address).ask("POST", f"/api/runs/{SYNC}/tags", b'{"tags": "a"}', **TOKEN)
+    status, body = Client(dashboard.address).ask("POST", f"/api/runs/{SYNC}/tags", b'{"tags": "a"}', **SHOWN)
     assert status == 409 and "cannot be written: attempt to write" in body["error"]
 
 
@@ -283,13 +272,8 @@ def test_bands_smoothing_and_runs_that_went_back(dashboard: Any, tab: Callable[.
 @pytest.mark.parametrize("width", [320, 390, 2560])
 def test_the_comparison_fits_every_screen(dashboard: Any, tab: Callable[..., Tab], width: int) -> None:
     for scheme in ("light", "dark"):
-        shown = opened(
-            tab,
-            dashboard,
-            f"?sel={SYNC},{AGAIN},{ASYNC}",
-            color_scheme=scheme,
-            viewport={"width": width, "height": 900},
-        )
+        screen = {"color_scheme": scheme, "viewport": {"width": width, "height": 900}}
+        shown = opened(tab, dashboard, f"?sel={SYNC},{AGAIN},{ASYNC}", **screen)
         shown.page.locator("#comparison-charts canvas").first.wait_for()
         assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert all(chart.get_attribute("aria-label") for chart in shown.page.locator(".chart[role=img]").all())

@@ -13,19 +13,17 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.config.schema import Config
 from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.certificates import certs
 from paramserver.tests.cluster import DEADLINE_S, Cluster, Process
-from paramserver.tests.web.conftest import CONTROL, Client, tick, until
+from paramserver.tests.web.conftest import CONTROL, SHOWN, Client, served, tick, until
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 
-from paramserver.web import door, serve
+from paramserver.web import door
 from paramserver.web import http as web_http
 from paramserver.web.guard import Rules
 
-SHOWN = {"Authorization": "Bearer secret"}
 NUM_IDLE = 2000
 
 
@@ -37,11 +35,7 @@ def idle() -> Iterator[Callable[..., socket.socket]]:
     with ExitStack() as stack:
 
         def connected(address: str, data: bytes = b"") -> socket.socket:
-            host, _, port = address.rpartition(":")
-            item = stack.enter_context(socket.create_connection((host, int(port)), timeout=DEADLINE_S))
-            with suppress(OSError):  # it may be closed already
-                item.sendall(data)
-            return item
+            return stack.enter_context(Client(address).connect(data))
 
         yield connected
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -159,14 +153,9 @@ def test_silence_instead_of_tls(
 ) -> None:
     certs("init", tmp_path / "certs")
     folder = tmp_path / "certs"
-    security = {
-        name: f"{folder}/{file}" for name, file in (("ca", "ca.crt"), ("cert", "server.crt"), ("key", "server.key"))
-    }
+    security = {"ca": f"{folder}/ca.crt", "cert": f"{folder}/server.crt", "key": f"{folder}/server.key"}
     monkeypatch.setenv(WEB_TOKEN_VARIABLE, "secret")
-    settings = {"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}, "security": security}
-    page = serve.Dashboard(Config.model_validate(settings))
-    page.start()
-    try:
+    with served(tmp_path, **security) as page:
         those = [idle(page.address) for _ in range(300)]
         host, _, port = page.address.rpartition(":")
         connection = http.client.HTTPSConnection(
@@ -176,8 +165,6 @@ def test_silence_instead_of_tls(
         assert connection.getresponse().status == 200
         connection.close()
         until(lambda: num_open(those) < Rules().max_connections)
-    finally:
-        page.close()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.tests.cluster import DEADLINE_S
-from paramserver.tests.web.conftest import until
+from paramserver.tests.web.conftest import Client, until
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 
@@ -52,10 +52,7 @@ class Served:
         return StreamingResponse(pieces())
 
     def open(self, head: str = "GET / HTTP/1.1\r\n", end: str = "\r\n") -> socket.socket:
-        host, _, port = self.address.rpartition(":")
-        connection = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
-        connection.sendall(f"{head}Host: {self.address}\r\nConnection: close\r\n{end}".encode())
-        return connection
+        return Client(self.address).connect(f"{head}Host: {self.address}\r\nConnection: close\r\n{end}")
 
     def close(self) -> None:
         self.may_reply.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,12 @@ import pytest
 from paramserver.common.reporting.view import Snapshot, View
 from paramserver.common.runstore.reading import RunStore
 from paramserver.tests.cluster import Cluster, Process
-from paramserver.tests.web.conftest import CONTROL, Client, Tab, about, tick
+from paramserver.tests.web.conftest import CONTROL, SHOWN, Client, Tab, about, tick
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 
 from paramserver.web.stored import Store
 
-SHOWN = {"Authorization": "Bearer secret"}
 OFTEN = ("--set", "server.status_interval_s=0.1")
 
 
@@ -102,14 +100,10 @@ def test_who_waited_on_record_is_named(cluster: Cluster) -> None:
 
     server.until(is_kept, "a wait on record")
     server.kill()
-    view = Store(path).view(client_run(path))
+    store = Store(path)
+    view = store.view(store.runs()[0].id)
     assert view is not None and view.newest is not None
     assert [(wait.rank, wait.why) for wait in view.newest.waits] == [(0, "a resume: a user paused this worker")]
-
-
-def client_run(path: Path) -> str:
-    with RunStore(path) as store:
-        return store.runs()[0].id
 
 
 @pytest.mark.parametrize(

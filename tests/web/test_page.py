@@ -10,22 +10,19 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.config.schema import Config
 from paramserver.common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, View, Wait
 from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.certificates import certs
 from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.late import come_late
-from paramserver.tests.web.conftest import Tab, about, tick
+from paramserver.tests.web.conftest import STEP, Tab, about, served, tick
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
-from paramserver.web import app, serve
+from paramserver.web import app
 from paramserver.web.files import read_files
 
 RUN = ("--mode", "ssp", "--task", "digits", "--set", "server.status_interval_s=0.1")
 TOKEN = "kept"
-_TEXT = "(document.querySelector('[data-metric=step] dd') || {}).textContent"
-STEP = f"() => Number({_TEXT}?.split('/')[0].replace(/,/g, ''))"
 
 
 def opened(tab: Callable[..., Tab], server: Process, **options: Any) -> Tab:
@@ -249,11 +246,7 @@ def test_two_pages_in_one_browser(
 ) -> None:
     """A browser gives one host's cookies to all its ports: the second page must not log the first one out."""
     monkeypatch.setenv(WEB_TOKEN_VARIABLE, "another")
-    other = serve.Dashboard(
-        Config.model_validate({"server": {"web": "127.0.0.1:0"}, "output": {"track_dir": str(tmp_path)}})
-    )
-    other.start()
-    try:
+    with served(tmp_path) as other:
         shown = tab()
         for item, token in ((page, "secret"), (other, "another")):
             item.begin(View(about=about()))
@@ -262,8 +255,6 @@ def test_two_pages_in_one_browser(
             shown.page.get_by_role("button", name="Drain").wait_for()
         shown.page.goto(f"http://{page.address}/")
         shown.page.get_by_role("button", name="Drain").wait_for()
-    finally:
-        other.close()
 
 
 def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
@@ -321,22 +312,18 @@ def test_everything_by_keyboard(page: Any, tab: Callable[..., Tab]) -> None:
     assert asked[1:] == [{"do": "evict", "rank": 1}, {"do": "set", "name": "staleness", "value": 5}]
 
 
-def test_samples_that_nobody_said_are_a_dash(page: Any, tab: Callable[..., Tab]) -> None:
+def test_samples_that_nobody_said_are_a_dash(looks: Callable[..., Tab]) -> None:
     status = tick(1)
     status.status.samples = status.status.samples_per_s = None
     for worker in status.status.workers:
         worker.samples = worker.samples_per_s = None
-    page.begin(View(about=about()))
-    page.push(status)
-    shown = tab()
-    shown.page.goto(f"http://{page.address}/")
-    until(shown, f"() => ({STEP})() === 1")
+    shown = looks(status)
     assert shown.metric("samples") == shown.metric("samples/s") == "–"
     cells = shown.page.locator("#workers tbody tr").first.locator("td").all_text_contents()
     assert cells.count("–") == 1  # the column `samples` is hidden at first
 
 
-def test_relays_have_the_name_and_the_numbers_of_their_region(page: Any, tab: Callable[..., Tab]) -> None:
+def test_relays_have_the_name_and_the_numbers_of_their_region(looks: Callable[..., Tab]) -> None:
     waits = [Wait(rank=0, ranks=[1], why="rank 1 of the round")]
     newest = tick(1, waits=waits)
     values = {"region_workers": 3, "region_ahead": 8, "region_bytes": 4e7, "region_staleness": 0.5}
@@ -344,11 +331,7 @@ def test_relays_have_the_name_and_the_numbers_of_their_region(page: Any, tab: Ca
         worker.model_copy(update={"region": name, **values})
         for worker, name in zip(newest.status.workers, ("eu", "us"), strict=True)
     ]
-    page.begin(View(about=about()))
-    page.push(newest)
-    shown = tab()
-    shown.page.goto(f"http://{page.address}/")
-    until(shown, f"() => ({STEP})() === 1")
+    shown = looks(newest)
     assert shown.cells("worker") == ["▸ 0 eu", "▸ 1 us"]
     columns = ("in region", "ahead", "within", "stale within")
     assert [shown.cells(column)[1] for column in columns] == ["3", "8", "40.0 MB", "0.50"]
@@ -357,16 +340,12 @@ def test_relays_have_the_name_and_the_numbers_of_their_region(page: Any, tab: Ca
     assert shown.page.get_by_label("log and details of region us").count() == 1
 
 
-def test_what_changes_is_changed_in_place(page: Any, tab: Callable[..., Tab]) -> None:
+def test_what_changes_is_changed_in_place(page: Any, looks: Callable[..., Tab]) -> None:
     """Who reads a cell, a sentence or an event has it under the eyes still; every picture has a sentence of now."""
     happened = [Event(at=1.7e9, kind="joined", text="worker 0 joined")]
     saved = [Snapshot(version=1, at=1.7e9, path="snapshots/1")]
     point = EvaluatedPoint(step=1, version=1, elapsed_s=1.0, metrics={"accuracy": 0.5}, samples=64, num_bytes=10)
-    page.begin(View(about=about()))
-    page.push(tick(1, events=happened, snapshots=saved, evaluations=[point]))
-    shown = tab()
-    shown.page.goto(f"http://{page.address}/")
-    until(shown, f"() => ({STEP})() === 1")
+    shown = looks(tick(1, events=happened, snapshots=saved, evaluations=[point]))
     marked = "#metrics dd, #workers td, #events li, #snapshots tr, #more dd"
     shown.page.evaluate("marked => document.querySelectorAll(marked).forEach(one => one.isKnown = true)", marked)
     spans = [Span(rank=0, begin_s=5.0, compute_s=0.75, wait_s=0.25)]
@@ -393,10 +372,7 @@ def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.Monk
     monkeypatch.setenv(WEB_TOKEN_VARIABLE, "secret")
     folder = tmp_path / "certs"
     security = {"cert": f"{folder}/server.crt", "key": f"{folder}/server.key", "token_file": f"{folder}/token"}
-    settings = {"server": {"web": "0.0.0.0:0"}, "output": {"track_dir": str(tmp_path)}, "security": security}
-    secured = serve.Dashboard(Config.model_validate(settings))
-    secured.start()
-    try:
+    with served(tmp_path, "0.0.0.0:0", **security) as secured:
         secured.begin(View(about=about()))
         secured.push(tick(1))
         address = secured.url.replace("0.0.0.0", "127.0.0.1")
@@ -408,8 +384,6 @@ def test_over_tls_with_a_token(tab: Callable[..., Tab], monkeypatch: pytest.Monk
         until(shown, f"() => ({STEP})() === 1")
         (cookie,) = shown.page.context.cookies()
         assert (cookie["secure"], cookie["httpOnly"], cookie["sameSite"]) == (True, True, "Strict")
-    finally:
-        secured.close()
 
 
 def test_what_a_page_weighs() -> None:
@@ -424,13 +398,9 @@ def test_what_a_page_weighs() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (3840, 2160)])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_every_screen(page: Any, tab: Callable[..., Tab], width: int, height: int, scheme: str) -> None:
-    page.begin(View(about=about()))
-    for number in range(30):
-        page.push(tick(number, 8))
-    shown = tab(viewport={"width": width, "height": height}, color_scheme=scheme)
-    shown.page.goto(f"http://{page.address}/")
-    until(shown, f"() => ({STEP})() === 29")
+def test_it_fits_every_screen(looks: Callable[..., Tab], width: int, height: int, scheme: str) -> None:
+    ticks = [tick(number, 8) for number in range(30)]
+    shown = looks(*ticks, viewport={"width": width, "height": height}, color_scheme=scheme)
     assert shown.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     back = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
     lightness = sum(map(int, re.findall(r"\d+", back)[:3])) / 3
@@ -440,30 +410,22 @@ def test_it_fits_every_screen(page: Any, tab: Callable[..., Tab], width: int, he
     assert all(picture.get_attribute("aria-label") or picture.get_attribute("aria-labelledby") for picture in pictures)
 
 
-def test_64_workers_and_text_that_looks_like_html(page: Any, tab: Callable[..., Tab]) -> None:
+def test_64_workers_and_text_that_looks_like_html(looks: Callable[..., Tab]) -> None:
     evil = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-    page.begin(View(about=about(task=evil, mode=evil)))
     waits = [Wait(rank=0, ranks=[1], why=evil)]
     events = [Event(at=1.7e9, kind="left", text=evil)]
-    for number in range(20):
-        newest = tick(number, 64, waits=waits, events=events)
+    ticks = [tick(number, 64, waits=waits, events=events) for number in range(20)]
+    for newest in ticks:
         newest.status.workers[3].waiting_for = newest.status.workers[4].transport = evil
-        page.push(newest)
-    shown = tab()
-    shown.page.goto(f"http://{page.address}/")
-    until(shown, f"() => ({STEP})() === 19")
+    shown = looks(*ticks, of=about(task=evil, mode=evil))
     assert shown.page.locator("#workers tbody tr").count() == 64
     assert shown.page.locator("img:not(h1 img), main script").count() == 0
     assert "owned" not in shown.page.title() or "<img" in shown.page.title()
     assert evil in shown.page.locator("#events").text_content()
 
 
-def test_only_those_with_the_token_are_shown_controls(page: Any, tab: Callable[..., Tab]) -> None:
-    page.begin(View(about=about()))
-    page.push(tick(1))
-    shown = tab()
-    shown.page.goto(f"http://{page.address}/")
-    until(shown, f"() => ({STEP})() === 1")
+def test_only_those_with_the_token_are_shown_controls(page: Any, looks: Callable[..., Tab]) -> None:
+    shown = looks(tick(1))
     assert "is read-only" in shown.page.locator("#buttons").text_content()
     shown.page.goto(f"http://{page.address}/?token=secret")
     shown.page.get_by_role("button", name="Drain").wait_for()

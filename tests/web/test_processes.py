@@ -13,20 +13,18 @@ import torch
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.folding import mean_recorded
 from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.view import View
 from paramserver.common.runstore.reading import RunStore
 from paramserver.launch.plan.process import Child
 from paramserver.launch.view.screen import WorkerLogs
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.common.test_metric_from_one_file import record_in
-from paramserver.tests.web.conftest import Client, Tab, about, tick
+from paramserver.tests.web.conftest import SHOWN, Client, Tab, tick
 from paramserver.worker.training import readings
 from paramserver.worker.training.readings import Readings
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 
 LOG = "/api/runs/live/workers/1/log"
-TOKEN = {"Authorization": "Bearer secret"}
 SCRIPT = """
 import torch, paramserver
 session = paramserver.connect()
@@ -130,12 +128,8 @@ def test_the_run_store_keeps_what_scripts_record(tmp_path: Path) -> None:
         assert [worker.recorded["score"] for worker in store.newest_workers(run)] == [2.0, 3.0]
 
 
-def test_what_scripts_record_is_drawn(page: Any, tab: Callable[..., Tab]) -> None:
-    page.begin(View(about=about()))
-    for step in range(1, 4):
-        page.push(tick(step, status=recorded(step)))
-    shown = tab()
-    shown.page.goto(f"http://{page.address}/")
+def test_what_scripts_record_is_drawn(looks: Callable[..., Tab]) -> None:
+    shown = looks(*(tick(step, status=recorded(step)) for step in range(1, 4)))
     chart = shown.page.locator('[data-key="recorded.score"] .chart')
     chart.wait_for()
     label = "() => document.querySelector('[data-key=\"recorded.score\"] .chart').getAttribute('aria-label')"
@@ -156,15 +150,15 @@ def test_the_last_lines_of_each_worker_are_kept(folder: Path, client: Client) ->
     logs.add(Child("server", 0), "of the server", None)
     assert [file.name for file in folder.iterdir()] == ["worker-1.log"]
     assert (folder / "worker-1.log").stat().st_size < 12_000
-    status, body = client.ask("GET", LOG, **TOKEN)
+    status, body = client.ask("GET", LOG, **SHOWN)
     assert status == 200 and len(body["lines"]) == 200 and body["lines"][-1] == "line 1000 <b>"
-    assert client.ask("GET", "/api/runs/live/workers/7/log", **TOKEN)[1] == {"lines": []}
+    assert client.ask("GET", "/api/runs/live/workers/7/log", **SHOWN)[1] == {"lines": []}
 
 
 def test_a_log_needs_the_token_and_is_said_not_to_be_there(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.ask("GET", LOG)[0] == 401
     monkeypatch.delenv("PS_WEB_LOGS", raising=False)
-    status, body = client.ask("GET", LOG, **TOKEN)
+    status, body = client.ask("GET", LOG, **SHOWN)
     assert (status, body["error"]) == (404, "the log of this worker is not available here")
 
 
@@ -243,13 +237,3 @@ def test_stopped_killed_and_finished_workers_leave_the_numbers_of_now(cluster: C
     left = until(lambda status: status["workers"][1]["state"] in ("finished", "gone"), "a worker to finish")
     assert (left["loss"], rates(left)[1]) == (0.0, 0)
     assert left["samples"] == sum(worker["samples"] for worker in left["workers"])
-
-
-def test_a_worker_that_waits_has_that_state_and_that_share(cluster: Cluster) -> None:
-    workers, until = lasting_run(cluster, "sync", 2)
-    until(lambda status: min(worker["samples_per_s"] for worker in status["workers"]) > 0, "both to train")
-    workers[1].signal(signal.SIGSTOP)
-    status = until(lambda status: status["workers"][0]["wait_share"] > 0.8, "its wait to be its time")
-    assert status["workers"][0]["state"] == "waiting" and "rank 1" in status["workers"][0]["waiting_for"]
-    assert status["workers"][0]["state_s"] > 0 and status["wait_share"] > 0.2
-    workers[1].signal(signal.SIGCONT)

@@ -10,8 +10,8 @@ import pytest
 
 from paramserver.common.runstore.reading import RunStore
 from paramserver.tests.cluster import Cluster
-from paramserver.tests.web.conftest import Tab
-from paramserver.tests.web.test_page import STEP, opened, until
+from paramserver.tests.web.conftest import STEP, Tab
+from paramserver.tests.web.test_page import opened, until
 
 FIGURES = Path(__file__).parents[2] / "docs/figures"
 _MOST_BYTES = 200_000

@@ -3,11 +3,11 @@
 It ends when all workers have said goodbye; one that comes back after an accident is let go on at
 once. FAKE_SERVER_<mode> or FAKE_SERVER makes it misbehave:
 `exit CODE` (before it listens), `die CODE` and `kill` (by SIGKILL; once all workers are there),
-`linger` (never ends by itself), `stubborn` (also ignores SIGTERM). After the word `once` only the
-first process that starts in this directory does so. FAKE_ADDRESS is where it says that it listens.
+`stubborn` (never ends by itself, and ignores SIGTERM). After the word `once` only the first process that
+starts in this directory does so. FAKE_ADDRESS is where it says that it listens.
 
-As shard I of several (server.shard) it listens and ends with the coordinator, of which it learns from files named
-after the coordinator's port. FAKE_SHARD_<I> makes it misbehave as FAKE_SERVER does the coordinator.
+As a shard of several (server.shard) it listens and ends with the coordinator, of which it learns from a file named
+after the coordinator's port. FAKE_SHARD may be `kill`: once the coordinator has said that it has a snapshot.
 
 With checkpoint.dir it keeps a snapshot: who has said goodbye. It is taken as ps-server would take
 it: with resume `never` from the start, otherwise from what is there.
@@ -44,9 +44,7 @@ def say(event: str, **fields: object) -> None:
 
 
 def results(**fields: object) -> None:
-    """Hand over the results, with FAKE_EVALUATIONS evaluations; a part or none of them as FAKE_RESULTS says."""
-    point = {"step": 1, "version": 1, "elapsed_s": 0.5, "metrics": {"accuracy": 0.5, "loss": 1.0}}
-    fields["curve"] = [point] * int(os.environ.get("FAKE_EVALUATIONS", "0"))
+    """Hand over the results; a part or none of them as FAKE_RESULTS says."""
     text = json.dumps(fields)
     if (todo := os.environ.get("FAKE_RESULTS", "")) != "none":
         os.write(int(os.environ["PS_RESULTS_DESCRIPTOR"]), text[: len(text) // 2 if todo == "part" else None].encode())
@@ -133,25 +131,12 @@ def serve(listener: socket.socket, snapshot: Snapshot, num_workers: int, all_are
             waiting.pop().sendall(b".")
 
 
-def be_shard(port: str, todo: str, code: str) -> int:
-    """Until the coordinator is done."""
-    while not Path(f"done-{port}").exists():
-        time.sleep(0.01)
-        if todo and Path(f"open-{port}").exists():
-            if todo == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return int(code)
-    return 0
-
-
 def main() -> int:
     options = settings()
     shard = int(options.get("server.shard", "0"))
     num_workers, mode = int(options["run.workers"]), options.get("run.mode", "sync")
     text = os.environ.get(f"FAKE_SERVER_{mode}", os.environ.get("FAKE_SERVER", ""))
-    if shard:
-        text = os.environ.get(f"FAKE_SHARD_{shard}", "")
-    todo, code = todo_of(text, Path(f"server-{mode}-{shard}.once"))
+    todo, code = todo_of(os.environ.get("FAKE_SHARD", "") if shard else text, Path(f"server-{mode}-{shard}.once"))
     if todo == "exit":
         say("refused", why="told to")
         return int(code)
@@ -169,17 +154,22 @@ def main() -> int:
         return 10
     listener.listen()
     port = listener.getsockname()[1]
-    say("listening", address=os.environ.get("FAKE_ADDRESS", f"{host}:{port}"))
+    more = {"resume": options.get("checkpoint.resume")} if shard else {}
+    say("listening", address=os.environ.get("FAKE_ADDRESS", f"{host}:{port}"), **more)
     if shard:
-        return be_shard(options["server.coordinator"].rpartition(":")[2], todo, code)
+        while todo == "kill":
+            time.sleep(0.2)
+            if (Path(options["checkpoint.dir"]) / "snapshot").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+        while not Path(f"done-{options['server.coordinator'].rpartition(':')[2]}").exists():
+            time.sleep(0.01)
+        return 0
     status(mode, 0, num_workers, 0)
     snapshot = Snapshot(options)
 
     def all_are_there() -> None:
         status(mode, 5, num_workers, num_workers)
         snapshot.take()
-        if "server.shards" in options:
-            Path(f"open-{port}").touch()
         if todo == "die":
             sys.exit(int(code))
         if todo == "kill":
@@ -188,7 +178,7 @@ def main() -> int:
     serve(listener, snapshot, num_workers, all_are_there)
     if "server.shards" in options:
         Path(f"done-{port}").touch()
-    while todo in ("linger", "stubborn"):  # not pause(): a signal that comes just before it would be heard after it
+    while todo == "stubborn":  # not pause(): a signal that comes just before it would be heard after it
         time.sleep(0.05)
     rows = [{"rank": rank, "steps": 10, "samples": 320, "compute_s": 1.0} for rank in range(num_workers)]
     results(mode=mode, version=10, wall_s=1.25, final={"loss": 0.125}, workers=rows)

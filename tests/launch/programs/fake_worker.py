@@ -2,10 +2,9 @@
 
 It looks for a server that is gone, as ps-worker does. FAKE_WORKER_<rank> or FAKE_WORKER makes it
 misbehave once all workers have connected, so that every one of them has said what it says:
-`exit CODE`, `crash` (uncaught exception), `kill` (by SIGKILL), `hang` (drained by SIGTERM),
-`stubborn` (ignores SIGTERM), `family` (hangs, with a child process), `orphan CODE` (ends and leaves
-a child), `chatty` (prints for ever), `flood CODE` (waits for a file `flood`, prints 500 lines and
-ends). After the word `once` only the first process of the rank that starts in this directory does so.
+`exit CODE`, `kill` (by SIGKILL), `hang` (drained by SIGTERM), `stubborn` (ignores SIGTERM), `family`
+(hangs, with a child process), `orphan CODE` (ends and leaves a child), `chatty` (prints for ever).
+After the word `once` only the first process of the rank that starts in this directory does so.
 """
 
 import json
@@ -35,15 +34,8 @@ def rank_and_version() -> tuple[int, str]:
 
 
 def misbehave(todo: str, code: str) -> None:
-    if todo == "flood":
-        while not Path("flood").exists():
-            time.sleep(0.01)
-        for number in range(500):
-            print(f"flood {number}")
-    if todo == "exit" or (todo == "flood" and code != "0"):
+    if todo == "exit":
         sys.exit(int(code))
-    if todo == "crash":
-        raise RuntimeError("a mistake in the user's task")
     if todo == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if todo in ("family", "orphan"):
