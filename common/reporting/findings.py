@@ -133,7 +133,8 @@ def _range(words: str, by_name: dict[str, Spread], write: Callable[[float], str]
     low, high = by_name[least].mean, by_name[most].mean
     if by_name[most].overlaps(by_name[least]) or write(low) == write(high):
         return ""
-    times = f", {high / low:.1f} times as much" if low > 0 and high / low >= 1.05 else ""
+    is_multiple = low > 0 and write(low) != write(0.0) and high / low >= 1.05
+    times = f", {high / low:.1f} times as much" if is_multiple else ""
     return f"{words}: least in {least}, {write(low)}; most in {most}, {write(high)}{times}."
 
 

@@ -77,6 +77,8 @@ def test_rowwise_adagrad_by_hand() -> None:
         ours.step(ids.unique(), gradient[ids.unique()])
     assert torch.allclose(ours.state()["weight"], torch.tensor(weight), rtol=1e-5, atol=1e-6)
     assert ours.state()["sum"].shape == (NUM_ROWS,)
+    with pytest.raises(TypeError):
+        ours.torch.step(lambda: pytest.fail("called after the step"))
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "rowwise_adagrad"])
