@@ -26,7 +26,7 @@ def test_intervals(text: str, found: Every) -> None:
     assert every(text) == found
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "1.5epochs", "3 days", "s"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "1.5epochs", "3 days", "s", "9" * 400 + "s"])
 def test_what_is_no_interval(text: str) -> None:
     with pytest.raises(ValueError, match="no interval"):
         every(text)
@@ -36,7 +36,7 @@ def test_conditions() -> None:
     assert condition("accuracy >= 0.98") == Condition("accuracy", ">=", 0.98)
     assert condition("loss<1e-2").holds({"loss": 0.009}) and not condition("loss<1e-2").holds({"accuracy": 0})
     assert condition("val/acc@5 >= 0.9") == Condition("val/acc@5", ">=", 0.9)
-    for text in ("accuracy", "accuracy = 1", "accuracy >= high", ">= 1"):
+    for text in ("accuracy", "accuracy = 1", "accuracy >= high", ">= 1", "loss < nan", "loss >= -inf", "loss < 1e999"):
         with pytest.raises(ValueError, match="no condition"):
             condition(text)
 

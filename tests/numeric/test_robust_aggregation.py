@@ -16,14 +16,13 @@ from torch import nn
 from paramserver.common.config.sections.training import StoreConfig
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.registry import AGGREGATIONS
-from paramserver.common.tensors.layout import new_payload
 from paramserver.common.tensors.optimizers import describe_optimizers
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Fold
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
-from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 from ..records import contribution_of
+from .replica import Replica
 
 NUM_WORKERS = 5
 NUM_STEPS = 150
@@ -54,14 +53,12 @@ def make_data(num_samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return centres[classes] + torch.randn(num_samples, 8, generator=generator), classes
 
 
-class Worker:
-    """A worker's copy of the model; what it sends is its gradient times `factor`."""
+class Worker(Replica):
+    """What it sends is its gradient times `factor`."""
 
     def __init__(self, rank: int, factor: float) -> None:
+        super().__init__(make_model())
         self.rank, self.factor = rank, factor
-        self.model = make_model()
-        self.tensors = ModelTensors(self.model)
-        self.transfer = DirectTransfer(self.tensors)
 
     def contribution(self, step: int) -> torch.Tensor:
         inputs, classes = make_data(BATCH, seed=1000 * step + self.rank)
@@ -70,14 +67,7 @@ class Worker:
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             parameter.grad.mul_(self.factor)
-        return torch.frombuffer(
-            bytearray(b"".join(self.transfer.gather(ContributionKind.GRADIENT)[0].pieces)), dtype=torch.uint8
-        )
-
-    def receive(self, weights: torch.Tensor) -> None:
-        num_bytes = self.tensors.layout.exchange_bytes
-        self.transfer.write(0, memoryview(weights[:num_bytes].numpy()))
-        self.transfer.finish_write(num_bytes)
+        return self.gather(ContributionKind.GRADIENT)
 
 
 @cache
@@ -86,11 +76,8 @@ def train(aggregation: str, num_liars: int, trim: int = 1, limits: StoreConfig =
     workers = [Worker(rank, LIE if rank < num_liars else 1.0) for rank in range(NUM_WORKERS)]
     layout = workers[0].tensors.layout
     spec = describe_optimizers([torch.optim.SGD(workers[0].model.parameters(), lr=0.2)], workers[0].tensors.names)
-    weights = new_payload(layout.total_bytes)
-    weights.copy_(torch.frombuffer(bytearray(b"".join(workers[0].transfer.gather_all())), dtype=torch.uint8))
-    store = Store(
-        layout, weights, spec, StoreOptions(aggregation=AGGREGATIONS.load(aggregation), trim=trim, **dict(limits))
-    )
+    options = StoreOptions(aggregation=AGGREGATIONS.load(aggregation), trim=trim, **dict(limits))
+    store = Store(layout, workers[0].weights(), spec, options)
     policy = policy_of("sync", {"training_steps": NUM_STEPS, "num_workers": NUM_WORKERS})
     for worker in workers:
         policy.joined(worker.rank, 0.0)
