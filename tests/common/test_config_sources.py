@@ -85,13 +85,17 @@ def test_the_strongest_source_wins(given: tuple[str, ...], write: Callable[[str]
     assert resolved.config.run.steps == (9 if path else None)
 
 
-@pytest.mark.parametrize("address", ["nohost", "host:99999", "", "http://host:80", "fe80::1", "::1", "::1:50051"])
+ADDRESSES = ("worker.server", "server.listen", "server.coordinator", "server.advertise", "server.metrics")
+
+
 @pytest.mark.parametrize(
-    "key", ["worker.server", "server.listen", "server.coordinator", "server.advertise", "server.metrics"]
+    "address",
+    ["", "here", ":5", "a:", "a:b", "a:65536", "a:-1", "a:²", "http://a:80", "a b:5", "[::1:5", "fe80::1", "::1:50051"],
 )
-def test_what_is_no_address_is_refused_before_anything_is_loaded(key: str, address: str) -> None:
-    message = mistake(lambda: load(flags={key: address} if key == "worker.server" else {}, sets=[f"{key}={address!r}"]))
-    assert f"{key}: '{address}' is not HOST:PORT" in message.message
+def test_what_is_no_address_is_refused_before_anything_is_loaded(address: str) -> None:
+    for key in ADDRESSES:
+        error = mistake(lambda key=key: load(sets=[f"{key}={address!r}"]))
+        assert f"{key}: '{address}' is not HOST:PORT" in error.message
 
 
 def test_port_0_is_where_one_listens_and_none_is_no_server() -> None:
@@ -173,25 +177,14 @@ def test_every_setting_is_a_row_with_its_origin(write: Callable[[str], Path]) ->
         ("run: 3\n", 1, "'run' is a section, not a value", ""),
         ("run: [steps]\n", 1, "'run' is a section, not a value", ""),
         ("- run\n", 1, "expected sections", "see configs/digits.yaml"),
-        ("run:\n  steps: many\n", 2, "run.steps: input should be a valid integer", ""),
         ("run:\n  steps: 0\n", 2, "run.steps: input should be greater than or equal to 1, got 0", ""),
-        ("run:\n  steps: 2.5\n", 2, "run.steps: input should be a valid integer", ""),
         ("run:\n  steps: [1]\n", 2, "run.steps: input should be a valid integer, got [1]", ""),
-        ("run:\n  steps: {a: 1}\n", 2, "run.steps: input should be a valid integer", ""),
         ("run:\n  seed:\n", 2, "run.seed: input should be a valid integer, got None", ""),
         ("run:\n  mode: spp\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
         ("worker:\n  codec: itn8\n", 2, "unknown codec 'itn8'", "did you mean 'int8'?"),
-        ("run:\n  mode: SPP\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
-        (
-            "task: {name: xor}\nrun: {mode: xor}\n",
-            2,
-            "unknown mode 'xor'",
-            "known: allreduce, async, async_diloco, buffered, diloco, dssp, localsgd, ssp, sync",
-        ),
+        ("task: {name: xor}\nrun: {mode: xor}\n", 2, "unknown mode 'xor'", f"known: {', '.join(MODES.names())}"),
         ("task:\n  name: diggits\n", 2, "unknown task 'diggits'", "did you mean 'digits'?"),
-        ("worker:\n  codec: bf61\n", 2, "unknown codec 'bf61'", "did you mean 'bf16'?"),
         ("policy:\n  weighting: size\n", 2, "policy.weighting: input should be 'samples' or 'equal', got 'size'", ""),
-        ("optimizer:\n  lr: fast\n", 2, "optimizer.lr: input should be a valid number", ""),
         ("optimizer:\n  lr: 0\n", 2, "optimizer.lr: input should be greater than 0, got 0", ""),
         ("worker:\n  device: gpu\n", 2, "worker.device: string should match pattern", ""),
         ("output:\n  save: w.pt\n", 2, "the name must end in .safetensors", ""),
@@ -211,17 +204,16 @@ def test_a_mistake_in_the_file(text: str, line: int, says: str, fix: str, write:
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    "text",
     [
-        ("run:\n  steps: !!python/object:os.system {}\n", 2),
-        ("run:\n  steps: !mine 3\n", 2),
-        ("run:\n  steps: !!int abc\n", 2),
-        ("task:\n  args: &loop\n    again: *loop\n", 2),
-        ("task:\n  args: {[1, 2]: 3}\n", 2),
+        "run:\n  steps: !!python/object:os.system {}\n",
+        "run:\n  steps: !mine 3\n",
+        "run:\n  steps: !!int abc\n",
+        "task:\n  args: &loop\n    again: *loop\n",
+        "task:\n  args: {[1, 2]: 3}\n",
     ],
-    ids=["python object", "own tag", "wrong tag", "loop", "list as key"],
 )
-def test_yaml_that_cannot_be_built_is_a_mistake_of_the_user(text: str, line: int, write: Callable[[str], Path]) -> None:
+def test_yaml_that_cannot_be_built_is_a_mistake_of_the_user(text: str, write: Callable[[str], Path]) -> None:
     """Valid YAML syntax, no value: the user sees file and line, not a traceback."""
     path = write(text)
     error = mistake(lambda: load(path))
@@ -248,10 +240,7 @@ def test_several_mistakes_are_told_at_once(write: Callable[[str], Path]) -> None
         ({"environ": {"PS_RUM__STEPS": "3"}}, "environment PS_RUM__STEPS: unknown section 'rum'"),
         ({"environ": {"RANK": "first"}}, "environment RANK: worker.rank: "),
         ({"environ": {"WORLD_SIZE": "0"}}, "environment WORLD_SIZE: run.workers: "),
-        ({"environ": {"SLURM_PROCID": "1.5"}}, "environment SLURM_PROCID: worker.rank: "),
         ({"environ": {"OMPI_COMM_WORLD_RANK": "-1"}}, "environment OMPI_COMM_WORLD_RANK: worker.rank: "),
-        ({"environ": {"RANK": "1_0"}}, "environment RANK: worker.rank: "),
-        ({"environ": {"RANK": "true"}}, "environment RANK: worker.rank: "),
         ({"environ": {"RANK": "[1]"}}, "environment RANK: worker.rank: "),
         ({"environ": {"RANK": "0", "LOCAL_RANK": "left"}}, "environment LOCAL_RANK: worker.local_rank: "),
     ],
@@ -276,21 +265,13 @@ def test_settings_that_do_not_go_together(sets: list[str], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda folder: folder / "nothing.yaml", "cannot read the configuration"),
-        (lambda folder: folder, "cannot read the configuration"),
-        (lambda folder: folder / "latin.yaml", "is not UTF-8 text"),
-    ],
-    ids=["missing", "folder", "latin-1"],
+    ("name", "says"),
+    [(name, "cannot read the configuration") for name in ("nothing.yaml", "")] + [("latin.yaml", "is not UTF-8 text")],
 )
-def test_a_file_that_cannot_be_read(make: Callable[[Path], Path], says: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read(name: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9\n")
-    path = make(tmp_path)
-    error = mistake(lambda: load(path))
-    assert says in error.message
-    assert str(path) in error.message
-    assert "configs/" in error.fix
+    error = mistake(lambda: load(tmp_path / name))
+    assert says in error.message and str(tmp_path / name) in error.message and "configs/" in error.fix
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "run:\n", "run: {}\n"])
@@ -339,27 +320,20 @@ def test_values_are_what_people_mean(text: str, value: Any) -> None:
 # What a value without quotes is to a field of any type, of text, of an integer, of a number and a switch.
 REFUSED = object()
 MEANT = {
+    **{text: (text, text, REFUSED, REFUSED, REFUSED) for text in
+       ("1:30", "1_000", "no", "yes", "on", "y", "0b11", "nan", "\u0663")},
     "010": ("010", "010", 10, 10.0, REFUSED),
     "007": ("007", "007", 7, 7.0, REFUSED),
-    "1:30": ("1:30", "1:30", REFUSED, REFUSED, REFUSED),
-    "1_000": ("1_000", "1_000", REFUSED, REFUSED, REFUSED),
-    "no": ("no", "no", REFUSED, REFUSED, REFUSED),
-    "yes": ("yes", "yes", REFUSED, REFUSED, REFUSED),
-    "on": ("on", "on", REFUSED, REFUSED, REFUSED),
-    "y": ("y", "y", REFUSED, REFUSED, REFUSED),
     "true": (True, "true", REFUSED, REFUSED, True),
     "False": (False, "False", REFUSED, REFUSED, False),
     "0o17": (15, "0o17", 15, 15.0, REFUSED),
     "017": ("017", "017", 17, 17.0, REFUSED),
     "0x10": (16, "0x10", 16, 16.0, REFUSED),
-    "0b11": ("0b11", "0b11", REFUSED, REFUSED, REFUSED),
     "1e3": (1000.0, "1e3", 1000, 1000.0, REFUSED),
     "1.10": (1.1, "1.10", REFUSED, 1.1, REFUSED),
     "+3": (3, "+3", 3, 3.0, REFUSED),
-    "nan": ("nan", "nan", REFUSED, REFUSED, REFUSED),
     "'3'": ("3", "3", REFUSED, REFUSED, REFUSED),
-    "\u0663": ("\u0663", "\u0663", REFUSED, REFUSED, REFUSED),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", ["set", "environment", "file", "flag"])
@@ -485,10 +459,8 @@ def test_what_no_mode_of_the_run_reads_is_refused_with_set_and_told_of_a_file(wr
 
 
 def test_of_what_several_modes_are_told_each_has_its_own():
-    flags, sets = (
-        {"policy.local_steps": 4, "run.lr": 0.1, "policy.weighting": None},
-        ["policy.staleness=2", "run.steps=5"],
-    )
+    flags = {"policy.local_steps": 4, "run.lr": 0.1, "policy.weighting": None}
+    sets = ["policy.staleness=2", "run.steps=5"]
     assert of_mode("sync", flags, sets) == ({"run.lr": 0.1, "policy.weighting": None}, ["run.steps=5"])
     assert of_mode("localsgd", flags, sets) == (flags, ["run.steps=5"])
     assert of_mode("ssp", flags, sets)[1] == sets

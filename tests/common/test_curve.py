@@ -54,10 +54,8 @@ def test_enough() -> None:
     assert curve(3.0, 1.0, stop_when="loss < 0.5").why_enough == ""
     assert curve(3.0, 0.4, stop_when="loss < 0.5").why_enough == "loss < 0.5 (run.stop_when): 0.4 at step 2"
     assert curve(3.0, 1.0, 1.0, patience=2).why_enough == ""
-    assert (
-        curve(3.0, 1.0, 1.0, 2.0, patience=2).why_enough
-        == "no better loss in 2 evaluations (run.patience), 1 at step 2"
-    )
+    worse = curve(3.0, 1.0, 1.0, 2.0, patience=2)
+    assert worse.why_enough == "no better loss in 2 evaluations (run.patience), 1 at step 2"
     assert curve(1.0, stop_when="f1 > 1").lacks() == "f1: the evaluation gave loss"
 
 

@@ -217,9 +217,3 @@ def test_the_smallest_and_the_largest(name: str, size: float) -> None:
     encoded, decoded = through(name, values)
     assert (decoded - values).abs().max() <= max(1.5e-36, 1e-5 * size)
     assert size or not encoded.any(), "zeros are zero bytes, which need not travel"
-
-
-def test_what_is_small_is_bf16() -> None:
-    shapes = [(5000,), (10, 20), (64, 64)]
-    layout = Layout([TensorSpec(str(n), Kind.PARAMETER, "float32", shape) for n, shape in enumerate(shapes)])
-    assert CODECS.load("int8")().encoded_bytes(layout) == 2 * 5200 + 4096 + 16 * 4

@@ -8,7 +8,7 @@ from torch import nn
 
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import new_payload
-from paramserver.worker.tensors.staged import PinnedMemory, StagedTransfer, make_transfer
+from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 
 pytestmark = pytest.mark.gpu
@@ -88,15 +88,6 @@ def test_a_segment_is_pinned_while_it_is_used_and_released_after(cuda: None) -> 
     list(transfer.gather_into("gradient", segment))  # and again: a segment that is left may be taken once more
     transfer.leave_segment()
     assert not segment.is_pinned()
-
-
-def test_memory_is_released_a_hundred_times(cuda: None) -> None:
-    """What is not released adds up: here to 6.4 GB of locked memory."""
-    for _ in range(100):
-        pinned = PinnedMemory(new_payload(64 << 20), torch.cuda.cudart())
-        assert pinned.is_pinned
-        pinned.release()
-        assert not pinned.is_pinned
 
 
 def test_gradients_that_leave_early_are_those_that_leave_at_once(cuda: None) -> None:

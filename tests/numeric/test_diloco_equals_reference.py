@@ -227,36 +227,25 @@ def test_localsgd_whose_codec_leaves_out_much_is_the_mean_of_weights_by_differen
 
 
 @pytest.mark.parametrize(
-    ("steps", "given", "momentum", "because"),
+    ("codec", "steps", "given", "momentum", "because"),
     [
-        (500 * H, None, 0.9, "500 rounds"),
-        (499 * H, None, 0.5, "499 rounds: 0.9 needs 500"),
-        (499 * H + 1, None, 0.9, "500 rounds"),
-        (None, None, 0.5, "nobody has said"),
-        (1, 0.3, 0.3, "policy.outer_momentum"),
-        (1, 0.0, 0.0, "policy.outer_momentum"),
+        ("raw", 500 * H, None, 0.9, "500 rounds"),
+        ("raw", 499 * H, None, 0.5, "499 rounds: 0.9 needs 500"),
+        ("raw", 499 * H + 1, None, 0.9, "500 rounds"),
+        ("raw", 1, 0.3, 0.3, "policy.outer_momentum"),
+        ("raw", 1, 0.0, 0.0, "policy.outer_momentum"),
+        ("sparse", 500 * H, None, 0.0, "sends most of every delta later"),
+        ("sparse", 500 * H, 0.5, 0.5, "policy.outer_momentum"),
+        ("q4", 500 * H, None, 0.9, "500 rounds"),
     ],
 )
-def test_momentum_is_for_runs_with_many_rounds(steps, given, momentum, because):
-    outer = policy_for(2, H, steps, **({} if given is None else {"outer_momentum": given})).outer
-    assert outer is not None and because in outer.reason
-    assert outer.arguments == {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}
-
-
-@pytest.mark.parametrize(
-    ("codec", "given", "momentum", "because"),
-    [
-        ("sparse", None, 0.0, "sends most of every delta later"),
-        ("sparse", 0.5, 0.5, "policy.outer_momentum"),
-        ("q4", None, 0.9, "500 rounds"),
-    ],
-)
-def test_sparse_goes_without_momentum_unless_it_is_asked_for(codec, given, momentum, because):
+def test_momentum_is_for_runs_with_many_rounds_and_codecs_that_send_all(codec, steps, given, momentum, because):
     policy = {"local_steps": H, **({} if given is None else {"outer_momentum": given})}
-    run = {"mode": "diloco", "steps": 500 * H}
+    run = {"mode": "diloco", "steps": steps}
     outer = make_policy(Config.model_validate({"run": run, "policy": policy, "worker": {"codec": codec}})).outer
     assert outer is not None and because in outer.reason
     assert outer.arguments == {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}
+    assert "nobody has said" in policy_for(2, H, None).outer.reason
 
 
 # ---- fragments ---------------------------------------------------------------------------------------

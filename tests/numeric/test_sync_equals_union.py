@@ -6,9 +6,6 @@ The workers hold the model in their own memory and exchange payloads of bytes, a
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -94,26 +91,8 @@ class Worker(Replica):
         return self.gather(ContributionKind.WEIGHTS)
 
 
-def arrivals(num_workers: int, order: str) -> Iterator[list[int]]:
-    """Who comes first in each round."""
-    chance = random.Random(order)
-    while True:
-        ranks = list(range(num_workers))
-        if order == "reversed":
-            ranks.reverse()
-        elif order != "in order":
-            chance.shuffle(ranks)
-        yield ranks
-
-
 def train_together(
-    mode: str,
-    name: str,
-    sizes: tuple[int, ...],
-    order: str = "in order",
-    *,
-    num_steps: int = NUM_STEPS,
-    dtype: torch.dtype = torch.float32,
+    mode: str, name: str, sizes: tuple[int, ...], *, num_steps: int = NUM_STEPS, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """N workers and a server's policy and store."""
     workers = [Worker(rank, sizes, dtype) for rank in range(len(sizes))]
@@ -125,9 +104,8 @@ def train_together(
     staged: dict[int, torch.Tensor] = {}
     for worker in workers:
         policy.joined(worker.rank, 0.0)
-    batches = list(zip(*make_data(dtype), strict=True))[:num_steps]
-    for (inputs, targets), ranks in zip(batches, arrivals(len(sizes), order), strict=False):
-        for rank in ranks:
+    for inputs, targets in list(zip(*make_data(dtype), strict=True))[:num_steps]:
+        for rank in reversed(range(len(sizes))):
             staged[rank] = workers[rank].contribution(inputs, targets, local[rank])
             contribution = contribution_of(policy.seq(rank) + 1, policy.version, sizes[rank])
             for decision in policy.contributed(rank, contribution, 0.0):
@@ -161,15 +139,6 @@ def test_sync_equals_one_process_with_the_union_batch(name: str, sizes: tuple[in
     assert losses[-1] < 0.35 * losses[0], f"the reference trains: {losses[0]} to {losses[-1]}"
     assert relative_difference(weights, make_model().state_dict()) > 0.1, "and moves the weights"
     assert relative_difference(weights, train_together("sync", name, sizes)) <= 1e-6
-
-
-@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=str)
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.parametrize("mode", ["sync", "localsgd"])
-def test_the_order_of_arrival_changes_no_bit(mode: str, name: str, sizes: tuple[int, ...]) -> None:
-    results = [train_together(mode, name, sizes, order) for order in ("in order", "reversed", "by chance")]
-    for other in results[1:]:
-        assert all(torch.equal(results[0][key], other[key]) for key in other)
 
 
 @pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL], ids=str)
