@@ -45,7 +45,7 @@ def test_both_sides_have_the_same_bits_of_every_dtype(name: str) -> None:
         ):
             view.add_(step)
         before = weights.clone()
-        approach(codec, encoder, DIFFERENT, weights, mine, out)
+        approach(codec, encoder, weights, mine, out)
         follow(codec, DIFFERENT, out, theirs)
         assert torch.equal(weights, before)
         assert torch.equal(mine, theirs)
@@ -64,7 +64,7 @@ def test_with_no_new_versions_every_difference_comes_nearer(name: str, most: flo
     reference = new_payload(PLAIN.exchange_bytes)
     left = [float(weights.view(torch.float32).norm())]
     for _ in range(3):
-        approach(codec, encoder, PLAIN, weights, reference, out)
+        approach(codec, encoder, weights, reference, out)
         left.append(float((weights.view(torch.float32) - reference.view(torch.float32)).norm()))
         assert distance(PLAIN, weights, reference) == pytest.approx(left[-1] / left[0], rel=1e-5)
     assert left[1] < most * left[0]
