@@ -84,15 +84,15 @@ class RankSampler(Sampler[int]):
 
     def _draw(self, epoch: int) -> list[int]:
         """Returns the same order on all ranks, independent of their random state."""
-        seed = self._session.settings.seed + epoch
+        seed, device = self._session.settings.seed + epoch, torch.device("cpu")
         if hasattr(self._base, "set_epoch"):
             self._base.set_epoch(epoch)
         if isinstance(generator := getattr(self._base, "generator", None), torch.Generator):
-            generator.manual_seed(seed)
+            device = generator.manual_seed(seed).device
         if hasattr(self._base, "initial_seed"):  # Accelerate's: seeds itself with this + epoch
             self._base.initial_seed = self._session.settings.seed
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]), device:
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also change the generator of a GPU
             return list(self._base)
 
 

@@ -98,7 +98,7 @@ class Back:
         """Put the workers' weights into the model during the block."""
         weights = self._weights()
         if isinstance(self._codec, ByTensor) and moves_reference(self._codec):
-            approach(self._codec, self._encoder, self._layout, weights, self._reference, self._out)
+            approach(self._codec, self._encoder, weights, self._reference, self._out)
             self._transfer.write(0, as_bytes(self._reference))
         return weights
 

@@ -241,7 +241,7 @@ class Run:
             assert isinstance(self._encoder, PieceEncoder)
             down = only_rest(self._down, self._without())
             self._out = new_payload(payload_bytes(down, self._layout))
-            approach(down, self._encoder, self._layout, self.store.weights, self._reference, self._out)
+            approach(down, self._encoder, self.store.weights, self._reference, self._out)
         else:
             self._reference.copy_(self.store.weights[: len(self._reference)])
 

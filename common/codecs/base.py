@@ -58,11 +58,11 @@ class Encoder:
     """Encodes the payloads of one worker, one attempt after another. This one has no memory; subclasses may have."""
 
     def __init__(self, codec: Codec, layout: Layout) -> None:
-        self._codec, self._layout = codec, layout
+        self.codec, self.layout = codec, layout
 
     def begin(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         """Encode as `Codec.encode` does."""
-        self._codec.encode(self._layout, payload, out)
+        self.codec.encode(self.layout, payload, out)
 
     def commit(self) -> None:
         """Keep the new memory, because the other side counts the payload."""
@@ -101,15 +101,13 @@ def payload_bytes(codec: Codec, layout: Layout) -> int:
     return codec.encoded_bytes(layout) + layout.exchange_bytes - layout.parameter_bytes
 
 
-def encode_payload(
-    codec: Codec, layout: Layout, payload: torch.Tensor, free_buffers: FreeBuffers | None = None
-) -> torch.Tensor:
+def encode_payload(codec: Codec, layout: Layout, payload: torch.Tensor, free_buffers: FreeBuffers) -> torch.Tensor:
     """Encode `payload`, uint8 [>= exchange_bytes], and return uint8 [payload_bytes]: parameters, then buffers.
 
     The returned memory comes from `free_buffers`. The caller gives it back.
     """
     encoded_bytes = codec.encoded_bytes(layout)
-    out = (free_buffers or FreeBuffers()).lend(payload_bytes(codec, layout))
+    out = free_buffers.lend(payload_bytes(codec, layout))
     codec.encode(layout, payload, out[:encoded_bytes])
     out[encoded_bytes:].copy_(payload[layout.parameter_bytes : layout.exchange_bytes])
     return out

@@ -55,11 +55,10 @@ class _Momentum:
 
     def __init__(self, signs: Codec, layout: Layout) -> None:
         self._warm, self._signs = Bf16Codec(), signs
-        self._num_bytes = layout.exchange_bytes
         self._beta, self._warmup_steps = 0.9, 1  # until the optimizer is known
         self._is_warm = True  # still warming up: the newest contribution is a gradient
-        self._momentum: torch.Tensor | None = None  # uint8 [exchange_bytes]; None: zeros
-        self._next: torch.Tensor | None = None  # the momentum after the newest contribution, if it counts
+        self._momentum = new_payload(layout.exchange_bytes)
+        self._next = new_payload(layout.exchange_bytes)  # the momentum after the newest contribution, if it counts
         self._sent: tuple[tuple[Hyperparameters, ...], tuple[Hyperparameters, ...]] | None = None
 
     def begin(self, groups: Sequence[Hyperparameters]) -> None:
@@ -74,25 +73,19 @@ class _Momentum:
         return self._warm if self._is_warm else self._signs
 
     def apply(self, piece: Piece, values: torch.Tensor) -> None:
-        if self._next is None:
-            self._next = new_payload(self._num_bytes)
         momentum = torch.mul(values, 1 - self._beta, out=piece.of_payload(self._next))
-        if self._momentum is not None:
-            momentum.add_(piece.of_payload(self._momentum), alpha=self._beta)
+        momentum.add_(piece.of_payload(self._momentum), alpha=self._beta)
         if not self._is_warm:
             values.copy_(momentum)
 
     def rest(self, piece: Piece) -> None:
-        if self._next is None:
-            self._next = new_payload(self._num_bytes)
-        momentum = piece.of_payload(self._next)
-        momentum.zero_() if self._momentum is None else momentum.copy_(piece.of_payload(self._momentum))
+        piece.of_payload(self._next).copy_(piece.of_payload(self._momentum))
 
     def commit(self) -> None:
         self._momentum, self._next = self._next, self._momentum
 
     def reset(self) -> None:
-        self._momentum = None
+        self._momentum.zero_()
 
     def hyperparameters(self, groups: tuple[Hyperparameters, ...]) -> tuple[Hyperparameters, ...]:
         """Return the groups with b1 = 0 after the warm-up, since the payload is the momentum. The tuple is cached."""

@@ -53,7 +53,7 @@ class _Encoder(PieceEncoder):
         self._next: dict[int, torch.Tensor] = {}
 
     def begin(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        for piece in all_pieces(self._codec, self._layout):
+        for piece in all_pieces(self.codec, self.layout):
             self.write(piece, piece.of_payload(payload), out)
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:

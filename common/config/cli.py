@@ -123,26 +123,20 @@ def run_command(program: str, command: Callable[..., int | None]) -> NoReturn:
 
 
 def single_app(program: str, command: Callable[..., int | None], arguments: list[str]) -> App:
-    """Returns the app of a program of one command, with its flags for these `arguments`. Raises UsageError."""
-    app = make_app()
-    app.command(help=command.__doc__, epilog=_EPILOG)(_with_flags(program, command, _modes_in_files(arguments)))
-    return app
+    """Returns the app of a program of one command, with its flags for these `arguments`. Raises UsageError.
 
-
-def _modes_in_files(arguments: list[str]) -> list[str]:
-    """Loads the modes `FILE.py:NAME` of --mode, because their options are flags too. Raises UsageError."""
-    from ..registry import canonical_mode
-    from ..user_code import is_in_file
-    from .schema import mode_options
-
+    Options of modes in files, `--mode FILE.py:NAME`, are flags too.
+    """
     texts = [argument.removeprefix("--mode=") for argument in arguments if argument.startswith("--mode=")]
     texts += [text for flag, text in pairwise(arguments) if flag == "--mode"]
-    try:
-        modes = [canonical_mode(name) for text in texts for name in text.split(",") if is_in_file(name)]
-        mode_options(modes)
-    except UsageError as error:
-        raise UsageError(f"flag --mode: {error.message}", fix=error.fix) from None
-    return modes
+    modes: list[str] = []
+    if texts:
+        from .sources import modes_in_files
+
+        _, modes = modes_in_files([("run.other_modes", text.split(","), "flag") for text in texts])
+    app = make_app()
+    app.command(help=command.__doc__, epilog=_EPILOG)(_with_flags(program, command, modes))
+    return app
 
 
 def _with_flags(program: str, command: Callable[..., int | None], modes: list[str]) -> Callable[..., int | None]:

@@ -149,7 +149,7 @@ def _check_text(value: Any, origin: str) -> None:
 
 def _validated(entries: list[tuple[str, Any, str]]) -> Resolved:
     """Returns the configuration that the (key, value, origin) entries make. Later entries win."""
-    mode, others = _modes_in_files(entries)
+    mode, others = modes_in_files(entries)
     known = settings([mode, *others] if mode else others)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -192,7 +192,7 @@ def _put(values: dict[str, Any], key: str, value: Any, origin: str) -> None:
     target[last] = value
 
 
-def _modes_in_files(entries: list[tuple[str, Any, str]]) -> tuple[str, list[str]]:
+def modes_in_files(entries: list[tuple[str, Any, str]]) -> tuple[str, list[str]]:
     """Return the run's mode if it is in a file, and other modes in files that any source names.
 
     The options of the other modes stay known, so that a configuration file may keep options of a mode that a flag

@@ -40,6 +40,11 @@ class Measure(NamedTuple):
     is_up: bool | None = None  # whether more is better; None: neither is
     help: str = ""
 
+    def text(self, run: Summary) -> str:
+        """The value of one run; `-` if it is unknown."""
+        value = self.get(run)
+        return "-" if value is None else self.write(value)
+
 
 class Spread(NamedTuple):
     """Mean and range of one metric over all runs with the same name."""
@@ -51,9 +56,10 @@ class Spread(NamedTuple):
     def overlaps(self, other: Spread) -> bool:
         return self.low <= other.high and other.low <= self.high
 
-    def text(self, write: Callable[[float], str]) -> str:
-        mean, low, high = write(self.mean), write(self.low), write(self.high)
-        return mean if low == high else f"{mean} ({low} to {high})"
+    def cell(self, write: Callable[[float], str], is_best: bool = False) -> Cell:
+        low, high = write(self.low), write(self.high)
+        low, high = ("", "") if low == high else (low, high)
+        return Cell(text=write(self.mean), low=low, high=high, is_best=is_best)
 
 
 class Cell(BaseModel):
@@ -61,6 +67,9 @@ class Cell(BaseModel):
     low: str = ""  # of runs with the same name, where it is not `high`
     high: str = ""
     is_best: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.low} to {self.high})" if self.low else self.text
 
 
 class Column(BaseModel):
@@ -147,10 +156,10 @@ def compare(runs: Runs, target: Condition | None = None, *, same_task: bool = Tr
     ]  # fmt: skip
     rows = []
     for name in names:
-        members = [[text_of(column, run) for column in columns] for label, run in runs if label == name]
+        members = [[column.text(run) for column in columns] for label, run in runs if label == name]
         # A single value is shown although it is not finite.
         unknown = members[0] if len(members) == 1 else ["-"] * len(columns)
-        cells = [_cell(column, of[name], name == first) if name in of else Cell(text=text)
+        cells = [of[name].cell(column.write, name == first) if name in of else Cell(text=text)
                  for column, of, first, text in zip(columns, found, best, unknown, strict=True)]  # fmt: skip
         rows.append(Row(label=name, cells=cells, members=members, note=lost.get(name, "")))
     order = _order(columns, found, same_task)
@@ -177,30 +186,16 @@ def _order(columns: Sequence[Measure], found: Sequence[dict[str, Spread]], same_
     return {name: at for at, name in enumerate(ranked)}
 
 
-def _cell(column: Measure, spread: Spread, is_best: bool) -> Cell:
-    low, high = column.write(spread.low), column.write(spread.high)
-    low, high = ("", "") if low == high else (low, high)
-    return Cell(text=column.write(spread.mean), low=low, high=high, is_best=is_best)
-
-
-def text_of(column: Measure, run: Summary) -> str:
-    """Returns the value of one run as text; `-` if it is unknown."""
-    value = column.get(run)
-    return "-" if value is None else column.write(value)
-
-
 def comparison_cells(runs: Runs, target: Condition | None = None) -> tuple[list[str], list[list[str]]]:
     """Returns the column names and rows as text. Runs with the same name get an extra row with mean and range."""
-    runs = alike(runs)
-    columns = comparison_columns(runs, target)
-    found = [spreads(runs, column.get) for column in columns]
-    rows = [[label, *(text_of(column, run) for column in columns)] for label, run in runs]
+    results = compare(runs, target)
+    of = {row.label: row for row in results.rows}
+    members = {label: iter(row.members) for label, row in of.items()}
+    rows = [[label, *next(members[label])] for label, _ in runs]
     for label in dict.fromkeys(label for label, _ in runs):
-        if (num := sum(name == label for name, _ in runs)) > 1:
-            means = [of[label].text(column.write) if label in of else "-"
-                     for column, of in zip(columns, found, strict=True)]  # fmt: skip
-            rows.append([f"{label}: mean of {num}", *means])
-    return ["mode", *(column.name for column in columns)], rows
+        if (num := len(of[label].members)) > 1:
+            rows.append([f"{label}: mean of {num}", *map(str, of[label].cells)])
+    return ["mode", *(column.label for column in results.columns)], rows
 
 
 def comparison_columns(runs: Runs, target: Condition | None) -> list[Measure]:

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -189,17 +189,17 @@ def add_trained(points: list[Point], status: Any) -> None:
         points[:] = points[::2]
 
 
-def metric_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metrics as fields of an event, under names that no field of the event itself has."""
-    return {f"metrics.{name}" if name in _RESERVED else name: value for name, value in metrics.items()}
+def metric_fields(metrics: Mapping[str, Any], reserved: Collection[str] = _RESERVED) -> dict[str, Any]:
+    """Returns metrics as fields of an event, or another record, under names that no `reserved` field of it has."""
+    return {f"metrics.{name}" if name in reserved else name: value for name, value in metrics.items()}
 
 
 def text_of(points: list[Point], path: str) -> str:
     """Returns the points as text of a file: CSV with a column for each metric, or JSON lines."""
     columns = ("step", "version", "elapsed_s")
-    rows = [{**{name: getattr(point, name) for name in columns},
-             **{f"metrics.{name}" if name in columns else name: value for name, value in point.metrics.items()}}
-            for point in points]  # fmt: skip
+    rows = [
+        {name: getattr(point, name) for name in columns} | metric_fields(point.metrics, columns) for point in points
+    ]
     if path.endswith(".jsonl"):
         return "".join(to_json(row) + "\n" for row in rows)
     return csv_text(rows)

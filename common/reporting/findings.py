@@ -85,7 +85,7 @@ def _to_target(sound: Runs, runs: Runs, target: Condition, *, is_told: bool) -> 
         sentences.append(_best(f"seconds to {goal}", reached, False, _seconds))
     elif reached:
         ((name, spread),) = reached.items()
-        sentences.append(f"Only {name} reached {target}, after {spread.text(_seconds)}.")
+        sentences.append(f"Only {name} reached {target}, after {spread.cell(_seconds)}.")
     if missed:
         sentences.append(f"{', '.join(missed)} did not reach {target}.")
     return sentences, reached
@@ -114,7 +114,7 @@ def _why(runs: Runs, took: dict[str, Spread], target: Condition | None) -> str:
 
 def _best(words: str, by_name: dict[str, Spread], is_up: bool | None, write: Callable[[float], str]) -> str:
     """Returns a sentence about the best; empty if there is nothing to compare, or all values are the same."""
-    texts = {name: spread.text(write) for name, spread in by_name.items()}
+    texts = {name: str(spread.cell(write)) for name, spread in by_name.items()}
     if len(by_name) < 2 or is_up is None or len(set(texts.values())) == 1:
         return ""
     words = words[:1].upper() + words[1:]  # names of metrics keep their case
@@ -133,7 +133,8 @@ def _range(words: str, by_name: dict[str, Spread], write: Callable[[float], str]
     low, high = by_name[least].mean, by_name[most].mean
     if by_name[most].overlaps(by_name[least]) or write(low) == write(high):
         return ""
-    times = f", {high / low:.1f} times as much" if low > 0 and high / low >= 1.05 else ""
+    is_multiple = low > 0 and write(low) != write(0.0) and high / low >= 1.05
+    times = f", {high / low:.1f} times as much" if is_multiple else ""
     return f"{words}: least in {least}, {write(low)}; most in {most}, {write(high)}{times}."
 
 

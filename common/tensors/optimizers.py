@@ -181,7 +181,7 @@ class DelayedNesterov(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "share": 1.0, "part": 1.0, "moves": 1.0})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a server has no closure
+    def step(self) -> None:  # type: ignore[override]  # a server has no closure
         for group in self.param_groups:
             for parameter in (item for item in group["params"] if item.grad is not None):
                 state = self.state[parameter]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -49,7 +49,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self) -> None:  # type: ignore[override]  # a server has no closure
         for group in self.param_groups:
             for table in group["params"]:
                 gradient = table.grad.coalesce()
@@ -60,7 +60,6 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 sums = state["sum"].index_select(0, ids) + values.square().mean(1)
                 state["sum"].index_copy_(0, ids, sums)
                 table.index_add_(0, ids, values / (sums.sqrt() + group["eps"])[:, None], alpha=-group["lr"])
-        return closure() if closure is not None else None
 
 
 def make_spec(

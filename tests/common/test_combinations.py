@@ -157,18 +157,6 @@ def test_only_a_round_of_gradients_is_aggregated_in_another_way(mode: str, aggre
         assert f"policy.aggregation is {aggregation}" in text and "diloco, sync" in text
 
 
-def test_a_cap_on_the_norm_of_weights_is_refused() -> None:
-    for mode in ("sync", "async", "ssp", "diloco"):
-        assert not text_of(chosen(mode, max_norm=1.0))
-    assert "store.max_norm is 1, and mode localsgd" in text_of(chosen("localsgd", max_norm=1.0))
-
-
-@pytest.mark.parametrize("mode", ["async", "ssp", "localsgd"])
-def test_a_mean_that_there_is_not_cannot_be_clipped(mode: str) -> None:
-    assert f"store.clip_norm is 1, and mode {mode}" in text_of(chosen(mode, clip_norm=1.0))
-    assert not text_of(chosen("sync", aggregation="median", clip_norm=1.0))
-
-
 # ---- codecs
 
 
@@ -218,12 +206,6 @@ def test_values_that_limit_each_other_are_named(options: dict[str, Any], message
     with pytest.raises(UsageError, match=message) as refused:
         check_values(config, "diloco")
     assert fix in str(refused.value.fix)
-
-
-def test_an_overlap_needs_a_delayed_update() -> None:
-    config = Config.model_validate({"run": {"mode": "diloco"}, "policy": {"overlap_steps": 2}})
-    text = text_of(choices_of(config, "diloco"))
-    assert "policy.overlap_steps is 2, and workers of mode diloco wait" in text and "--delayed-update" in text
 
 
 # ---- one table

@@ -85,13 +85,17 @@ def test_the_strongest_source_wins(given: tuple[str, ...], write: Callable[[str]
     assert resolved.config.run.steps == (9 if path else None)
 
 
-@pytest.mark.parametrize("address", ["nohost", "host:99999", "", "http://host:80", "fe80::1", "::1", "::1:50051"])
+ADDRESSES = ("worker.server", "server.listen", "server.coordinator", "server.advertise", "server.metrics")
+
+
 @pytest.mark.parametrize(
-    "key", ["worker.server", "server.listen", "server.coordinator", "server.advertise", "server.metrics"]
+    "address",
+    ["", "here", ":5", "a:", "a:b", "a:65536", "a:-1", "a:²", "http://a:80", "a b:5", "[::1:5", "fe80::1", "::1:50051"],
 )
-def test_what_is_no_address_is_refused_before_anything_is_loaded(key: str, address: str) -> None:
-    message = mistake(lambda: load(flags={key: address} if key == "worker.server" else {}, sets=[f"{key}={address!r}"]))
-    assert f"{key}: '{address}' is not HOST:PORT" in message.message
+def test_what_is_no_address_is_refused_before_anything_is_loaded(address: str) -> None:
+    for key in ADDRESSES:
+        error = mistake(lambda key=key: load(sets=[f"{key}={address!r}"]))
+        assert f"{key}: '{address}' is not HOST:PORT" in error.message
 
 
 def test_port_0_is_where_one_listens_and_none_is_no_server() -> None:
@@ -105,11 +109,6 @@ def test_the_last_set_wins() -> None:
 
 def test_a_wrong_value_in_a_weaker_source_is_not_looked_at(write: Callable[[str], Path]) -> None:
     assert load(write("run: {steps: many}\n"), flags={"run.steps": 3}).config.run.steps == 3
-
-
-def test_the_server_may_come_from_the_environment() -> None:
-    resolved = load(environ={"PS_SERVER": "10.0.0.1:50051", "PS_SERVER__LISTEN": "0.0.0.0:1", "PATH": "/bin"})
-    assert (resolved.config.worker.server, resolved.config.server.listen) == ("10.0.0.1:50051", "0.0.0.0:1")
 
 
 def test_ps_server_is_an_environment_setting_like_any_other(write: Callable[[str], Path]) -> None:
@@ -137,6 +136,8 @@ def test_nested_values_are_merged_key_by_key(write: Callable[[str], Path]) -> No
     path = write("task:\n  name: linear\n  args: {hidden: 8, noise: 0.5}\n")
     resolved = load(path, environ={"PS_TASK__ARGS__HIDDEN": "16"}, sets=["task.args.extra=[1, 2]"])
     assert resolved.config.task.args == {"hidden": 16, "noise": 0.5, "extra": [1, 2]}
+    (origins,) = (origin for key, _, origin in resolved.rows() if key == "task.args")
+    assert set(origins.split(", ")) == {f"{path}:3", "environment PS_TASK__ARGS__HIDDEN", "--set task.args.extra"}
     assert load(path, sets=["task.args={a: 1}"]).config.task.args == {"a": 1}
 
 
@@ -163,14 +164,6 @@ def test_every_setting_is_a_row_with_its_origin(write: Callable[[str], Path]) ->
     assert {origin for key, (_, origin) in rows.items() if key != "run.steps"} == {"default"}
 
 
-def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
-    """Who set one key of task.args must be found in --print-config, not 'default'."""
-    resolved = load(sets=["task.args.hidden=3"], environ={"PS_TASK__ARGS__NOISE": "2"})
-    rows = [row for row in resolved.rows() if row[0].startswith("task.args")]
-    assert any("--set task.args.hidden" in origin for _, _, origin in rows), rows
-    assert any("PS_TASK__ARGS__NOISE" in origin for _, _, origin in rows), rows
-
-
 # ---- mistakes name file:line and the nearest key -------------------------------------------------
 
 
@@ -184,25 +177,14 @@ def test_a_value_inside_a_dict_shows_where_it_came_from() -> None:
         ("run: 3\n", 1, "'run' is a section, not a value", ""),
         ("run: [steps]\n", 1, "'run' is a section, not a value", ""),
         ("- run\n", 1, "expected sections", "see configs/digits.yaml"),
-        ("run:\n  steps: many\n", 2, "run.steps: input should be a valid integer", ""),
         ("run:\n  steps: 0\n", 2, "run.steps: input should be greater than or equal to 1, got 0", ""),
-        ("run:\n  steps: 2.5\n", 2, "run.steps: input should be a valid integer", ""),
         ("run:\n  steps: [1]\n", 2, "run.steps: input should be a valid integer, got [1]", ""),
-        ("run:\n  steps: {a: 1}\n", 2, "run.steps: input should be a valid integer", ""),
         ("run:\n  seed:\n", 2, "run.seed: input should be a valid integer, got None", ""),
         ("run:\n  mode: spp\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
         ("worker:\n  codec: itn8\n", 2, "unknown codec 'itn8'", "did you mean 'int8'?"),
-        ("run:\n  mode: SPP\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
-        (
-            "task: {name: xor}\nrun: {mode: xor}\n",
-            2,
-            "unknown mode 'xor'",
-            "known: allreduce, async, async_diloco, buffered, diloco, dssp, localsgd, ssp, sync",
-        ),
+        ("task: {name: xor}\nrun: {mode: xor}\n", 2, "unknown mode 'xor'", f"known: {', '.join(MODES.names())}"),
         ("task:\n  name: diggits\n", 2, "unknown task 'diggits'", "did you mean 'digits'?"),
-        ("worker:\n  codec: bf61\n", 2, "unknown codec 'bf61'", "did you mean 'bf16'?"),
         ("policy:\n  weighting: size\n", 2, "policy.weighting: input should be 'samples' or 'equal', got 'size'", ""),
-        ("optimizer:\n  lr: fast\n", 2, "optimizer.lr: input should be a valid number", ""),
         ("optimizer:\n  lr: 0\n", 2, "optimizer.lr: input should be greater than 0, got 0", ""),
         ("worker:\n  device: gpu\n", 2, "worker.device: string should match pattern", ""),
         ("output:\n  save: w.pt\n", 2, "the name must end in .safetensors", ""),
@@ -222,17 +204,16 @@ def test_a_mistake_in_the_file(text: str, line: int, says: str, fix: str, write:
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
+    "text",
     [
-        ("run:\n  steps: !!python/object:os.system {}\n", 2),
-        ("run:\n  steps: !mine 3\n", 2),
-        ("run:\n  steps: !!int abc\n", 2),
-        ("task:\n  args: &loop\n    again: *loop\n", 2),
-        ("task:\n  args: {[1, 2]: 3}\n", 2),
+        "run:\n  steps: !!python/object:os.system {}\n",
+        "run:\n  steps: !mine 3\n",
+        "run:\n  steps: !!int abc\n",
+        "task:\n  args: &loop\n    again: *loop\n",
+        "task:\n  args: {[1, 2]: 3}\n",
     ],
-    ids=["python object", "own tag", "wrong tag", "loop", "list as key"],
 )
-def test_yaml_that_cannot_be_built_is_a_mistake_of_the_user(text: str, line: int, write: Callable[[str], Path]) -> None:
+def test_yaml_that_cannot_be_built_is_a_mistake_of_the_user(text: str, write: Callable[[str], Path]) -> None:
     """Valid YAML syntax, no value: the user sees file and line, not a traceback."""
     path = write(text)
     error = mistake(lambda: load(path))
@@ -259,10 +240,7 @@ def test_several_mistakes_are_told_at_once(write: Callable[[str], Path]) -> None
         ({"environ": {"PS_RUM__STEPS": "3"}}, "environment PS_RUM__STEPS: unknown section 'rum'"),
         ({"environ": {"RANK": "first"}}, "environment RANK: worker.rank: "),
         ({"environ": {"WORLD_SIZE": "0"}}, "environment WORLD_SIZE: run.workers: "),
-        ({"environ": {"SLURM_PROCID": "1.5"}}, "environment SLURM_PROCID: worker.rank: "),
         ({"environ": {"OMPI_COMM_WORLD_RANK": "-1"}}, "environment OMPI_COMM_WORLD_RANK: worker.rank: "),
-        ({"environ": {"RANK": "1_0"}}, "environment RANK: worker.rank: "),
-        ({"environ": {"RANK": "true"}}, "environment RANK: worker.rank: "),
         ({"environ": {"RANK": "[1]"}}, "environment RANK: worker.rank: "),
         ({"environ": {"RANK": "0", "LOCAL_RANK": "left"}}, "environment LOCAL_RANK: worker.local_rank: "),
     ],
@@ -276,35 +254,24 @@ def test_a_mistake_elsewhere_names_its_source(sources: dict[str, Any], begins: s
     [
         (["run.workers=2", "policy.min_workers=3"], "policy.min_workers is 3, but run.workers is 2"),
         (["run.workers=2", "policy.backup_workers=2"], "policy.backup_workers is 2: it must be below run.workers, 2"),
-        (["run.workers=2", "worker.rank=2"], "worker.rank is 2: with run.workers 2 it is 0..1"),
-        (
-            ["run.workers=2", "worker.rank=2"],
-            "with run.workers 2 it is 0..1 (run.workers: --set run.workers, worker.rank: --set worker.rank)",
-        ),
+        (["run.workers=2", "worker.rank=2"], "worker.rank is 2: with run.workers 2 it is 0..1 "
+         "(run.workers: --set run.workers, worker.rank: --set worker.rank)"),
         (["output.save_averaged=true"], "output.save_averaged needs store.polyak"),
         (["slowdown.straggler_rank=1"], "straggler_rank and straggler_every go together"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_go_together(sets: list[str], says: str) -> None:
     assert says in mistake(lambda: load(sets=sets)).message
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda folder: folder / "nothing.yaml", "cannot read the configuration"),
-        (lambda folder: folder, "cannot read the configuration"),
-        (lambda folder: folder / "latin.yaml", "is not UTF-8 text"),
-    ],
-    ids=["missing", "folder", "latin-1"],
+    ("name", "says"),
+    [(name, "cannot read the configuration") for name in ("nothing.yaml", "")] + [("latin.yaml", "is not UTF-8 text")],
 )
-def test_a_file_that_cannot_be_read(make: Callable[[Path], Path], says: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read(name: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"# caf\xe9\n")
-    path = make(tmp_path)
-    error = mistake(lambda: load(path))
-    assert says in error.message
-    assert str(path) in error.message
-    assert "configs/" in error.fix
+    error = mistake(lambda: load(tmp_path / name))
+    assert says in error.message and str(tmp_path / name) in error.message and "configs/" in error.fix
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "run:\n", "run: {}\n"])
@@ -315,73 +282,34 @@ def test_a_file_without_settings_is_fine(text: str, write: Callable[[str], Path]
 # ---- --set ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "run.steps", "steps=3", "=3", "run"])
+@pytest.mark.parametrize("text", ["", "run.steps", "steps=3", "=3"])
 def test_a_set_of_another_form(text: str) -> None:
     error = mistake(lambda: load(sets=[text]))
-    assert "not of the form section.key=value" in error.message
-    assert error.fix == "e.g. --set policy.staleness=2"
-
-
-@pytest.mark.parametrize("text", [".steps=3", "run.=3", "run..steps=3", "..=3", "run.steps.=3"])
-def test_a_set_with_an_empty_part(text: str) -> None:
-    mistake(lambda: load(sets=[text]))
+    assert "not of the form section.key=value" in error.message and error.fix == "e.g. --set policy.staleness=2"
 
 
 @pytest.mark.parametrize(
-    "sets",
+    ("sets", "says"),
     [
-        ["run.steps=3", "run.steps.x=3"],
-        ["run.steps.x=3"],
-        ["run.steps.x=3", "run.steps=many"],
-        ["task.args=5", "task.args.hidden=3"],
-        ["task.args.a=1", "task.args.a.b=2"],
+        ([".steps=3"], "unknown section ''"), (["run.=3"], "run.: extra inputs"), (["run..steps=3"], "extra inputs"),
+        (["run.steps.=3"], "run.steps: input should be a valid integer"), (["run.steps.x=3", "run.steps=many"], "many"),
+        (["run.steps=3", "run.steps.x=3"], "--set run.steps.x: nothing can be set below 'run.steps', which is a value"),
+        (["task.args=5", "task.args.hidden=3"], "nothing can be set below 'task.args', which is a value"),
     ],
-)
-def test_a_key_below_a_value(sets: list[str]) -> None:
-    mistake(lambda: load(sets=sets))
-
-
-def test_a_key_below_a_value_of_the_file(write: Callable[[str], Path]) -> None:
-    path = write("run:\n  steps: 3\n")
-    assert "run.steps" in mistake(lambda: load(path, environ={"PS_RUN__STEPS__X": "1"})).message
-
-
-def test_a_value_may_hold_equals_signs() -> None:
-    assert load(sets=["task.args.filter=a=b"]).config.task.args == {"filter": "a=b"}
+)  # fmt: skip
+def test_a_set_of_a_key_that_cannot_be(sets: list[str], says: str) -> None:
+    assert says in mistake(lambda: load(sets=sets)).message
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-3", 1e-3),
-        ("1E-3", 1e-3),
-        ("-1e3", -1000.0),
-        ("1e3", 1000.0),
-        (".5", 0.5),
-        ("1.", 1.0),
-        ("3", 3),
-        ("-3", -3),
-        ("0.1", 0.1),
-        ("true", True),
-        ("null", None),
-        ("", None),
-        ("[1e-3, 2]", [1e-3, 2]),
-        ("{a: 1e-3}", {"a": 1e-3}),
-        ("text", "text"),
-        ("1.2.3", "1.2.3"),
-        ("e3", "e3"),
-        ("1e", "1e"),
-        ("10.0.0.1:50051", "10.0.0.1:50051"),
-        ("'quoted'", "quoted"),
-        ("a: b: c", "a: b: c"),
-        ("[unclosed", "[unclosed"),
-        ("*alias", "*alias"),
-        ("!tag x", "!tag x"),
-        ("2024-13-45", "2024-13-45"),
-        ("2024-01-31", "2024-01-31"),  # a date is text: protobuf's Struct, by which it travels, has none
-        (".inf", math.inf),
+        ("1e-3", 1e-3), ("1E-3", 1e-3), ("-1e3", -1000.0), (".5", 0.5), ("1.", 1.0), ("-3", -3), ("null", None),
+        ("", None), ("[1e-3, 2]", [1e-3, 2]), ("{a: 1e-3}", {"a": 1e-3}), ("!!float 1e-3", 1e-3), (".inf", math.inf),
+        *((text, text) for text in ("text", "1.2.3", "e3", "1e", "10.0.0.1:50051", "a: b: c", "[unclosed", "*alias",
+                                    "!tag x", "a=b", "2024-13-45", "2024-01-31")),
     ],
-)
+)  # fmt: skip
 def test_values_are_what_people_mean(text: str, value: Any) -> None:
     got = load(sets=[f"task.args.x={text}"]).config.task.args["x"]
     assert got == value
@@ -389,66 +317,40 @@ def test_values_are_what_people_mean(text: str, value: Any) -> None:
     assert load(environ={"PS_TASK__ARGS__X": text}).config.task.args["x"] == value
 
 
-@pytest.mark.parametrize("text", ["lr: 1e-3", "lr: 1E-3", "lr: 0.001", "lr: .001", "lr: !!float 1e-3"])
-def test_numbers_in_the_file(text: str, write: Callable[[str], Path]) -> None:
-    assert load(write(f"optimizer:\n  {text}\n  eps: [1e-8]\n")).config.optimizer.arguments() == {
-        "lr": 1e-3,
-        "eps": [1e-8],
-    }
-
-
-@pytest.mark.parametrize("quoted", ['"1e3"', "'1e3'", '"1.5"', "'007.5'"])
-def test_what_is_quoted_is_text(quoted: str, write: Callable[[str], Path]) -> None:
-    value = quoted[1:-1]
-    assert load(write(f"task:\n  args:\n    tag: {quoted}\n")).config.task.args == {"tag": value}
-    assert load(sets=[f"task.args.tag={quoted}"]).config.task.args == {"tag": value}
-
-
-@pytest.mark.parametrize("text", ["yes", "on", "true"])
-@pytest.mark.parametrize("key", ["run.steps", "run.workers", "optimizer.lr"])
-def test_a_switch_is_no_number(key: str, text: str) -> None:
-    """`steps: yes` is a mistake, not one step."""
-    mistake(lambda: load(sets=[f"{key}={text}"]))
-
-
 # What a value without quotes is to a field of any type, of text, of an integer, of a number and a switch.
 REFUSED = object()
 MEANT = {
+    **{text: (text, text, REFUSED, REFUSED, REFUSED) for text in
+       ("1:30", "1_000", "no", "yes", "on", "y", "0b11", "nan", "\u0663")},
     "010": ("010", "010", 10, 10.0, REFUSED),
     "007": ("007", "007", 7, 7.0, REFUSED),
-    "1:30": ("1:30", "1:30", REFUSED, REFUSED, REFUSED),
-    "1_000": ("1_000", "1_000", REFUSED, REFUSED, REFUSED),
-    "no": ("no", "no", REFUSED, REFUSED, REFUSED),
-    "yes": ("yes", "yes", REFUSED, REFUSED, REFUSED),
-    "on": ("on", "on", REFUSED, REFUSED, REFUSED),
-    "y": ("y", "y", REFUSED, REFUSED, REFUSED),
     "true": (True, "true", REFUSED, REFUSED, True),
     "False": (False, "False", REFUSED, REFUSED, False),
     "0o17": (15, "0o17", 15, 15.0, REFUSED),
     "017": ("017", "017", 17, 17.0, REFUSED),
     "0x10": (16, "0x10", 16, 16.0, REFUSED),
-    "0b11": ("0b11", "0b11", REFUSED, REFUSED, REFUSED),
     "1e3": (1000.0, "1e3", 1000, 1000.0, REFUSED),
     "1.10": (1.1, "1.10", REFUSED, 1.1, REFUSED),
     "+3": (3, "+3", 3, 3.0, REFUSED),
-    "nan": ("nan", "nan", REFUSED, REFUSED, REFUSED),
     "'3'": ("3", "3", REFUSED, REFUSED, REFUSED),
-    "\u0663": ("\u0663", "\u0663", REFUSED, REFUSED, REFUSED),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("source", ["set", "environment", "file"])
+@pytest.mark.parametrize("source", ["set", "environment", "file", "flag"])
 @pytest.mark.parametrize("text", MEANT)
 def test_a_value_without_quotes_is_what_its_field_wants(text: str, source: str, write: Callable[[str], Path]) -> None:
     """By YAML 1.2 and the same from every source; YAML 1.1 makes 010 eight, 1:30 ninety and `no` a switch."""
     keys = ("task.args.x", "output.project", "run.seed", "server.absent_s", "server.direct")
     for key, expected in zip(keys, MEANT[text], strict=True):
+        if source == "flag" and (key == "task.args.x" or "'" in text):
+            continue  # no flag; a shell has taken the quotes
         section, _, rest = key.partition(".")
         body = f"args: {{x: {text}}}" if key == "task.args.x" else f"{rest}: {text}"
         given: dict[str, dict[str, Any]] = {
             "set": {"sets": [f"{key}={text}"]},
             "environment": {"environ": {f"PS_{key.upper().replace('.', '__')}": text}},
             "file": {"path": write(f"{section}:\n  {body}\n")},
+            "flag": {"flags": {key: text}},
         }
         if expected is REFUSED:
             error = mistake(lambda given=given: load(**given[source]))
@@ -457,21 +359,6 @@ def test_a_value_without_quotes_is_what_its_field_wants(text: str, source: str, 
         config = load(**given[source]).config
         found = config.task.args["x"] if key == "task.args.x" else getattr(getattr(config, section), rest)
         assert (found, type(found)) == (expected, type(expected))
-
-
-@pytest.mark.parametrize("text", ["10", "010", "1e3", "0.5", "1:30", "1_0", "yes", "true", "\u0663"])
-def test_a_flag_is_read_as_the_same_text_elsewhere(text: str) -> None:
-    """The text of a flag comes from the command line; --set reads it alike."""
-    for key in ("run.seed", "optimizer.lr", "output.project"):
-        found: list[Any] = []
-        for source in ({"flags": {key: text}}, {"sets": [f"{key}={text}"]}):
-            try:
-                config = load(**source).config  # type: ignore[arg-type]
-            except UsageError:
-                found.append(None)
-            else:
-                found.append(getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]))
-        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("value", ["yes", "on", "[yes, 0.9]", "[true]", "1:30", "{a: 1}", "fast"])
@@ -572,10 +459,8 @@ def test_what_no_mode_of_the_run_reads_is_refused_with_set_and_told_of_a_file(wr
 
 
 def test_of_what_several_modes_are_told_each_has_its_own():
-    flags, sets = (
-        {"policy.local_steps": 4, "run.lr": 0.1, "policy.weighting": None},
-        ["policy.staleness=2", "run.steps=5"],
-    )
+    flags = {"policy.local_steps": 4, "run.lr": 0.1, "policy.weighting": None}
+    sets = ["policy.staleness=2", "run.steps=5"]
     assert of_mode("sync", flags, sets) == ({"run.lr": 0.1, "policy.weighting": None}, ["run.steps=5"])
     assert of_mode("localsgd", flags, sets) == (flags, ["run.steps=5"])
     assert of_mode("ssp", flags, sets)[1] == sets

@@ -1,8 +1,6 @@
-"""What a run costs, from its summary; and of several machines together."""
+"""What a run costs, from its summary."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -10,9 +8,6 @@ from paramserver.common.config.schema import CostConfig
 from paramserver.common.reporting.comparison import comparison_cells
 from paramserver.common.reporting.status import WorkerStatus
 from paramserver.common.reporting.summary import Cost, Summary, price
-from paramserver.launch.plan.hosts import load_hosts
-from paramserver.launch.plan.placement import place_processes
-from paramserver.launch.plan.process import Child
 
 PRICES = CostConfig(total_per_hour=2.0, currency="EUR")
 
@@ -45,12 +40,3 @@ def test_a_comparison_has_prices_where_there_are_some() -> None:
     assert head[-2:] == ["cost", "for waiting"]
     assert [row[-2:] for row in rows] == [["1.00 EUR", "0.25"], ["-", "-"]]
     assert "cost" not in comparison_cells([("sync", summary())])[0]
-
-
-def test_each_host_has_its_price(tmp_path: Path) -> None:
-    path = tmp_path / "hosts.yaml"
-    path.write_text("hosts:\n  - {host: a, slots: 2, per_hour: 0.5}\n  - b\n")
-    places = place_processes(load_hosts(str(path)), 3, 1, colocate=False, folder=".")
-    found = {str(child): at.per_hour for child, at in places.items() if child.role == "worker"}
-    assert found == {"worker 0": 0.5, "worker 1": 0.5, "worker 2": None}
-    assert places[Child("server", 0)].per_hour == 0.5

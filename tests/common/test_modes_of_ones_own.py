@@ -69,10 +69,8 @@ def test_its_name_is_the_whole_path_and_its_options_are_keys(mine: str, tmp_path
 
 
 def test_a_key_of_the_file_means_what_the_mode_that_runs_says(mine: str) -> None:
-    assert (
-        "policy.pull_every: input should be greater than or equal to 2"
-        in mistake(lambda: load("policy.pull_every=1", run__mode=mine)).message
-    )
+    error = mistake(lambda: load("policy.pull_every=1", run__mode=mine))
+    assert "policy.pull_every: input should be greater than or equal to 2" in error.message
     assert load("policy.pull_every=1").config.policy.options("async").pull_every == 1
 
 
@@ -90,10 +88,8 @@ def test_one_file_serves_it_and_others(mine: str, first: str, tmp_path: Path) ->
 def test_without_it_its_options_are_unknown(mine: str) -> None:
     assert "unknown key 'policy.alpha'" in mistake(lambda: load("policy.alpha=2")).message
     error = mistake(lambda: load("policy.alpa=2", run__mode=mine))
-    assert (error.message, error.fix) == (
-        "--set policy.alpa: unknown key 'policy.alpa'",
-        "did you mean 'policy.alpha'?",
-    )
+    assert error.message == "--set policy.alpa: unknown key 'policy.alpa'"
+    assert error.fix == "did you mean 'policy.alpha'?"
 
 
 @pytest.mark.parametrize(
@@ -108,14 +104,10 @@ def test_without_it_its_options_are_unknown(mine: str) -> None:
         ("bad.py:Mine", "def f():\n    raise KeyError('x')\n\nf()\n", "bad.py:2: KeyError"),
         (
             "bad.py:Mine",
-            "from paramserver.ps.policies.base import Policy\n\n\nclass Mine(Policy):\n    pass\n",
+            "from paramserver.ps.policies.base import Policy\nclass Mine(Policy):\n    pass\n",
             "lacks _take",
         ),
-        (
-            "bad.py:Mine",
-            MINE.replace('Field(0.5, gt=0, description="how much of it")', "Field(description='needed')"),
-            "option alpha has no default",
-        ),
+        ("bad.py:Mine", MINE.replace("Field(0.5, ", "Field("), "option alpha has no default"),
         ("bad.py:Mine", MINE.replace("alpha:", "trim:"), "option trim is a setting of every mode"),
     ],
 )
@@ -132,16 +124,12 @@ def test_another_process_cannot_name_a_file(mine: str, tmp_path: Path) -> None:
     """The coordinator's mode replaces the one on a shard's command line, in whichever folder the file is."""
     config = load(run__mode=mine).config
     settings = {"mode": "/elsewhere/my_mode.py:Mine", "other_modes": [], "steps": 7}
-    assert own_modes(config.run.modes, settings) == {
-        "mode": f"{tmp_path}/my_mode.py:Mine",
-        "other_modes": (),
-        "steps": 7,
-    }
+    here = {"mode": f"{tmp_path}/my_mode.py:Mine", "other_modes": (), "steps": 7}
+    assert own_modes(config.run.modes, settings) == here
     assert own_modes(config.run.modes, {"mode": "sync", "other_modes": []})["mode"] == "sync"
     for strange in ({"mode": "/elsewhere/my_mode.py:Other"}, {"mode": "sync", "other_modes": ["/x/evil.py:Mine"]}):
-        assert (
-            "own settings do not name" in mistake(lambda strange=strange: own_modes(config.run.modes, strange)).message
-        )
+        error = mistake(lambda strange=strange: own_modes(config.run.modes, strange))
+        assert "own settings do not name" in error.message
     assert "own settings do not name" in mistake(lambda: own_modes(Config().run.modes, settings)).message
 
 
@@ -166,14 +154,6 @@ def test_its_options_are_flags(mine: str, tmp_path: Path) -> None:
     wrong = run("ps", "--mode", mine, "--alpha", "-1", folder=tmp_path)
     assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
     assert "flag --alpha: policy.alpha: input should be greater than 0" in wrong.stderr
-
-
-def test_a_mistake_in_its_file_is_the_users(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("1 / 0\n")
-    for arguments in (["--mode", "bad.py:Mine"], ["--set", "run.mode=bad.py:Mine"]):
-        wrong = run("launch", *arguments, folder=tmp_path)
-        assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
-        assert "bad.py:1: ZeroDivisionError: division by zero" in wrong.stderr
 
 
 def test_the_launcher_hands_on_the_whole_path(mine: str, tmp_path: Path) -> None:

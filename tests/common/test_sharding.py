@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.tensors.sharding import divide
 
@@ -59,24 +58,6 @@ def test_shares_differ_by_less_than_two_rows(layout, num_shards):
     for share in _divided(layout, num_shards):
         num_bytes = sum(spec.num_bytes for spec in share.layout.specs if spec.kind is Kind.PARAMETER)
         assert abs(num_bytes - total / num_shards) <= 2 * row + 1
-
-
-@given(layouts(), st.integers(1, 4))
-@settings(max_examples=100)
-def test_parts_put_together_are_the_tensors(layout, num_shards):
-    shares = _divided(layout, num_shards)
-    payload = new_payload(layout.total_bytes)
-    payload.copy_(torch.randint(0, 100, payload.shape, dtype=torch.uint8))
-    whole = {spec.name: tensor for spec, tensor in layout.views(payload)}
-    again = {name: torch.full_like(tensor, 1) for name, tensor in whole.items()}
-    for share in shares:
-        merged = new_payload(share.layout.total_bytes)
-        views = {spec.name: view for spec, view in share.layout.views(merged)}
-        for part in share.parts:
-            views[part.name].copy_(part.of(whole[part.spec.name]))
-            part.of(again[part.spec.name]).copy_(views[part.name])
-    for name, tensor in whole.items():
-        assert as_bytes(again[name]) == as_bytes(tensor.contiguous())
 
 
 def test_a_large_tensor_is_spread_and_small_ones_stay_whole():

@@ -64,18 +64,6 @@ def test_a_word_of_another_tool_is_answered_with_ours(
     assert "Possible options" not in error
 
 
-@pytest.mark.parametrize(("words", "fix"), [("rm last", "ps-runs delete"), ("serve", "ps-runs ui"), ("ls", "list")])
-def test_a_command_of_another_tool_is_answered_with_ours(
-    words: str, fix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from paramserver.catalog.main import main
-
-    monkeypatch.setattr(sys, "argv", ["ps-runs", *words.split()])
-    with pytest.raises(SystemExit):
-        main()
-    assert fix in capsys.readouterr().err.partition("fix: ")[2]
-
-
 def test_no_word_of_ours_is_a_synonym() -> None:
     assert set(synonyms.NAMES["mode"]).isdisjoint(MODES.names())
     assert set(synonyms.NAMES["codec"]).isdisjoint(CODECS.names())
@@ -83,22 +71,23 @@ def test_no_word_of_ours_is_a_synonym() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("show", "latest"), ("compare", "newest", "last"), ("export", "recent"), ("plot", "-1")]
-)
-def test_a_word_for_the_newest_run_is_answered_with_last(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ("words", "fix"),
+    [("rm last", "ps-runs delete"), ("serve", "ps-runs ui"), ("ls", "list"),
+     *((words, "`last` is the newest run") for words in ("show latest", "compare newest last", "plot -1"))],
+)  # fmt: skip
+def test_a_word_of_another_tool_is_answered_by_ps_runs(
+    words: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from paramserver.catalog.main import main
 
-    assert {word for word in words if word in synonyms.RUNS}
     record = Record(Config.model_validate({"output": {"track_dir": str(tmp_path)}}), run="r", mode="sync")
     assert record.write()
     record.close()
-    monkeypatch.setattr(sys, "argv", ["ps-runs", *words, "--db", str(tmp_path / "paramserver.db")])
+    monkeypatch.setattr(sys, "argv", ["ps-runs", *words.split(), "--db", str(tmp_path / "paramserver.db")])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert "`last` is the newest run" in capsys.readouterr().err
+    assert fix in capsys.readouterr().err.partition("fix: ")[2]
 
 
 def test_the_package_names_its_programs() -> None:

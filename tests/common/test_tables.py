@@ -50,19 +50,6 @@ def test_steps_are_torchs_with_sparse_gradients(name: str) -> None:
     assert torch.equal(ours.state()["weight"][NUM_ROWS // 2 :], start[NUM_ROWS // 2 :])
 
 
-def test_adagrad_by_hand() -> None:
-    ours = table("adagrad", lr=0.2)
-    weight = ours.state()["weight"].double()
-    sums = torch.zeros_like(weight)
-    for ids, factor in batches(5):
-        gradient = torch.zeros_like(weight).index_add_(0, ids.flatten(), factor.view(-1, DIM).double())
-        for row in ids.unique().tolist():
-            sums[row] += gradient[row] ** 2
-            weight[row] -= 0.2 * gradient[row] / (sums[row].sqrt() + 1e-10)
-        ours.step(ids.unique(), gradient[ids.unique()].float())
-    assert torch.allclose(ours.state()["weight"].double(), weight, rtol=1e-5, atol=1e-6)
-
-
 def test_rowwise_adagrad_by_hand() -> None:
     ours = table("rowwise_adagrad", lr=0.2)
     weight, sums = ours.state()["weight"].tolist(), [0.0] * NUM_ROWS
@@ -77,6 +64,8 @@ def test_rowwise_adagrad_by_hand() -> None:
         ours.step(ids.unique(), gradient[ids.unique()])
     assert torch.allclose(ours.state()["weight"], torch.tensor(weight), rtol=1e-5, atol=1e-6)
     assert ours.state()["sum"].shape == (NUM_ROWS,)
+    with pytest.raises(TypeError):
+        ours.torch.step(lambda: pytest.fail("called after the step"))
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "rowwise_adagrad"])

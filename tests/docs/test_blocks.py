@@ -126,13 +126,10 @@ def run_in_a_group(command: list[str], folder: Path) -> tuple[int, str]:
     [
         ("ps-server --mode ssp --made-up 3", "--made-up"),
         ("ps-server --set policy.made_up=3", "made_up"),
-        ("ps-worker --rank zero", "--rank"),
         ("ps-launch configs/made_up.yaml", "made_up.yaml"),
-        ("ps-launch configs/digits.yaml --mode mad", "mad"),
         ("PS_RUN__MADE_UP=1 ps-launch configs/digits.yaml", "made_up"),
         ("torchrun --nproc-per-node 4 -m paramserver.worker --made-up", "--made-up"),
         ("ps-launch doctor --made-up", "--made-up"),
-        ("ps-runs list --made-up", "--made-up"),
         ("ps-runs made-up", "made-up"),
         ("ps-sim configs/digits.yaml --set run.made_up=1", "made_up"),
         ("ps-made-up", "ps-made-up"),

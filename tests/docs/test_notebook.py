@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,12 @@ from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import StoredRun
 from paramserver.tests.docs.blocks import ROOT
 from paramserver.tests.docs.test_blocks import environ
+from paramserver.tests.tags import Tags
 
 EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 ALLOWED = {
     "div", "strong", "table", "tr", "th", "td", "p", "figure", "figcaption", "svg", "polyline", "text",
 }  # fmt: skip
-
-
-class Tags(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-        self.attributes: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.add(tag)
-        self.attributes |= {name for name, _ in attrs}
 
 
 def evil_cards() -> list[Card]:
@@ -52,7 +40,7 @@ def evil_cards() -> list[Card]:
 @pytest.mark.parametrize("card", evil_cards(), ids=lambda card: f"{len(card.metrics)} metrics")
 def test_names_are_text(card: Card) -> None:
     tags = Tags(card.html())
-    assert tags.found <= ALLOWED
+    assert set(tags.found) <= ALLOWED
     assert not any(name.startswith("on") or name in ("src", "href") for name in tags.attributes)
     assert "alert" in card.html() and "<script" not in card.html()
 
@@ -110,6 +98,6 @@ def test_the_example_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     outputs: list[list[dict[str, Any]]] = [cell.outputs for cell in book.cells if cell.cell_type == "code"]
     live, session, record, summary = (shown[0]["data"] for shown in (outputs[1], outputs[2], outputs[4], outputs[5]))
     for shown in (live, session, record, summary):
-        assert Tags(shown["text/html"]).found <= ALLOWED and shown["text/plain"]
+        assert set(Tags(shown["text/html"]).found) <= ALLOWED and shown["text/plain"]
     assert "accuracy" in live["text/plain"] and "<svg" in live["text/html"], "it was shown anew in its place"
     assert "done" in record["text/plain"] and "ssp" in summary["text/plain"]

@@ -160,13 +160,6 @@ def test_however_it_ends_nothing_is_left(launched: Launched, number: int, code: 
     launched.nothing_is_left()
 
 
-def test_a_job_with_too_few_tasks_is_refused(launched: Launched) -> None:
-    process = launched.start(3, 20, before=("salloc", "-n2"))
-    assert process.wait() == 2, process.output
-    assert "3 workers need a task each, but job " in process.output
-    launched.nothing_is_left()
-
-
 def test_what_slurm_refuses_is_told(launched: Launched) -> None:
     process = launched.run.program(
         "launch", "ps-launch", "--backend", "slurm", "-n", "2", "--set", "server.insecure=true",

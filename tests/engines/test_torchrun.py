@@ -13,15 +13,6 @@ from paramserver.tests.ports import free_port
 WORKER = ("-m", "paramserver.worker")
 
 
-def test_a_rank_in_error_is_told_and_exits_2(run: EngineRun) -> None:
-    result = run.command("worker", RANK="first", WORLD_SIZE="2")
-    assert result.returncode == 2
-    assert "environment RANK: worker.rank: input should be a valid integer" in result.stderr
-    result = run.command("worker", RANK="2", WORLD_SIZE="2")
-    assert result.returncode == 2
-    assert "worker.rank is 2: with run.workers 2 it is 0..1 (worker.rank: environment RANK" in result.stderr
-
-
 def _two_agents(run: EngineRun, port: int, num_each: int, *argv: str, **env: str) -> list:
     return [
         run.program(
@@ -56,20 +47,6 @@ def test_nothing_is_lost_or_repeated_when_torchrun_starts_all_workers_again(
     again = sorted(event["rank"] for event in torchrun.events("place") if event.get("restarts") == "1")
     assert again == [0, 1, 2]
     run.prove(restarts=1)
-
-
-@pytest.mark.slow
-def test_rounds_that_went_on_without_them_are_not_made_up_for(run: EngineRun) -> None:
-    """sync without min_workers: who is back first may go on alone. Nothing is applied twice, and the history agrees."""
-    server = run.serve("sync", 3, 80)
-    torchrun = _start_three(run)
-    _kill_one(run, server, rank=1)
-    assert torchrun.wait() == 0, torchrun.output + server.output
-    assert server.wait() == 0
-    run.check_history()
-    summary = run.summary()
-    assert (summary["final"]["repeated"], summary["final"]["torn"]) == (0, 0)
-    assert summary["final"]["clock"] == summary["version"]
 
 
 def _start_three(run: EngineRun):

@@ -12,7 +12,6 @@ import pytest
 
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.gpu import run as runner
-from paramserver.tests.gpu.conftest import why_not
 from paramserver.tests.gpu.test_runs import run
 
 RUNNER = Path(runner.__file__)
@@ -21,17 +20,6 @@ RUNNER = Path(runner.__file__)
 @pytest.mark.slow
 def test_a_run_of_the_gpu_tests_on_the_cpu(cluster: Cluster) -> None:
     assert run(cluster, "cpu", "--mode", "sync")["version"] == 40
-
-
-def test_the_task_fails_on_another_device_than_the_test_asks_for(cluster: Cluster) -> None:
-    with pytest.raises(AssertionError, match="not on \\['cuda'\\]"):
-        run(cluster, "cpu", "--mode", "single", "--set", "task.args.devices=cuda")
-
-
-def test_without_a_gpu_the_reason_is_said() -> None:
-    assert why_not("cpu") == ""
-    if reason := why_not("cuda"):
-        assert reason.startswith("NOT RUN: torch ") and "no CUDA device" in reason
 
 
 def test_an_interpreter_that_lacks_packages_is_told_which(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil, inf
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import nn
 
 from paramserver.common.tensors.optimizers import DelayedNesterov
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Commit, Fold, Reply
-from paramserver.ps.tensors.store import Step
+from paramserver.ps.policies.base import Commit, Fold, Policy, Reply
+from paramserver.ps.tensors.store import Step, Store
 from paramserver.tests.numeric.test_diloco_equals_reference import (
     INNER,
     Worker,
@@ -83,6 +84,22 @@ def reference(
     return theta
 
 
+def replied(
+    decisions: list[Any], policy: Policy, store: Store, in_mean: list[tuple[int, float]], staged: torch.Tensor | None
+) -> Iterator[int]:
+    """Carry out decisions; yields the ranks that get a reply. `in_mean`: ranks and weights of the open mean."""
+    for decision in decisions:
+        if isinstance(decision, Fold):
+            store.fold(staged, decision.weight, decision.rank)
+            in_mean.append((decision.rank, decision.weight))
+        elif isinstance(decision, Commit):
+            numbers = policy.outer.arguments | (decision.numbers or {})
+            store.commit(Step(3, 0, [numbers], lr_scale=decision.lr_scale(in_mean)))
+            in_mean.clear()
+        elif isinstance(decision, Reply):
+            yield decision.rank
+
+
 def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     """The weights, and of each rank the local steps of its contributions."""
     policy = policy_of("async_diloco", {"training_steps": STEPS, "num_workers": 3, "local_steps": H, **options})
@@ -91,22 +108,12 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     base, local_steps, due, in_mean = {}, {0: [], 1: [], 2: []}, {}, []
 
     def perform(decisions: list[Any], now: float, staged: torch.Tensor | None = None) -> None:
-        for decision in decisions:
-            if isinstance(decision, Fold):
-                store.fold(staged, decision.weight, decision.rank)
-                in_mean.append((decision.rank, decision.weight))
-            elif isinstance(decision, Commit):
-                store.commit(
-                    Step(3, 0, [policy.outer.arguments | (decision.numbers or {})], lr_scale=decision.lr_scale(in_mean))
-                )
-                in_mean.clear()
-            elif isinstance(decision, Reply):
-                rank, steps = decision.rank, policy.next_local_steps(decision.rank)
-                workers[rank].receive(store.weights)
-                base[rank] = policy.version
-                if steps:
-                    local_steps[rank].append(steps)
-                    due[rank] = now + steps * SECONDS[rank]
+        for rank in replied(decisions, policy, store, in_mean, staged):
+            workers[rank].receive(store.weights)
+            base[rank] = policy.version
+            if steps := policy.next_local_steps(rank):
+                local_steps[rank].append(steps)
+                due[rank] = now + steps * SECONDS[rank]
 
     for rank in range(3):
         perform(policy.joined(rank, 0.0), 0.0)

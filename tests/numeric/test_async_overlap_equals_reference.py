@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Commit, Fold, Reply
-from paramserver.ps.tensors.store import Step
+from paramserver.tests.numeric.test_async_diloco_equals_reference import replied
 from paramserver.tests.numeric.test_diloco_equals_reference import (
     INNER,
     Overlapping,
@@ -73,32 +72,24 @@ def ours(tau: int, **options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     settings = {"training_steps": STEPS, "num_workers": len(SIZES), "local_steps": H, "grace": 0.0, "outer_lr": LR}
     overlap = {"delayed_update": True, "overlap_steps": tau}
     policy = policy_of("async_diloco", settings | overlap | options)
-    assert policy.overlap_steps == tau and policy.outer is not None
-    arguments = dict(policy.outer.arguments)
+    assert policy.overlap_steps == tau
     workers = [Overlapping(1) for _ in SIZES]
     store = store_of(workers[0], policy)
     progress = [Progress(total_steps=STEPS) for _ in RANKS]
-    replied: dict[int, tuple[int, int]] = {}  # version, local steps
+    replies: dict[int, tuple[int, int]] = {}  # version, local steps
     contributions: dict[int, list[int]] = {rank: [] for rank in RANKS}
     in_mean: list[tuple[int, float]] = []
 
     def perform(decisions: list[Any], staged: torch.Tensor | None = None) -> None:
-        for decision in decisions:
-            if isinstance(decision, Fold):
-                store.fold(staged, decision.weight, decision.rank)
-                in_mean.append((decision.rank, decision.weight))
-            elif isinstance(decision, Commit):
-                store.commit(Step(3, 0, [arguments], lr_scale=decision.lr_scale(in_mean)))
-                in_mean.clear()
-            elif isinstance(decision, Reply):
-                workers[decision.rank].receive(store.weights)
-                replied[decision.rank] = policy.version, policy.next_local_steps(decision.rank)
+        for rank in replied(decisions, policy, store, in_mean, staged):
+            workers[rank].receive(store.weights)
+            replies[rank] = policy.version, policy.next_local_steps(rank)
 
     for rank in RANKS:
         perform(policy.joined(rank, 0.0))
     due = {}
     for rank in RANKS:
-        progress[rank].replied(reply_of(0, *replied.pop(rank)))
+        progress[rank].replied(reply_of(0, *replies.pop(rank)))
         due[rank] = progress[rank].local_steps * SECONDS[rank]
     while due:
         now, rank = min((at, rank) for rank, at in due.items())
@@ -108,7 +99,7 @@ def ours(tau: int, **options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
             local_step(worker.model, worker.optimizer, rank, SIZES[rank], step)
             if begin and step + 1 - begin == min(tau, steps):
                 worker.merge()
-        version, hears = replied.pop(rank, (0, steps))  # what `DelayedUpdate` does with it
+        version, hears = replies.pop(rank, (0, steps))  # what `DelayedUpdate` does with it
         staged = worker.delta()
         contribution = contribution_of(len(contributions[rank]) + 1, version, steps * SIZES[rank], steps)
         contributions[rank].append(steps)

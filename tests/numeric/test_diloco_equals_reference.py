@@ -15,7 +15,6 @@ from torch import nn
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.tensors.layout import new_payload
 from paramserver.common.wire.frames import without_zeros
 from paramserver.ps.engine.modes import make_policy, policy_of
 from paramserver.ps.policies.base import Commit, Fold, Policy
@@ -26,6 +25,7 @@ from paramserver.worker.tensors.local_steps import Anchor, Overlap, fragments_of
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
 
 from ..records import contribution_of
+from .replica import Replica
 
 INNER: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -98,17 +98,14 @@ def reference(
     return theta
 
 
-class Worker:
+class Worker(Replica):
     """Waits for its exchanges of the whole model."""
 
     anchor: Anchor
 
     def __init__(self, inner: str = "adamw") -> None:
-        self.model = make_model()
-        self.optimizer = INNER[inner](self.model)
-        self.tensors = ModelTensors(self.model)
-        self.anchor = Anchor(self.tensors)
-        self.transfer = DirectTransfer(self.tensors)
+        super().__init__(make_model())
+        self.optimizer, self.anchor = INNER[inner](self.model), Anchor(self.tensors)
         self.without = frozenset[str]()
 
     def depart(self) -> None:
@@ -119,15 +116,10 @@ class Worker:
             specs = self.tensors.layout.specs
             self.without = frozenset(specs[position].name for position in self.anchor.choose(fragment))
         self.depart()
-        pieces = self.transfer.gather(ContributionKind.DELTA)[0].pieces
-        return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
-
-    def write(self, weights: torch.Tensor) -> None:
-        self.transfer.write(0, memoryview(weights.numpy()))
-        self.transfer.finish_write(len(weights))
+        return self.gather(ContributionKind.DELTA)
 
     def receive(self, weights: torch.Tensor) -> None:
-        self.write(weights)
+        super().receive(weights)
         self.anchor.note()
 
     def merge(self) -> None:
@@ -148,7 +140,7 @@ class Overlapping(Worker):
         self.anchor.depart()
 
     def receive(self, weights: torch.Tensor) -> None:
-        self.write(weights)
+        Replica.receive(self, weights)
 
     def merge(self) -> None:
         self.anchor.merge(self.shadow.tensors)
@@ -163,12 +155,9 @@ class Streaming(Overlapping):
 
 
 def store_of(worker: Worker, policy: Policy, **options: Any) -> Store:
-    layout = worker.tensors.layout
-    weights = new_payload(layout.total_bytes)
-    weights.copy_(torch.frombuffer(bytearray(b"".join(worker.transfer.gather_all())), dtype=torch.uint8))
     assert policy.outer is not None
-    spec = outer_spec(policy.outer.name, policy.outer.arguments, layout)
-    return Store(layout, weights, spec, StoreOptions(**options))
+    spec = outer_spec(policy.outer.name, policy.outer.arguments, worker.tensors.layout)
+    return Store(worker.tensors.layout, worker.weights(), spec, StoreOptions(**options))
 
 
 def ours(sizes: tuple[int, ...], steps: int, policy: Policy, workers: list[Worker], num: int = 1) -> Store:
@@ -237,56 +226,26 @@ def test_localsgd_whose_codec_leaves_out_much_is_the_mean_of_weights_by_differen
     assert_same(found.tensors(), reference(THREE, STEPS, H, 1.0, 0.0))
 
 
-def test_one_step_a_round_without_an_outer_optimizer_is_synchronous_sgd():
-    """With samples as weights: the union batch in one process."""
-    policy = policy_for(3, 1, 20, outer_lr=1.0, outer_momentum=0.0)
-    found = ours(THREE, 20, policy, [Worker("sgd") for _ in THREE])
-    model = make_model()
-    optimizer = INNER["sgd"](model)
-    for step in range(20):
-        optimizer.zero_grad()
-        for rank, size in enumerate(THREE):
-            other = make_model()
-            other.load_state_dict(model.state_dict())
-            local_step(other, torch.optim.SGD(other.parameters(), lr=0.0), rank, size, step)
-            for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-                share = its.grad * size / sum(THREE)
-                mine.grad = share if mine.grad is None else mine.grad + share
-        optimizer.step()
-    assert_same(found.tensors(), dict(model.named_parameters()))
-
-
 @pytest.mark.parametrize(
-    ("steps", "given", "momentum", "because"),
+    ("codec", "steps", "given", "momentum", "because"),
     [
-        (500 * H, None, 0.9, "500 rounds"),
-        (499 * H, None, 0.5, "499 rounds: 0.9 needs 500"),
-        (499 * H + 1, None, 0.9, "500 rounds"),
-        (None, None, 0.5, "nobody has said"),
-        (1, 0.3, 0.3, "policy.outer_momentum"),
-        (1, 0.0, 0.0, "policy.outer_momentum"),
+        ("raw", 500 * H, None, 0.9, "500 rounds"),
+        ("raw", 499 * H, None, 0.5, "499 rounds: 0.9 needs 500"),
+        ("raw", 499 * H + 1, None, 0.9, "500 rounds"),
+        ("raw", 1, 0.3, 0.3, "policy.outer_momentum"),
+        ("raw", 1, 0.0, 0.0, "policy.outer_momentum"),
+        ("sparse", 500 * H, None, 0.0, "sends most of every delta later"),
+        ("sparse", 500 * H, 0.5, 0.5, "policy.outer_momentum"),
+        ("q4", 500 * H, None, 0.9, "500 rounds"),
     ],
 )
-def test_momentum_is_for_runs_with_many_rounds(steps, given, momentum, because):
-    outer = policy_for(2, H, steps, **({} if given is None else {"outer_momentum": given})).outer
-    assert outer is not None and because in outer.reason
-    assert outer.arguments == {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}
-
-
-@pytest.mark.parametrize(
-    ("codec", "given", "momentum", "because"),
-    [
-        ("sparse", None, 0.0, "sends most of every delta later"),
-        ("sparse", 0.5, 0.5, "policy.outer_momentum"),
-        ("q4", None, 0.9, "500 rounds"),
-    ],
-)
-def test_sparse_goes_without_momentum_unless_it_is_asked_for(codec, given, momentum, because):
+def test_momentum_is_for_runs_with_many_rounds_and_codecs_that_send_all(codec, steps, given, momentum, because):
     policy = {"local_steps": H, **({} if given is None else {"outer_momentum": given})}
-    run = {"mode": "diloco", "steps": 500 * H}
+    run = {"mode": "diloco", "steps": steps}
     outer = make_policy(Config.model_validate({"run": run, "policy": policy, "worker": {"codec": codec}})).outer
     assert outer is not None and because in outer.reason
     assert outer.arguments == {"lr": 0.7, "momentum": momentum, "nesterov": momentum > 0}
+    assert "nobody has said" in policy_for(2, H, None).outer.reason
 
 
 # ---- fragments ---------------------------------------------------------------------------------------
@@ -371,36 +330,3 @@ def test_exchanges_that_take_local_steps_equal_an_independent_reference(num, tau
     assert policy.overlap_steps == tau
     found = ours(THREE, 97, policy, [Overlapping(num) for _ in THREE], num)
     assert_same(found.tensors(), reference(THREE, 97, 30, 0.7, 0.9, num=num, tau=tau))
-
-
-def test_a_merge_keeps_the_steps_since_the_measurement() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    tensors = ModelTensors(model)
-    overlap = Overlap(tensors, 1)
-    with torch.no_grad():
-        model.weight.fill_(2.0)
-        overlap.measure()
-        overlap.depart()
-        model.weight.fill_(5.0)
-        overlap.merge([torch.full((1, 1), 7.0)])
-        assert model.weight.item() == 7.0 + 3.0
-        overlap.measure()
-        assert tensors.deltas[0].item() == 7.0 - 10.0, "the next difference is to the new weights"
-
-
-def test_a_merge_keeps_the_steps_of_the_other_fragments() -> None:
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    overlap = Overlap(ModelTensors(model), 2)
-    with torch.no_grad():
-        for layer, value in ((model[0], 1.0), (model[1], 2.0)):
-            layer.weight.fill_(value)
-        overlap.note()
-        for layer in (model[0], model[1]):
-            layer.weight.add_(4.0)
-        overlap.choose(0)
-        overlap.measure()
-        overlap.depart()
-        model[0].weight.add_(0.5)
-        overlap.merge([torch.full((1, 1), 10.0), torch.full((1, 1), 20.0)])
-    assert model[0].weight.item() == 10.0 + 0.5
-    assert model[1].weight.item() == 20.0 + 4.0

@@ -54,6 +54,15 @@ def test_a_sampler_that_draws_by_weight_draws_the_same_on_all_ranks():
     assert [sample for pair in zip(*divided, strict=True) for sample in pair] == whole
 
 
+def test_an_order_is_drawn_without_a_change_to_any_generator(monkeypatch: pytest.MonkeyPatch):
+    """A GPU's generator with the same state on all ranks would give them the same dropout in each epoch."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    state = torch.get_rng_state()
+    assert sorted(RankSampler(RandomSampler(range(20)), session(0, 1))) == list(range(20))
+    assert torch.equal(torch.get_rng_state(), state) and seeded == []
+
+
 def test_a_worker_that_comes_later_begins_where_its_rank_was():
     """12 batches of 2 an epoch, 2 to a step: step 8 is the third of the second epoch."""
     loader = DataLoader(range(48), batch_size=2)

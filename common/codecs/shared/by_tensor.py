@@ -151,10 +151,10 @@ class Preparation(Protocol):
 class PieceEncoder(Encoder):
     """An encoder that can also encode single pieces."""
 
-    _codec: ByTensor
+    codec: ByTensor
 
     def write(self, piece: Piece, values: torch.Tensor, out: torch.Tensor) -> None:
-        self._codec.write(piece, values, out)
+        self.codec.write(piece, values, out)
 
 
 @lru_cache(256)

@@ -24,18 +24,15 @@ def moves_reference(codec: Codec | None) -> bool:
 
 
 def approach(
-    codec: ByTensor,
-    encoder: PieceEncoder,
-    layout: Layout,
-    weights: torch.Tensor,
-    payload: torch.Tensor,
-    out: torch.Tensor,
+    codec: ByTensor, encoder: PieceEncoder, weights: torch.Tensor, payload: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Encode the difference of `weights` to the reference `payload` into `out`, and update the reference by it.
 
     `weights` is uint8 [>= exchange_bytes], `payload` uint8 [exchange_bytes], `out` uint8 [payload_bytes]. The reference
-    also takes the buffers. `encoder` must be the same object at each call. Decoding does not need its memory.
+    also takes the buffers. `codec` is the encoder's, or that without some tensors (`only_rest`). `encoder` must be the
+    same object at each call. Decoding does not need its memory.
     """
+    layout = encoder.layout
     for piece in all_pieces(codec, layout):
         known = piece.of_payload(payload)
         difference = torch.sub(piece.of_payload(weights), known, out=ROOM.of("difference", known.shape, known.dtype))

@@ -85,7 +85,7 @@ class Reference:
         def work() -> None:
             layout = self._store.layout
             encoded = new_payload(payload_bytes(codec, layout))
-            approach(codec, self._encoder, layout, self._store.weights, self._payload, encoded)
+            approach(codec, self._encoder, self._store.weights, self._payload, encoded)
             if difference.number % _CHECKED_EVERY == 0:
                 difference.check = check_sum(layout, self._payload)
                 self.distance = distance(layout, self._store.weights, self._payload)

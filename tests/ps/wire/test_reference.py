@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from paramserver.common.codecs.base import encode_payload
+from paramserver.common.codecs.base import FreeBuffers, encode_payload
 from paramserver.common.errors import ParamServerError
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Layout, as_bytes, new_payload
@@ -321,7 +321,7 @@ async def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact
 def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
     tensors, codec = ModelTensors(Net(100)), CODECS.load("topk")()
     layout = tensors.layout
-    nothing = bytes(as_bytes(encode_payload(codec, layout, new_payload(layout.exchange_bytes))))
+    nothing = bytes(as_bytes(encode_payload(codec, layout, new_payload(layout.exchange_bytes), FreeBuffers())))
     size, crc = len(nothing), zlib.crc32(bytes(layout.parameter_bytes))
 
     def take(data: bytes, settings: dict[str, Any], base: int = 3) -> int:
