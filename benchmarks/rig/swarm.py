@@ -19,7 +19,7 @@ import grpc.aio
 
 from ...common.errors import ParamServerError
 from ...common.tensors.optimizers import OptimizerSpec, describe_optimizers, find_optimizer
-from ...common.wire.direct import ACCEPTED, HELLO, LENGTH_BYTES, decode_length, to_buffers
+from ...common.wire.direct import ACCEPTED, HELLO, LENGTH_BYTES, to_buffers
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, message_frames, parse
 from ...common.wire.messages import contribution_message, read_reply
 from ...common.wire.protocol import SERVICE
@@ -107,7 +107,7 @@ class DirectCall(asyncio.Protocol):
         """Read a message with its payload."""
         if not await self._until(LENGTH_BYTES):
             return await self.stream.read()
-        end = LENGTH_BYTES + decode_length(self._came)
+        end = LENGTH_BYTES + int.from_bytes(self._came[:LENGTH_BYTES], "little")
         await self._until(end)
         message, self._came = bytes(self._came[LENGTH_BYTES:end]), self._came[end:]
         if num_bytes := parse(messages.pb.ServerMessage, message).out_of_band:

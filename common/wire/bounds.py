@@ -20,7 +20,7 @@ _ITEMS_OF_A_MESSAGE = 4
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
-def check_items(raw: bytes | memoryview, descriptor: Any) -> None:
+def check_items(raw: bytes | bytearray | memoryview, descriptor: Any) -> None:
     """Count the items of `raw`, a message of the type `descriptor`.
 
     Raises a BAD_REQUEST refusal above MAX_ITEMS. Raises ValueError or IndexError for bytes that are not valid protobuf,
@@ -73,7 +73,7 @@ def _fields_of(descriptor: Any) -> dict[int, Any]:
     return found
 
 
-def read_varint(raw: bytes | memoryview, at: int, max_bytes: int = 10) -> tuple[int, int]:
+def read_varint(raw: bytes | bytearray | memoryview, at: int, max_bytes: int = 10) -> tuple[int, int]:
     """Return the value of the varint at `at`, and the position behind it.
 
     Raises ValueError for a varint of more than `max_bytes`, and IndexError if `raw` ends within it.

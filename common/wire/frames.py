@@ -36,7 +36,7 @@ assert pb.ServerMessage.OFFSET_FIELD_NUMBER == pb.WorkerMessage.OFFSET_FIELD_NUM
 assert pb.ServerMessage.DATA_FIELD_NUMBER == pb.WorkerMessage.DATA_FIELD_NUMBER
 assert pb.ServerMessage.LEFT_OUT_FIELD_NUMBER == pb.WorkerMessage.LEFT_OUT_FIELD_NUMBER
 
-Buffer = bytes | memoryview
+Buffer = bytes | bytearray | memoryview
 Header = TypeVar("Header", bound=Message)
 
 # Pieces arrive nearly in order, so few separate ranges are enough. The reader refuses more.
@@ -159,7 +159,7 @@ def message_frames(header: Message, pieces: Iterable[memoryview], num_bytes: int
         yield from payload_frames(pieces)
 
 
-def _split(raw: bytes) -> tuple[bytes | memoryview, memoryview | None]:
+def _split(raw: bytes | bytearray) -> tuple[Buffer, memoryview | None]:
     """Return the fields before `data`, and `data` as a view, if it is the last field; else all bytes, and None."""
     view, at = memoryview(raw), 0
     with suppress(ValueError, IndexError):  # another field is the last, or protobuf refuses these bytes
@@ -176,7 +176,7 @@ def _split(raw: bytes) -> tuple[bytes | memoryview, memoryview | None]:
     return raw, None
 
 
-def parse(message_class: Callable[[], Any], raw: bytes) -> Frame:
+def parse(message_class: Callable[[], Any], raw: bytes | bytearray) -> Frame:
     """Read one frame. `data` is a view into `raw`, except for a small message.
 
     Accepts every message that protobuf accepts (any field order, repeated and unknown fields).

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import grpc.aio
 
 from ...common.errors import Reason, refusal, shown
-from ...common.wire.frames import INLINE_BYTES
+from ...common.wire.checks import check_header
+from ...common.wire.frames import INLINE_BYTES, parse
 from ...common.wire.messages import read_topic
 from ...common.wire.records import ResidualInfo
 from ...proto import parameter_server_pb2 as pb
@@ -73,8 +74,13 @@ class SmallExchanges:
             raw = self._connection.read_now()
             if raw is None:
                 return
+            received = parse(pb.WorkerMessage, raw)
+            if received.header is not None:
+                check_header(received.header)
             self._is_due = True
-            if not self._stream.take_now(raw, self._receiver.take_now):
+            self._stream.bytes_read += len(raw)  # before `take_now`, which moves the count to the worker's traffic
+            if not self._receiver.take_now(received):
+                self._stream.bytes_read -= len(raw)
                 self._connection.unread(raw)
                 self._end(False)
             elif not self._is_due and self._connection.has_more:

@@ -45,7 +45,8 @@ class Delivery:
         if not isinstance(item, Go):
             return None
         effect, payload = item.effect, item.payload
-        if effect.is_start or (effect.has_weights and (payload is None or self._peer.encodes(effect))):
+        has_codec = self._peer.reply_codec is not None
+        if effect.is_start or (effect.has_weights and (payload is None or (has_codec and self._peer.encodes(effect)))):
             return None
         message = self._message(effect.reply)
         if payload is None:

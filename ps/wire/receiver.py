@@ -46,28 +46,28 @@ class StateAssembler:
     """Joins the bytes of consecutive State messages."""
 
     def __init__(self) -> None:
-        self._num_bytes, self._data = 0, bytearray()
+        self.num_bytes, self._data = 0, bytearray()
 
     def add(self, message: pb.State) -> None:
         """Append a piece. Raises a BAD_REQUEST refusal if it does not follow the previous pieces."""
         if not message.offset:
-            self._num_bytes, self._data = message.num_bytes, bytearray()
-        if message.num_bytes != self._num_bytes or message.offset != len(self._data):
+            self.num_bytes, self._data = message.num_bytes, bytearray()
+        if message.num_bytes != self.num_bytes or message.offset != len(self._data):
             problem = f"a piece of a State at {message.offset} that does not follow {len(self._data)}"
             raise refusal(Reason.BAD_REQUEST, problem)
         self._data += message.piece
 
     def check_complete(self) -> None:
         """Raise a BAD_REQUEST refusal if pieces are missing."""
-        if len(self._data) < self._num_bytes:
-            problem = f"a Contribution after {len(self._data)} of {self._num_bytes} bytes of a State"
+        if len(self._data) < self.num_bytes:
+            problem = f"a Contribution after {len(self._data)} of {self.num_bytes} bytes of a State"
             raise refusal(Reason.BAD_REQUEST, problem)
 
     def take(self) -> bytes | None:
         """Return the whole state and start over, or None if the state has not arrived completely."""
-        if not self._data or len(self._data) < self._num_bytes:
+        if not self._data or len(self._data) < self.num_bytes:
             return None
-        data, self._data, self._num_bytes = bytes(self._data), bytearray(), 0
+        data, self._data, self.num_bytes = bytes(self._data), bytearray(), 0
         return data
 
 
@@ -83,6 +83,7 @@ class Receiver:
         self, engine: Engine, stream: Stream, peer: Peer, transport: Transport, partials: PartialTransfers
     ) -> None:
         self._stream, self._peer, self._transport, self._partials = stream, peer, transport, partials
+        self._seat = peer.seat
         self._run, self._model, self._tensors = engine.run, engine.model, engine.tensors
         self._folding, self._offer, self._now = engine.folding, engine.offer, engine.now
         self._max_state_bytes = engine.config.limits.state_bytes
@@ -275,7 +276,7 @@ class Receiver:
         kind = policy.kind
         if not (kind.has_payload or header.completion.generation):
             raise refusal(Reason.BAD_REQUEST, f"rank {rank} sends a completion without its generation")
-        contribution = read_contribution(header, self._peer.seat, kind.received(header.payload.num_bytes > 0))
+        contribution = read_contribution(header, self._seat, kind.received(header.payload.num_bytes > 0))
         if contribution.base.version > policy.version:
             problem = f"a contribution of rank {rank} on version {contribution.base.version}, which does not exist"
             raise refusal(Reason.BAD_REQUEST, f"{problem}: the newest is {policy.version}")
@@ -285,7 +286,8 @@ class Receiver:
             model.optimizer.check_changes(groups)
         if contribution.first is not None:
             self._peer.traffic.work = contribution.first.work
-        self._script_state.check_complete()
+        if self._script_state.num_bytes:
+            self._script_state.check_complete()
         without = contribution.payload.without_gradient
         self._without = model.names_here(without) if without else frozenset()
         self._peer.state = "uploading"

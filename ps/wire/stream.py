@@ -130,16 +130,6 @@ class Stream:
             self._take_piece(len(received.data) + num_out_of_band + received.left_out)
         return received
 
-    def take_now(self, raw: bytes, take: Callable[[Frame], bool]) -> bool:
-        """Pass a message from the direct connection to `take`. If that returns False, its bytes are not counted."""
-        received = parse(pb.WorkerMessage, raw)
-        if received.header is not None:
-            check_header(received.header)
-        self.bytes_read += len(raw)  # before `take`, which moves the count to the worker's traffic
-        if not (is_taken := take(received)):
-            self.bytes_read -= len(raw)
-        return is_taken
-
     async def receive_into(self, target: memoryview) -> AsyncIterator[int]:
         """Fill `target` with the bytes that follow a message on a direct connection.
 
@@ -238,40 +228,37 @@ class Stream:
         This returns once the connection has accepted the previous message, so that the caller continues while this one
         is sent.
         """
-        if is_counted:
-            self.bytes_written += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
         await self.flush()
         if self.direct is not None:
-            self._write_direct(self.direct, message)
-        else:
-            assert isinstance(message, bytes)
-            self._writing_since = self._time()
-            self._writing = asyncio.ensure_future(self._context.write(message))
+            self.write_now(message, is_counted)
+            return
+        assert isinstance(message, bytes)
+        self.bytes_written += len(message) if is_counted else 0
+        self._writing_since = self._time()
+        self._writing = asyncio.ensure_future(self._context.write(message))
 
-    def _write_direct(self, connection: Connection, message: bytes | OutOfBand) -> None:
-        pieces = to_buffers(message)
-        is_large = sum(map(len, pieces)) >= LEAST_HANDED_OVER
-        try:
-            unsent = pieces if is_large else connection.send_now(pieces)
-        except OSError as error:
-            raise StreamLost from error
+    def write_now(self, message: bytes | OutOfBand, is_counted: bool = True) -> bool:
+        """Send a message over the direct connection at once. Returns False while the previous one is being sent."""
+        assert self.direct is not None
+        if self._writing is not None:
+            return False
+        if is_counted:
+            self.bytes_written += len(message) if isinstance(message, bytes) else sum(map(len, message.pieces))
+        unsent = to_buffers(message)
+        if sum(map(len, unsent)) < LEAST_HANDED_OVER:
+            try:
+                unsent = self.direct.send_now(unsent)
+            except OSError as error:
+                raise StreamLost from error
         if unsent:
             self._num_written, self._writing_since = 0, self._time()
-            self._writing = asyncio.ensure_future(connection.send(unsent, self._wrote))
+            self._writing = asyncio.ensure_future(self.direct.send(unsent, self._wrote))
+        return True
 
     def _wrote(self, num_bytes: int) -> None:
         self._num_written += num_bytes
         if self._num_written >= CHUNK_BYTES:
             self._num_written, self._writing_since = 0, self._time()
-
-    def write_now(self, raw: bytes, is_counted: bool = True) -> bool:
-        """Send a message over the direct connection at once. Returns False while the previous one is being sent."""
-        assert self.direct is not None
-        if self._writing is not None:
-            return False
-        self.bytes_written += len(raw) if is_counted else 0
-        self._write_direct(self.direct, raw)
-        return True
 
     async def say(self, message: pb.ServerMessage) -> None:
         """Send a message without a payload."""

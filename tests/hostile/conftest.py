@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,25 +22,22 @@ from paramserver.common.wire.frames import frame, message_frames, parse
 from paramserver.common.wire.protocol import SERVICE, layout_to_proto, optimizer_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
 
+from ..cluster import DEADLINE_S, Cluster
 from ..records import contribution_proto
 
-DEADLINE_S = 120.0
+
+def layout_of(num_floats: int) -> Layout:
+    return Layout([TensorSpec("w", Kind.PARAMETER, "float32", (num_floats,))])
+
+
 # Too large for one message and for a connection's first window: its payloads wait in flow control when nobody reads.
 NUM_FLOATS = 100_000
-LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (NUM_FLOATS,))])
-_OPTIONS = (
+LAYOUT = layout_of(NUM_FLOATS)
+OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-def until(condition: Callable[[], bool], description: Callable[[], str]) -> None:
-    """Wait for a condition on the outside world, for at most DEADLINE_S."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {DEADLINE_S} s: {description()}"
-        time.sleep(0.01)
 
 
 _MODEL_TAG = bytes([pb.WorkerMessage.MODEL_FIELD_NUMBER << 3 | 2])
@@ -61,7 +53,7 @@ class Peer:
     def __init__(self, address: str, rank: int | None = None) -> None:
         self.rank = rank
         self.seq = self.version = 0
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._call: Any = self._channel.stream_stream(f"/{SERVICE}/Exchange")(iter(self._outgoing.get, None))
 
@@ -130,6 +122,7 @@ class DirectPeer(Peer):
     def __init__(self, address: str, rank: int | None = None) -> None:
         super().__init__(address, rank)
         self.socket: socket.socket | None = None  # None also of one that the server would not let in
+        self._offered: pb.Direct | None = None  # by the welcome
         self._host = address.rpartition(":")[0]
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
@@ -151,11 +144,12 @@ class DirectPeer(Peer):
 
     def _connect(self, raw: bytes) -> bytes:
         """With the ticket of the welcome, where there has been one."""
-        try:
-            self.welcome = super().receive("welcome")
-        except (grpc.RpcError, StopIteration, AssertionError):
-            return raw
-        offered = self.welcome.header.direct
+        if self._offered is None:
+            try:
+                self.receive("welcome")
+            except (grpc.RpcError, StopIteration, AssertionError):
+                return raw
+        offered: Any = self._offered
         connection = socket.create_connection((self._host, offered.port), timeout=DEADLINE_S)
         taken = b""
         with contextlib.suppress(OSError):
@@ -176,10 +170,11 @@ class DirectPeer(Peer):
             self.socket.shutdown(socket.SHUT_WR)
 
     def receive(self, *kinds: str | None) -> Any:
-        if kinds == ("welcome",) and self.socket is not None:
-            return self.welcome
         if self.socket is None:
-            return super().receive(*kinds)
+            received = super().receive(*kinds)
+            if received.kind == "welcome":
+                self._offered = received.header.direct
+            return received
         while True:
             received = self._next()
             assert received is not None, "the direct connection was closed"
@@ -202,15 +197,6 @@ class DirectPeer(Peer):
         if len(data) < received.out_of_band:
             return None
         return received._replace(data=data, out_of_band=0)
-
-    def join(self) -> Any:
-        self.send(join_bytes(self.rank), model_bytes())
-        received = self.receive("reply", "send_weights")
-        if received.kind == "send_weights":
-            self.send(*initial_weights())
-            received = self.receive("reply")
-        self._take(received)
-        return self.welcome.header
 
     def ended(self) -> tuple[str, str, str]:
         while self.socket is not None and (received := self._next()) is not None:
@@ -324,46 +310,30 @@ def contribution(seq: int, version: int = 0, layout: Layout = LAYOUT) -> Iterabl
     return message_frames(contribution_header(seq, version, layout), [memoryview(bytes(layout.exchange_bytes))])
 
 
+def begin_bytes() -> bytes:
+    return frame(pb.WorkerMessage(begin=pb.Begin(num_bytes=LAYOUT.exchange_bytes)))
+
+
 # ---- the server --------------------------------------------------------------------------------------
 
 
 class Server:
     """ps-server as a process; whoever connects through it is closed with it."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self._path = folder / "server.log"
+    def __init__(self, cluster: Cluster, *flags: str) -> None:
+        self._process = cluster.server(*flags)
+        self.popen, self.events, self.until = self._process.popen, self._process.events, self._process.until
+        self.address = cluster.address
         self.transport = "grpc"  # of its peers
         self._peers: list[Any] = []
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("PS_", "RANK", "WORLD_SIZE"))}
-        env |= {"PS_LOG__FORMAT": "json", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        argv = [sys.executable, "-m", "paramserver.ps", "--listen", "127.0.0.1:0", "--set", "server.absent_s=0", *flags]
-        with self._path.open("wb") as file:
-            self.popen = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, cwd=folder, start_new_session=True
-            )
-        until(lambda: bool(self.events("listening")) or self.popen.poll() is not None, lambda: self.output)
-        self.address: str = self.events("listening")[0]["address"]
 
     @property
     def output(self) -> str:
-        return self._path.read_text(encoding="utf-8", errors="replace")
+        return self._process.output
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        whole = self.output.split("\n")[:-1]  # the last one is still being written
-        lines = [line for line in whole if line.startswith("{") and line.endswith("}")]
-        return [event for event in map(json.loads, lines) if event.get("event") == name]
-
-    def until(self, condition: Callable[[], bool], description: str) -> None:
-        until(condition, lambda: f"{description}\n{self.output}")
-
-    def until_event(self, name: str, **fields: Any) -> dict[str, Any]:
-        """The first event of this name with these fields, once it is there."""
-
-        def found() -> list[dict[str, Any]]:
-            return [event for event in self.events(name) if fields.items() <= event.items()]
-
-        until(lambda: bool(found()), lambda: f"{name} {fields}\n{self.output}")
-        return found()[0]
+    def until_event(self, name: str, **fields: Any) -> None:
+        """Until there is an event of this name with these fields."""
+        self.until(lambda: any(fields.items() <= event.items() for event in self.events(name)), f"{name} {fields}")
 
     def peer(self, rank: int | None = None) -> Peer:
         """Over the transport of the test."""
@@ -393,12 +363,9 @@ class Server:
         assert "Traceback" not in self.output, self.output
         assert not self.events("internal_error"), self.events("internal_error")
 
-    def stop(self) -> None:
+    def close(self) -> None:
         for peer in self._peers:
             peer.close()
-        if self.popen.poll() is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
 
 
 @pytest.fixture(scope="session")
@@ -408,9 +375,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--mode", "async", "--steps", "1000000", "--set", "limits.progress_s=1.5", "--set", "server.direct=true",
         "--set", "server.join_timeout_s=3",
     )  # fmt: skip
-    server = Server(tmp_path_factory.mktemp("hostile"), *flags)
+    cluster = Cluster(tmp_path_factory.mktemp("hostile"))
+    server = Server(cluster, *flags)
     yield server
-    server.stop()
+    server.close()
+    cluster.stop()
 
 
 @pytest.fixture
@@ -421,37 +390,15 @@ def server(running: Server, request: pytest.FixtureRequest) -> Iterator[Server]:
     running.transport = "grpc"
 
 
-class _Wire:
-    """What a well-behaved worker says, for tests of this folder."""
-
-    NUM_FLOATS, LAYOUT, ENDLESS, OPTIONS = NUM_FLOATS, LAYOUT, ENDLESS, _OPTIONS
-    join_bytes, model_bytes = staticmethod(join_bytes), staticmethod(model_bytes)
-    initial_weights, contribution = staticmethod(initial_weights), staticmethod(contribution)
-    contribution_header = staticmethod(contribution_header)
-
-    @staticmethod
-    def layout(num_floats: int) -> Layout:
-        return Layout([TensorSpec("w", Kind.PARAMETER, "float32", (num_floats,))])
-
-    @staticmethod
-    def begin_bytes() -> bytes:
-        return frame(pb.WorkerMessage(begin=pb.Begin(num_bytes=LAYOUT.exchange_bytes)))
-
-
 @pytest.fixture
-def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+def start_server(cluster: Cluster) -> Iterator[Callable[..., Server]]:
     """A server of the test's own, with these flags."""
     started: list[Server] = []
 
     def start(*flags: str) -> Server:
-        started.append(Server(tmp_path, *flags))
+        started.append(Server(cluster, *flags))
         return started[-1]
 
     yield start
     for server in started:
-        server.stop()
-
-
-@pytest.fixture(scope="session")
-def wire() -> type[_Wire]:
-    return _Wire
+        server.close()

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct, Value
 
-from .fields import RULES
+from .fields import kind_of
 
 NUMBERS = [0, 1, 2, 3, 8, 31, 32, 33, 255, 4096, 65535, 65536, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**62,
            2**62 + 1, 2**63, 2**64 - 1]  # fmt: skip
@@ -111,7 +111,7 @@ class Hostile:
 
     def value(self, field: Any) -> Any:
         """Of a field that is no message, by its rule."""
-        random, kind = self.random, RULES[field.containing_type.name, field.name].kind
+        random, kind = self.random, kind_of(field)
         if kind in ("text", "json"):
             return random.choice(TEXTS)
         if kind == "address":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from . import conftest as wire
+
 both_transports = pytest.mark.parametrize("server", ["grpc", "direct"], indirect=True)
 
 
@@ -16,7 +18,7 @@ def version(server) -> int:
 
 
 @both_transports
-def test_a_contribution_replayed_on_another_connection_counts_once(server, wire):
+def test_a_contribution_replayed_on_another_connection_counts_once(server):
     """Whoever recorded a worker's bytes and plays them again fences that worker, and changes nothing else."""
     victim = server.peer(20)
     victim.join()
@@ -35,7 +37,7 @@ def test_a_contribution_replayed_on_another_connection_counts_once(server, wire)
 
 @both_transports
 @pytest.mark.parametrize("ahead", [1, 2**40, 2**63])
-def test_a_version_that_nobody_was_given(server, wire, ahead):
+def test_a_version_that_nobody_was_given(server, ahead):
     """It would make the contribution look computed in the future, in the staleness and in the history."""
     peer = server.peer(26)
     peer.join()

@@ -21,6 +21,8 @@ from paramserver.common.wire.segments import open_segment
 from paramserver.common.wire.structs import hyperparameters_from_proto
 from paramserver.proto import parameter_server_pb2 as pb
 
+from . import conftest as wire
+
 MAX_S = 3.0
 
 
@@ -118,7 +120,7 @@ def test_structs_nested_deeper_than_any_hyperparameter():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["grpc", "direct"], indirect=True)
-def test_a_server_takes_every_bomb(server, wire):
+def test_a_server_takes_every_bomb(server):
     """Each as the message after a polite Join, or after a Model the first over a direct connection; the next worker is
     served at once, and memory comes back."""
     server.check_is_well(7)
@@ -159,7 +161,7 @@ def test_huge_metadata_is_refused_before_the_call_begins(server, metadata):
     assert not server.events("internal_error")
 
 
-def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server, wire):
+def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server):
     server.check_is_well(7)
     before = server.rss_bytes
     peer = server.peer(9)

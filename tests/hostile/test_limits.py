@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.common.wire.direct import ACCEPTED, HELLO, LENGTH_BYTES, decode_length
-from paramserver.common.wire.frames import parse
-from paramserver.common.wire.protocol import SERVICE
-from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.wire.limits import JoinQueue, LogThrottle, RateLimiter, TimeBudget
 from paramserver.ps.wire.stream import Watchdog
+
+from . import conftest as wire
 
 NUM_JOINS = 200
 
@@ -134,68 +132,29 @@ async def test_time_in_which_the_server_itself_stood_still_is_nobodys_fault():
 # ---- through a real server -------------------------------------------------------------------------
 
 
-class Joiner:
-    """One connection and one join, played on an event loop with many others; with the direct connection that it is
-    offered where `transport` is direct."""
+def join_at_once(server: Any) -> tuple[list[float], tuple[str, str, str]]:
+    """How long each join took; and how one more than the limit ended while all were there."""
 
-    def __init__(self, address: str, rank: int, wire: Any, transport: str) -> None:
-        self._host = address.rpartition(":")[0]
-        self._channel = grpc.aio.insecure_channel(address, options=wire.OPTIONS)
-        self._call: Any = self._channel.stream_stream(f"/{SERVICE}/Exchange")()
-        self._rank, self._wire, self._is_direct = rank, wire, transport == "direct"
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
-
-    async def join(self) -> float:
-        """Seconds from the first byte to the reply that says where to start."""
+    def join(peer: Any) -> float:
+        """Seconds from the first byte to the first weights."""
         started = time.perf_counter()
-        await self._call.write(self._wire.join_bytes(self._rank))
-        model = pb.WorkerMessage.FromString(self._wire.model_bytes())
-        if self._is_direct:
-            await self._connect((await self._next("welcome")).header.direct)
-            model.model.direct = True
-        await self._call.write(model.SerializeToString())
-        await self._next("reply")
+        peer.join()
         return time.perf_counter() - started
 
-    async def _connect(self, offered: pb.Direct) -> None:
-        self._reader, self._writer = await asyncio.open_connection(self._host, offered.port)
-        self._writer.write(HELLO + offered.ticket)
-        assert await self._reader.readexactly(1) == ACCEPTED
-
-    async def _next(self, kind: str) -> Any:
-        while True:
-            if self._reader is not None:
-                raw = await self._reader.readexactly(decode_length(await self._reader.readexactly(LENGTH_BYTES)))
-            else:
-                raw = await self._call.read()
-                assert raw is not grpc.aio.EOF, await self._call.details()
-            received = parse(pb.ServerMessage, raw)
-            if received.kind == kind:
-                return received
-
-    async def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        await self._channel.close()
-
-
-async def join_at_once(server: Any, wire: Any) -> tuple[list[float], tuple[str, str, str]]:
-    """How long each join took; and how one more than the limit ended while all were there."""
-    joiners = [Joiner(server.address, rank, wire, server.transport) for rank in range(1, NUM_JOINS)]
-    try:
-        took = list(await asyncio.gather(*(joiner.join() for joiner in joiners)))
-        late = server.peer(NUM_JOINS)
-        late.send(wire.join_bytes(NUM_JOINS))
-        return took, late.ended()
-    finally:
-        for joiner in joiners:
-            await joiner.close()
+    peers = [server.peer(rank) for rank in range(1, NUM_JOINS)]
+    with ThreadPoolExecutor(len(peers)) as pool:
+        took = list(pool.map(join, peers))
+    late = server.peer(NUM_JOINS)
+    late.send(wire.join_bytes(NUM_JOINS))
+    ended = late.ended()
+    for peer in peers:
+        peer.close()
+    return took, ended
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["grpc", "direct"])
-def test_two_hundred_workers_join_at_once(start_server, wire, transport):
+def test_two_hundred_workers_join_at_once(start_server, transport):
     """And again when all connections are lost at once; one more than the limit is refused, and says why."""
     rate = 1_000_000
     limits = ("--set", f"limits.workers={NUM_JOINS}", "--set", f"limits.upload_bytes_per_s={rate}")
@@ -204,7 +163,7 @@ def test_two_hundred_workers_join_at_once(start_server, wire, transport):
     first = server.peer(0)
     first.join()
     for action in ("join", "join again"):
-        took, late = asyncio.run(join_at_once(server, wire))
+        took, late = join_at_once(server)
         p50, p99 = statistics.median(took), sorted(took)[int(len(took) * 0.99)]
         print(f"{NUM_JOINS} workers {action} ({transport}): p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms")
         assert p99 < 10

@@ -17,6 +17,8 @@ from paramserver.common.wire.direct import HELLO
 from paramserver.common.wire.frames import out_of_band_frame
 from paramserver.proto import parameter_server_pb2 as pb
 
+from . import conftest as wire
+
 both_transports = pytest.mark.parametrize(
     "server", ["grpc", pytest.param("direct", marks=pytest.mark.slow)], indirect=True
 )
@@ -104,7 +106,7 @@ def test_silent_sockets_disturb_nobody_and_are_closed(server, pair, many_descrip
     server.check_is_well(7)
 
 
-def announces(server: Any, wire: Any) -> tuple[int, Callable[[bytes], None]]:
+def announces(server: Any) -> tuple[int, Callable[[bytes], None]]:
     """Who has joined, and announced a contribution and what carries it: a message over gRPC, bytes that are placed
     over a direct connection. Its rank, and what sends some of these."""
     if server.transport == "direct":
@@ -125,10 +127,10 @@ def announces(server: Any, wire: Any) -> tuple[int, Callable[[bytes], None]]:
 
 
 @both_transports
-def test_a_sender_of_single_bytes_is_let_go(server, pair, wire):
+def test_a_sender_of_single_bytes_is_let_go(server, pair):
     """Slower than limits.progress_s allows, while others train."""
     before = pair.steps(NUM_STEPS)
-    rank, send = announces(server, wire)
+    rank, send = announces(server)
     during, refused = [], []
     started = time.monotonic()
     while not refused and time.monotonic() - started < 10:
@@ -141,7 +143,7 @@ def test_a_sender_of_single_bytes_is_let_go(server, pair, wire):
     server.check_is_well(rank)
 
 
-def asks_and_never_reads(server: Any, wire: Any) -> int:
+def asks_and_never_reads(server: Any) -> int:
     """Its rank. Over gRPC its first weights fill the window of its connection, over a direct one replies fill what the
     system holds of them."""
     if server.transport == "direct":
@@ -160,10 +162,10 @@ def asks_and_never_reads(server: Any, wire: Any) -> int:
 
 
 @both_transports
-def test_a_reader_that_never_reads_is_let_go(server, pair, wire):
+def test_a_reader_that_never_reads_is_let_go(server, pair):
     """The server does not wait for ever with the rest."""
     before = pair.steps(NUM_STEPS)
-    rank = asks_and_never_reads(server, wire)
+    rank = asks_and_never_reads(server)
     during, left = [], []
     started = time.monotonic()
     while not left and time.monotonic() - started < 15:
@@ -193,7 +195,7 @@ def test_who_pulls_and_never_reads_is_let_go(server, pair):
 
 
 @both_transports
-def test_who_does_not_send_what_it_announced(server, wire):
+def test_who_does_not_send_what_it_announced(server):
     """Without bytes of its own, through gRPC: the refusal arrives, with its reason."""
     peer = server.peer(44)
     peer.join()
@@ -204,7 +206,7 @@ def test_who_does_not_send_what_it_announced(server, wire):
 
 
 @both_transports
-def test_an_upload_that_nobody_waits_for_may_pause_while_it_is_computed(server, wire):
+def test_an_upload_that_nobody_waits_for_may_pause_while_it_is_computed(server):
     """Gradients leave during backward, which takes as long as it takes."""
     peer = server.peer(45)
     peer.join()
@@ -215,7 +217,7 @@ def test_an_upload_that_nobody_waits_for_may_pause_while_it_is_computed(server, 
 
 
 @both_transports
-def test_who_has_finished_owes_nothing_of_an_upload_that_it_began(server, wire, pair):
+def test_who_has_finished_owes_nothing_of_an_upload_that_it_began(server, pair):
     """It waits for the others, however long they take."""
     peer = server.peer(46)
     peer.join()

@@ -92,9 +92,11 @@ class Worker:
         optimizer: str = "SGD",
         contribution: int = 0,
         tables: Sequence[TableSpec] = (),
+        join: pb.Join | None = None,
+        settle: Callable[[], Coroutine[Any, Any, None]] | None = None,
         **more: Any,
     ) -> None:
-        names = tuple(spec.name for spec in self.layout.specs)
+        names = tuple(spec.name for spec in self.layout.specs if spec.kind is Kind.PARAMETER)
         spec = OptimizerSpec(optimizer, (GroupSpec(names, {"lr": 0.5, **more}),), tuple(tables))
         model = pb.Model(
             tensors=layout_to_proto(self.layout),
@@ -106,13 +108,17 @@ class Worker:
             contribution=contribution,
             rendezvous="127.0.0.1:1",  # of workers that average among themselves
         )
-        self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
-        await turns()
+        joining = frame(pb.WorkerMessage(join=join or pb.Join(rank=self.rank)))
+        self.stream.send(joining, frame(pb.WorkerMessage(model=model)))
+        await (settle or turns)()
         if self.kinds[-1] == "send_weights":
-            weights = new_payload(self.layout.total_bytes)
+            weights = self.initial_weights()
             header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=weights.numel()))
             self.stream.send(*message_frames(header, [as_bytes(weights)]))
             await turns()
+
+    def initial_weights(self) -> torch.Tensor:
+        return new_payload(self.layout.total_bytes).zero_()
 
     async def share(self) -> None:
         """Join with a segment of its own."""
@@ -124,6 +130,12 @@ class Worker:
 
     def begin(self, **fields: Any) -> None:
         self.send(begin=pb.Begin(**{"num_bytes": self.layout.exchange_bytes, **fields}))
+
+    def tell(self, kind: str, payload: bytes, size: int, **fields: Any) -> None:
+        """State messages of this kind with pieces of `size`."""
+        for offset in range(0, len(payload), size):
+            piece = {"num_bytes": len(payload), "offset": offset, "piece": payload[offset : offset + size], **fields}
+            self.send(**{kind: pb.State(**piece)})
 
     def continue_(self, seq: int = 1, **fields: Any) -> None:
         """Announce a contribution whose payload is a partial transfer."""

@@ -7,39 +7,32 @@ Payloads of replies are received directly into the model's tensors.
 from __future__ import annotations
 
 import contextlib
-import io
 import queue
 import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from ...common.config.addresses import join_address, split_address
 from ...common.proxies import proxy_of
 from ...common.security import Credentials, client_context
 from ...common.wire.direct import (
     ACCEPTED,
+    BUFFER_BYTES,
     HELLO,
-    LENGTH_BYTES,
-    MAX_SEND_BYTES,
-    WAKE_BYTES,
-    LowWater,
+    WAITS,
+    DirectSocket,
     OutOfBand,
     Pieces,
-    decode_length,
-    drop_front,
     set_socket_options,
-    shut_down,
-    take_front,
     to_buffers,
 )
-from ...common.wire.frames import INLINE_BYTES, MAX_MESSAGE_BYTES
+from ...common.wire.frames import INLINE_BYTES, stretches
 from ..transports.limit import NO_LIMIT, Limit
 
 _CONNECT_S = 1.0
-_BUFFER_BYTES = 64 << 10
 _LINGER_S = 2.0
 
 Message = bytes | OutOfBand
@@ -49,17 +42,7 @@ class DirectError(Exception):
     """The direct connection cannot be made. The text is a phrase with the reason."""
 
 
-class _Incoming(io.RawIOBase):
-    """Raw stream whose bytes come from `receive`."""
-
-    def __init__(self, receive: Callable[[memoryview], int]) -> None:
-        self.readinto = receive  # type: ignore[method-assign, assignment]
-
-    def readable(self) -> bool:
-        return True
-
-
-class DirectConnection:
+class DirectConnection(DirectSocket):
     """One connection, made with a ticket. Raises OSError if it is lost, and EOFError if the server has ended it."""
 
     def __init__(
@@ -70,23 +53,21 @@ class DirectConnection:
         deadline = time.monotonic() + _CONNECT_S
         with contextlib.ExitStack() as on_failure:
             try:
-                self._socket = on_failure.enter_context(connect(host, port, deadline))
-                set_socket_options(self._socket)
+                connection = on_failure.enter_context(connect(host, port, deadline))
+                set_socket_options(connection)
                 if credentials.ca is not None:
-                    self._socket = client_context(credentials).wrap_socket(self._socket, server_hostname=host)
-                    on_failure.push(self._socket)
-                self._socket.sendall(HELLO + ticket)
-                self._socket.settimeout(left_s(deadline))
-                if self._socket.recv(1) != ACCEPTED:
+                    connection = client_context(credentials).wrap_socket(connection, server_hostname=host)
+                    on_failure.push(connection)
+                connection.sendall(HELLO + ticket)
+                connection.settimeout(left_s(deadline))
+                if connection.recv(1) != ACCEPTED:
                     raise DirectError(f"port {port} (server.direct_port): the server did not take the ticket")
             except OSError as error:
                 why = "no reply" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
                 raise DirectError(f"port {port} (server.direct_port): {why}") from None
             on_failure.pop_all()
-        self._socket.settimeout(0 if isinstance(self._socket, ssl.SSLSocket) else None)
-        self._reader = io.BufferedReader(_Incoming(self._receive), _BUFFER_BYTES)
-        self._tls_lock = threading.Lock()
-        self._low_water = LowWater(self._socket)
+        super().__init__(connection)
+        connection.settimeout(None if self._tls is None else 0)  # in TLS, a blocking call would stop the other thread
         self._outgoing: queue.SimpleQueue[Iterable[Message] | None] = queue.SimpleQueue()
         self._num_unsent = 0  # message lists that are queued for the thread, or that it sends
         self._lock = threading.Lock()
@@ -98,10 +79,12 @@ class DirectConnection:
         """Send messages in order. A write error is ignored here: the connection is lost, and `receive` raises."""
         with self._lock:
             if self._num_unsent == 0 and isinstance(messages, list):
-                buffers = [buffer for message in messages for buffer in to_buffers(message)]
-                if sum(map(len, buffers)) <= 2 * INLINE_BYTES:
+                pieces: Pieces = []
+                for message in messages:
+                    pieces += to_buffers(message)
+                if sum(map(len, pieces)) <= 2 * INLINE_BYTES:
                     with contextlib.suppress(OSError):
-                        self._write(buffers)
+                        self._write(pieces)
                     return
             self._num_unsent += 1
             if self._thread is None:
@@ -124,71 +107,58 @@ class DirectConnection:
                 self._num_unsent -= 1
 
     def _write(self, pieces: Pieces) -> None:
-        while pieces:
-            now = take_front(pieces, self._limit.at_once or MAX_SEND_BYTES)
-            if isinstance(self._socket, ssl.SSLSocket):
-                num_bytes = self._retry_tls(self._socket.send, now[0])
-            else:
-                num_bytes = self._socket.sendmsg(now)
-            if self._limit.at_once:
-                self._limit.passed("up", num_bytes)
-            pieces = drop_front(pieces, num_bytes)
+        at_once = self._limit.at_once
+        for part in [pieces] if not at_once else (part for _, part in stretches(map(memoryview, pieces), 0, at_once)):
+            unsent: Pieces = [*part]
+            while unsent := self.send_now(unsent):
+                self._wait(select.POLLOUT)
+            if at_once:
+                self._limit.passed("up", sum(map(len, part)))
 
     # ---- in ---------------------------------------------------------------------------------
 
-    def receive(self) -> bytes:
+    def receive(self) -> bytes | bytearray:
         """Receive the next message."""
-        num_bytes = decode_length(self._reader.read(LENGTH_BYTES))
-        if num_bytes > MAX_MESSAGE_BYTES:
-            raise OSError(f"a message of {num_bytes} bytes")
-        return self._reader.read(num_bytes)
+        num_bytes = 0
+        while (message := self.next_message(num_bytes)) is None:
+            num_bytes = self._receive_some(self.free)
+        return message
 
     def receive_into(self, targets: Iterator[memoryview]) -> None:
         """Receive the bytes that follow a message. Each target is filled: at the end of the stream this raises."""
         for target in targets:
-            self._reader.readinto(target)
+            while len(target):
+                if num_bytes := self.take(target):
+                    target = target[num_bytes:]
+                elif len(target) >= BUFFER_BYTES:
+                    target = target[self._receive_some(target) :]
+                else:  # one system call for several small targets
+                    self._end += self._receive_some(self.free)
 
-    def _receive(self, target: memoryview) -> int:
+    def _receive_some(self, target: memoryview) -> int:
         """Receive at least one byte. Raises EOFError at the end.
 
-        Without TLS, a read into a large target waits until WAKE_BYTES have arrived, which saves wake-ups.
+        A read into a large target waits until WAKE_BYTES have arrived, which saves wake-ups.
         """
         if self._limit.at_once:
             target = target[: self._limit.at_once]
-        if isinstance(self._socket, ssl.SSLSocket):
-            num_bytes = self._retry_tls(self._socket.recv_into, target)
-        elif len(target) <= _BUFFER_BYTES:
-            self._low_water.set(1)
-            num_bytes = self._socket.recv_into(target)
-        else:
-            num_bytes = self._receive_large(target)
+        if len(target) > BUFFER_BYTES or self._low_water > 1:
+            self.wake_for(len(target))
+        while True:
+            try:
+                if self._low_water > 1 and self._tls is None:
+                    self._wait(select.POLLIN)
+                    num_bytes = self._socket.recv_into(target, 0, socket.MSG_DONTWAIT)
+                else:
+                    num_bytes = self._receive(target)
+                break
+            except WAITS as error:
+                self._wait(select.POLLOUT if isinstance(error, ssl.SSLWantWriteError) else select.POLLIN)
         if not num_bytes:
             raise EOFError
         if self._limit.at_once:
             self._limit.passed("down", num_bytes)
         return num_bytes
-
-    def _receive_large(self, target: memoryview) -> int:
-        while True:
-            self._low_water.set(min(len(target), WAKE_BYTES))
-            self._wait(select.POLLIN)
-            with contextlib.suppress(BlockingIOError):
-                return self._socket.recv_into(target, len(target), socket.MSG_DONTWAIT)
-
-    def _retry_tls(self, call: Callable[[memoryview], int], data: memoryview) -> int:
-        """Repeat a non-blocking TLS call until it succeeds.
-
-        OpenSSL allows only one thread per connection at a time, so a blocking call would stop the other thread.
-        """
-        while True:
-            try:
-                with self._tls_lock:
-                    return call(data)
-            except ssl.SSLWantReadError:
-                event = select.POLLIN
-            except ssl.SSLWantWriteError:
-                event = select.POLLOUT
-            self._wait(event)
 
     def _wait(self, event: int) -> None:
         if (descriptor := self._socket.fileno()) < 0:
@@ -204,13 +174,11 @@ class DirectConnection:
         if self._thread is not None:
             self._outgoing.put(None)
             self._thread.join(_LINGER_S)
-        with contextlib.suppress(OSError):
-            shut_down(self._socket, socket.SHUT_WR)
+        self.shut_down(socket.SHUT_WR)
 
     def hang_up(self) -> None:
         """End every read and write at once. Any thread may call it."""
-        with contextlib.suppress(OSError):
-            shut_down(self._socket, socket.SHUT_RDWR)
+        self.shut_down(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the connection, its thread and its socket."""

@@ -27,7 +27,7 @@ class Down:
     """
 
     def __init__(self, codec: Codec, model: ModelTensors, transfer: DirectTransfer) -> None:
-        self.codec, self.transfer = codec, transfer
+        self.codec, self.transfer, self._moves_reference = codec, transfer, moves_reference(codec)
         self._layout, self._names_at = model.layout, model.names_at
         self.reference = 0
         self._copy: torch.Tensor | None = None  # uint8 [exchange_bytes]
@@ -40,7 +40,7 @@ class Down:
         are not sent because the model has them. With a reference the payload is a reference or leads to one.
         """
         num_bytes, codec, exchange_bytes = weights.num_bytes, weights.codec, self._layout.exchange_bytes
-        is_raw, info = codec in ("", "raw"), weights.reference if moves_reference(self.codec) else None
+        is_raw, info = codec in ("", "raw"), weights.reference if self._moves_reference else None
         if is_raw:
             if num_bytes not in (exchange_bytes, self._layout.total_bytes) and (num_bytes or info is not None):
                 raise _other_bytes(num_bytes, exchange_bytes)
@@ -48,7 +48,7 @@ class Down:
                 self._take_whole(info, receive)
             else:
                 receive(self.transfer.write)
-        elif info is None and moves_reference(self.codec):
+        elif info is None and self._moves_reference:
             message = f"weights in codec '{codec}', which takes differences only, and no reference"
             raise bad_request(message, fix="install the same version of paramserver on both")
         elif codec != self.codec.name:

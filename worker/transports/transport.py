@@ -48,16 +48,6 @@ class Transport:
         """
         self._may_leave_out = welcome.takes_left_out
 
-    def offer(self, model: pb.Model, num_bytes: int) -> bool:
-        """Write into `model` what the server should open for contributions of `num_bytes`.
-
-        Returns whether it will reply.
-        """
-        return False
-
-    def decided(self, verdict: pb.SharedMemory) -> None:
-        """The server's reply to the offer."""
-
     # ---- payloads -----------------------------------------------------------------------------
 
     def send(self, transfer: DirectTransfer, kind: ContributionKind, indices: Indices) -> Iterator[Messages]:
@@ -132,6 +122,7 @@ class SharedTransport(Transport):
             self.reason = str(error)
 
     def offer(self, model: pb.Model, num_bytes: int) -> bool:
+        """Write a segment for contributions of `num_bytes` into `model`. Returns whether the server will reply."""
         if self._may_offer and num_bytes > INLINE_BYTES:
             try:
                 self._offered = new_segment(num_bytes)
@@ -143,6 +134,7 @@ class SharedTransport(Transport):
         return True
 
     def decided(self, verdict: pb.SharedMemory) -> None:
+        """The server's reply to the offer."""
         assert self._offered is not None
         self.is_open = verdict.accepted
         if verdict.accepted:
@@ -191,13 +183,13 @@ class Transports:
             transport.joined(welcome, why_not_direct)
         self.agreed()
 
-    def offer(self, model: pb.Model, num_bytes: int) -> Transport | None:
-        """Let the best transport that can make an offer write it into `model`. The server replies to it.
+    def offer(self, model: pb.Model, num_bytes: int) -> SharedTransport | None:
+        """Let shared memory write its offer into `model`. The server replies to it.
 
-        Returns None if a better transport is open.
+        Returns None if a better transport is open, or there is no offer.
         """
         for transport in self._all[: self._all.index(self.transport)]:
-            if transport.offer(model, num_bytes):
+            if isinstance(transport, SharedTransport) and transport.offer(model, num_bytes):
                 self.transport = transport
                 return transport
         return None

@@ -9,9 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import as_bytes, new_payload
 from paramserver.common.wire.frames import (
     CHUNK_BYTES,
@@ -22,41 +20,6 @@ from paramserver.common.wire.frames import (
     payload_frames,
 )
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors
-
-
-class Tensors(nn.Module):
-    """Any tensors as a model: floats are parameters with that gradient, the others buffers."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            name = f"t_{name}"  # "half" is a method
-            if tensor.is_floating_point():
-                parameter = nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype))
-                parameter.grad = tensor
-                self.register_parameter(name, parameter)
-            else:
-                self.register_buffer(name, tensor)
-
-
-def odd_tensors() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    return {
-        "scalar": torch.tensor(3.25),
-        "empty": torch.zeros(0, 4),
-        "transposed": torch.randn(5, 7).t(),
-        "strided": torch.randn(20, 3)[::2],
-        "expanded": torch.randn(3, 1).expand(3, 4),
-        "half": torch.randn(3).half(),
-        "bf16": torch.randn(9, 3).bfloat16(),
-        "double": torch.randn(11, dtype=torch.float64),
-        "long": torch.arange(-5, 8),
-        "flags": torch.tensor([True, False, True]),
-        "flag": torch.tensor(True),
-        "bytes": torch.arange(200, dtype=torch.uint8),
-        "no_longs": torch.zeros(0, dtype=torch.int64),
-    }
 
 
 def through_the_wire(frames: Iterator[bytes], num_bytes: int, message_class: Any = pb.WorkerMessage) -> torch.Tensor:
@@ -75,31 +38,6 @@ def through_the_wire(frames: Iterator[bytes], num_bytes: int, message_class: Any
         reader.feed(parse(message_class, raw))
     assert reader.is_complete
     return payload
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1000, CHUNK_BYTES])
-def test_odd_tensors_survive_the_whole_way(chunk_bytes: int) -> None:
-    tensors = {f"t_{name}": tensor for name, tensor in odd_tensors().items()}
-    model = ModelTensors(Tensors(odd_tensors()))
-    pieces = DirectTransfer(model).gather(ContributionKind.GRADIENT)[0].pieces
-    layout = model.layout
-    assert sum(map(len, pieces)) == layout.exchange_bytes
-    payload = through_the_wire(payload_frames(pieces, chunk_bytes=chunk_bytes), layout.exchange_bytes)
-    seen = set()
-    for spec, received in layout.views(payload):
-        assert received.dtype == tensors[spec.name].dtype
-        assert torch.equal(received, tensors[spec.name]), spec.name
-        seen.add(spec.name)
-    assert seen == set(tensors)
-
-
-def test_five_thousand_small_tensors() -> None:
-    tensors = {str(i): torch.full((i % 5,), float(i)) for i in range(5000)}
-    model = ModelTensors(Tensors(tensors))
-    pieces = DirectTransfer(model).gather(ContributionKind.GRADIENT)[0].pieces
-    payload = through_the_wire(payload_frames(pieces, chunk_bytes=1013), model.layout.exchange_bytes)
-    for spec, received in model.layout.views(payload):
-        assert torch.equal(received, tensors[spec.name[2:]])
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, INLINE_BYTES, INLINE_BYTES + 1, 2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,57 +49,24 @@ async def test_a_second_begin_forgets_the_first_attempt(server: Server) -> None:
     server.check_no_memory_is_kept()
 
 
-def _end_begun(worker: Worker, how: str) -> None:
-    match how:
-        case "leave":
-            worker.send(leave=pb.Leave())
-        case "stream ends":
-            worker.stream.close()
-        case "cancelled":
-            worker.task.cancel()
-        case "another codec":
-            worker.announce(codec="bf16", num_bytes=LARGE.exchange_bytes // 2)
-        case "another size":
-            worker.announce(num_bytes=4)
-        case "a bad size again":
-            worker.begin(num_bytes=2**40)
-        case "in a segment that is not":
-            worker.announce(in_shared_memory=True)
-        case "begun in another way":
-            worker.begin(codec="bf16", num_bytes=LARGE.exchange_bytes // 2)
-        case "the same piece":
-            worker.piece(0, 4000)
-        case "out_of_band":
-            worker.send(out_of_band=400, offset=8000)
-        case "too many samples":
-            worker.announce(num_samples=2**63)
-        case "another number":
-            worker.announce(seq=7)
-            worker.piece(4000, 396_000)
-        case "two contributions":
-            worker.announce()
-            worker.announce()
-        case "begin after contribution":
-            worker.announce()
-            worker.begin()
-
-
-BEGUN_ENDS = {
-    "leave": "ok",
-    "stream ends": "ok",
-    "cancelled": "cancelled",
-    "another codec": "BAD_REQUEST",
-    "another size": "BAD_REQUEST",
-    "a bad size again": "BAD_REQUEST",
-    "in a segment that is not": "BAD_REQUEST",
-    "begun in another way": "BAD_REQUEST",
-    "the same piece": "BAD_REQUEST",
-    "out_of_band": "BAD_REQUEST",
-    "too many samples": "BAD_REQUEST",
-    "another number": "SEQ_GAP",
-    "two contributions": "BAD_REQUEST",
-    "begin after contribution": "BAD_REQUEST",
-}  # fmt: skip
+HALF = {"codec": "bf16", "num_bytes": LARGE.exchange_bytes // 2}
+# What a worker does after a Begin and a piece, and how its call ends.
+BEGUN_ENDS: dict[str, tuple[Callable[[Worker], object], str]] = {
+    "leave": (lambda worker: worker.send(leave=pb.Leave()), "ok"),
+    "stream ends": (lambda worker: worker.stream.close(), "ok"),
+    "cancelled": (lambda worker: worker.task.cancel(), "cancelled"),
+    "another codec": (lambda worker: worker.announce(**HALF), "BAD_REQUEST"),
+    "another size": (lambda worker: worker.announce(num_bytes=4), "BAD_REQUEST"),
+    "a bad size again": (lambda worker: worker.begin(num_bytes=2**40), "BAD_REQUEST"),
+    "in a segment that is not": (lambda worker: worker.announce(in_shared_memory=True), "BAD_REQUEST"),
+    "begun in another way": (lambda worker: worker.begin(**HALF), "BAD_REQUEST"),
+    "the same piece": (lambda worker: worker.piece(0, 4000), "BAD_REQUEST"),
+    "out_of_band": (lambda worker: worker.send(out_of_band=400, offset=8000), "BAD_REQUEST"),
+    "too many samples": (lambda worker: worker.announce(num_samples=2**63), "BAD_REQUEST"),
+    "another number": (lambda worker: [worker.announce(seq=7), worker.piece(4000, 396_000)], "SEQ_GAP"),
+    "two contributions": (lambda worker: [worker.announce(), worker.announce()], "BAD_REQUEST"),
+    "begin after contribution": (lambda worker: [worker.announce(), worker.begin()], "BAD_REQUEST"),
+}
 
 
 @pytest.mark.parametrize("how", BEGUN_ENDS)
@@ -114,11 +82,12 @@ async def test_every_end_of_a_begun_upload_gives_its_memory_back_once(server: Se
     broken.piece(0, 4000)
     await turns()
     assert server.engine.model.staging.num_lent == 1
-    _end_begun(broken, how)
+    act, ending = BEGUN_ENDS[how]
+    act(broken)
     await turns()
     go_on.set()
     await server.settle()
-    assert await broken.end() == BEGUN_ENDS[how]
+    assert await broken.end() == ending
     server.check_no_memory_is_kept()
     free = server.engine.model.staging._free
     assert len({id(payload) for payload in free}) == len(free) == 1

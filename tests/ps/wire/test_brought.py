@@ -6,18 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.snapshots.store_state import optimizer_tensors
 
-from ..streams import LARGE, SMALL, Server, Worker, served
-
-
-def tell(worker: Worker, payload: bytes, size: int, **fields: int) -> None:
-    for offset in range(0, len(payload), size):
-        fields_of_piece = {
-            "num_bytes": len(payload), "offset": offset, "piece": payload[offset : offset + size], **fields,
-        }  # fmt: skip
-        worker.send(optimizer=pb.State(**fields_of_piece))
+from ..streams import LARGE, SMALL, Server, served
 
 
 @pytest.mark.parametrize("layout", [LARGE, SMALL])
@@ -26,7 +17,7 @@ def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(l
     async def bring(server: Server) -> None:
         (worker,) = await server.workers(1)
         momentum = torch.arange(layout.exchange_bytes // 4, dtype=torch.float32)
-        tell(worker, save({"momentum_buffer/w": momentum}), 1 << 18)
+        worker.tell("optimizer", save({"momentum_buffer/w": momentum}), 1 << 18)
         worker.contribute(1, 2.0, generation=1)
         await server.settle()
         store = server.engine.model.store
@@ -58,7 +49,7 @@ def test_it_counts_with_its_weights_and_is_gone_with_weights_that_come_without(l
 @served(workers=1, layout=SMALL, mode="allreduce")
 async def test_what_is_none_of_this_model_is_refused(server: Server, payload, fields):
     (worker,) = await server.workers(1)
-    tell(worker, payload, 1 << 18, **fields)
+    worker.tell("optimizer", payload, 1 << 18, **fields)
     worker.contribute(1, generation=1)
     await server.settle()
     assert await worker.end() == "BAD_REQUEST"
@@ -71,7 +62,7 @@ async def test_it_waits_for_memory_as_a_payload_does(server: Server, goes: bool)
     workers = await server.workers(2)
     payload = save({"momentum_buffer/w": torch.arange(8, dtype=torch.float32)})
     for worker in workers:
-        tell(worker, payload, 1 << 18)
+        worker.tell("optimizer", payload, 1 << 18)
         await server.settle()
     staging = server.engine.model.staging
     assert (staging.num_lent, staging.num_waiting) == (1, 1)

@@ -81,7 +81,7 @@ class Guarded:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("read", "write", "pending"):
-            self.uses.append((name, self._connection._lock.locked()))  # type: ignore[attr-defined]
+            self.uses.append((name, self._connection._tls_lock.locked()))  # type: ignore[attr-defined]
         return getattr(self._inner, name)
 
 
@@ -117,7 +117,7 @@ def test_tls_is_used_by_one_thread_at_a_time(tmp_path: Path) -> None:
         connection.send_now([b"small"])
         assert peer.recv(5) == b"small" and come == [b"hi", b"you"]
         sending = asyncio.create_task(asyncio.to_thread(peer.sendall, bytes(MB)))
-        await asyncio.wait_for(asyncio.gather(received(connection, bytearray(MB)), sending), 5)
+        await asyncio.wait_for(asyncio.gather(connection.receive_into(memoryview(bytearray(MB))), sending), 5)
         assert {name for name, _ in guarded.uses} == {"read", "write", "pending"}
         assert [name for name, is_alone in guarded.uses if not is_alone] == []
         connection.close()
@@ -129,14 +129,6 @@ def test_tls_is_used_by_one_thread_at_a_time(tmp_path: Path) -> None:
 # ---- large payloads ------------------------------------------------------------------------------------
 
 MB = 1 << 20
-
-
-async def received(connection: Connection, target: bytearray) -> None:
-    done = 0
-    while done < len(target):
-        num_bytes = await connection.receive_some(memoryview(target)[done:])
-        assert num_bytes
-        done += num_bytes
 
 
 def over_tcp() -> tuple[Connection, socket.socket]:
@@ -158,7 +150,7 @@ async def test_a_payload_in_pieces_less_than_one_is_woken_for() -> None:
         peer.sendall(b"\x02\x00\x00\x00hi")
 
     sending = asyncio.create_task(asyncio.to_thread(send))
-    await asyncio.wait_for(received(connection, target), 10)
+    await asyncio.wait_for(connection.receive_into(memoryview(target)), 10)
     assert target == payload
     assert await asyncio.wait_for(connection.read(), 10) == b"hi"
     await sending
@@ -181,7 +173,7 @@ async def test_nothing_is_written_after_a_reception_was_cancelled() -> None:
             peer.sendall(b"x" * (len(target) - 1))
 
     sending = asyncio.create_task(asyncio.to_thread(send))
-    receiving = asyncio.ensure_future(received(connection, target))
+    receiving = asyncio.ensure_future(connection.receive_into(memoryview(target)))
     while not target[0]:
         await asyncio.sleep(0)
     receiving.cancel()
@@ -224,13 +216,13 @@ async def test_nothing_is_read_after_a_sending_was_cancelled() -> None:
 async def test_those_who_send_nothing_keep_no_other_waiting() -> None:
     """However many there are, and whatever they have announced."""
     silent = [over_tcp() for _ in range(12)]
-    waiting = [asyncio.ensure_future(received(item, bytearray(MB))) for item, _ in silent]
+    waiting = [asyncio.ensure_future(item.receive_into(memoryview(bytearray(MB)))) for item, _ in silent]
     for _, peer in silent:
         peer.sendall(b"x" * 1000)
     connection, peer = over_tcp()
     target = bytearray(8 * MB)
     sending = asyncio.create_task(asyncio.to_thread(peer.sendall, b"y" * len(target)))
-    await asyncio.wait_for(received(connection, target), 10)
+    await asyncio.wait_for(connection.receive_into(memoryview(target)), 10)
     assert target == b"y" * len(target)
     await sending
     for number in waiting:

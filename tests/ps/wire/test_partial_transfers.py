@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +13,8 @@ import torch
 from paramserver.common.codecs.base import payload_bytes
 from paramserver.common.codecs.shared.by_tensor import only_rest
 from paramserver.common.registry import CODECS
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
-from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.common.wire.frames import frame, message_frames
-from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes
+from paramserver.common.wire.frames import frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
 from paramserver.ps.wire import partial_transfers
@@ -33,22 +32,15 @@ def least_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial_transfers, "_LEAST_BYTES", PIECE)
 
 
-SPEC = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
-MODEL = pb.Model(tensors=layout_to_proto(BIG), fingerprint=BIG.fingerprint, optimizer=optimizer_to_proto(SPEC))
-
-
-async def seated(server: Server, rank: int = 0, incarnation: int = 0) -> Worker:
+async def seated(server: Server, rank: int = 0, incarnation: int = 0, **offers: Any) -> Worker:
     """A worker whose heartbeat heartbeats, back from an older stream where it was of an `incarnation`."""
     worker, process = Worker(server, rank), f"process {rank}"
-    join = pb.Join(rank=rank, process=process, incarnation=incarnation, run="run" if incarnation else "")
-    join.server_incarnation = int(incarnation > 0)
-    if not incarnation:
+    join = pb.Join(rank=rank, process=process)
+    if incarnation:
+        join.incarnation, join.run, join.server_incarnation = incarnation, "run", 1
+    else:
         server.engine.offer(events.HeartbeatBegan(process))
-    worker.stream.send(frame(pb.WorkerMessage(join=join)), frame(pb.WorkerMessage(model=MODEL)))
-    await server.settle()
-    if worker.kinds[-1] == "send_weights":
-        header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=BIG.total_bytes))
-        worker.stream.send(*message_frames(header, [as_bytes(torch.zeros(600_000))]))
+    await worker.join(join=join, settle=server.settle, **offers)
     server.engine.offer(events.Heartbeat(rank, process))
     await server.settle()
     return worker
@@ -65,9 +57,9 @@ async def broken(server: Server, rank: int = 0, value: float = 1.0, **facts: obj
     return worker
 
 
-async def back(server: Server, rank: int = 0) -> tuple[Worker, pb.PartialTransfer | None]:
+async def back(server: Server, rank: int = 0, **offers: Any) -> tuple[Worker, pb.PartialTransfer | None]:
     incarnation = server.engine.run.roster.workers[rank].incarnation
-    worker = await seated(server, rank, incarnation=incarnation)
+    worker = await seated(server, rank, incarnation, **offers)
     welcome = worker.stream.received[0].header
     assert welcome.resumed
     return worker, welcome.partial_transfer if welcome.HasField("partial_transfer") else None
@@ -184,38 +176,24 @@ async def test_it_goes_with_its_process(server: Server, how: str) -> None:
     server.check_no_memory_is_kept()
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        ("what is here once more", "BAD_REQUEST"),
-        ("another number", "ok"),
-        ("another codec", "BAD_REQUEST"),
-        ("after a Begin", "BAD_REQUEST"),
-        ("placed in no segment", "BAD_REQUEST"),
-        ("another size", "BAD_REQUEST"),
-    ],
-)
+LIES: dict[str, Callable[[Worker], object]] = {
+    "what is here once more": lambda worker: [worker.continue_(), worker.piece(PIECE - 4, 400)],
+    "another number": lambda worker: worker.continue_(2),
+    "another codec": lambda worker: worker.continue_(codec="bf16", num_bytes=NUM_BYTES // 2),
+    "after a Begin": lambda worker: [worker.begin(), worker.continue_()],
+    "placed in no segment": lambda worker: worker.continue_(in_shared_memory=True),
+    "another size": lambda worker: worker.continue_(num_bytes=NUM_BYTES - 4),
+}
+
+
+@pytest.mark.parametrize("how", LIES)
 @served(layout=BIG, workers=1, mode="async")
-async def test_a_worker_that_lies_about_it_is_refused(server: Server, how: str, reason: str) -> None:
+async def test_a_worker_that_lies_about_it_is_refused(server: Server, how: str) -> None:
     await broken(server)
     worker, _ = await back(server)
-    match how:
-        case "what is here once more":
-            worker.continue_()
-            worker.piece(PIECE - 4, 400)
-        case "another number":
-            worker.continue_(2)
-        case "another codec":
-            worker.continue_(codec="bf16", num_bytes=NUM_BYTES // 2)
-        case "after a Begin":
-            worker.begin()
-            worker.continue_()
-        case "placed in no segment":
-            worker.continue_(in_shared_memory=True)
-        case "another size":
-            worker.continue_(num_bytes=NUM_BYTES - 4)
+    LIES[how](worker)
     await server.settle()
-    assert await worker.end() == reason
+    assert await worker.end() == ("ok" if how == "another number" else "BAD_REQUEST")
     server.engine.offer(events.HeartbeatStopped("process 0"))
     await server.settle()
     server.check_no_memory_is_kept()
@@ -255,25 +233,8 @@ def test_a_fragment_that_broke_off_is_continued(how: str, is_first: bool) -> Non
     @served(layout=TWO, workers=1, mode="diloco", policy=policy)
     async def play(server: Server) -> None:
         codec = CODECS.load("int8")()
-        worker, process = Worker(server, 0), "process 0"
-        server.engine.offer(events.HeartbeatBegan(process))
-        spec = OptimizerSpec("SGD", (GroupSpec(("v", "w"), {"lr": 0.5}),))
-        model = pb.Model(
-            tensors=layout_to_proto(TWO), fingerprint=TWO.fingerprint, optimizer=optimizer_to_proto(spec),
-            codecs=["int8"], contribution=pb.RunSettings.DELTA_OF_FRAGMENT,
-        )  # fmt: skip
-
-        async def begin(worker: Worker, **join: object) -> None:
-            joining = frame(pb.WorkerMessage(join=pb.Join(rank=0, process=process, **join)))
-            worker.stream.send(joining, frame(pb.WorkerMessage(model=model)))
-            await server.settle()
-            if worker.kinds[-1] == "send_weights":
-                header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=TWO.total_bytes))
-                worker.stream.send(*message_frames(header, [as_bytes(new_payload(TWO.total_bytes).zero_())]))
-            server.engine.offer(events.Heartbeat(0, process))
-            await server.settle()
-
-        await begin(worker)
+        offers = {"codecs": ["int8"], "contribution": pb.RunSettings.DELTA_OF_FRAGMENT}
+        worker = await seated(server, **offers)
         seq = 1
         if not is_first:  # of the other fragment
             first, facts = encoded(codec, without=[0])
@@ -287,10 +248,7 @@ def test_a_fragment_that_broke_off_is_continued(how: str, is_first: bool) -> Non
         await server.settle()
         worker.stream.close()
         await server.settle()
-        again = Worker(server, 0)
-        seat = server.engine.run.roster.workers[0].incarnation
-        await begin(again, incarnation=seat, run="run", server_incarnation=1)
-        offered = again.stream.received[0].header.partial_transfer
+        again, offered = await back(server, **offers)
         assert (offered.seq, offered.payload_bytes, list(offered.ranges)) == (seq, len(data), [0, PIECE])
         if how == "another size":
             again.begin(continues=seq, num_bytes=len(data) + 8, codec="int8")

@@ -18,10 +18,8 @@ from paramserver.common.codecs.base import FreeBuffers, encode_payload
 from paramserver.common.errors import ParamServerError
 from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Layout, as_bytes, new_payload
-from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.common.wire.frames import frame, message_frames
+from paramserver.common.wire.frames import message_frames
 from paramserver.common.wire.messages import read_weights
-from paramserver.common.wire.protocol import layout_to_proto, optimizer_to_proto
 from paramserver.common.wire.records import ReferenceInfo, WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.observe.metrics import MetricsSink
@@ -29,7 +27,7 @@ from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
 from paramserver.worker.transports.down import Down
 
-from ..streams import Server, Worker, served, turns
+from ..streams import Server, Worker, served
 
 
 class Net(nn.Module):
@@ -89,23 +87,15 @@ class Follower(Worker):
         self.down = Down(CODECS.load(codec)(), tensors, make_transfer(tensors))
         self.mine, self.number, self.seq, self.kinds_of_replies = bytearray(), 0, 0, []
 
-    async def join(self, offered: pb.Segment | None = None) -> None:
-        names = tuple(spec.name for spec in self.layout.specs if spec.kind.name == "PARAMETER")
-        contribution = pb.RunSettings.DELTA if self.is_delta else 0
-        model = pb.Model(
-            tensors=layout_to_proto(self.layout), fingerprint=self.layout.fingerprint, reply_codec=self.codec,
-            optimizer=optimizer_to_proto(OptimizerSpec("SGD", (GroupSpec(names, {"lr": 0.5}),))),
-            contribution=contribution,
-        )  # fmt: skip
-        self.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=self.rank))), frame(pb.WorkerMessage(model=model)))
-        await turns()
-        if self.kinds[-1] == "send_weights":
-            weights = new_payload(self.layout.total_bytes)
-            for _, view in self.layout.views(weights):
-                view.copy_(torch.randn(view.shape)) if view.is_floating_point() else view.zero_()
-            header = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=weights.numel()))
-            self.stream.send(*message_frames(header, [as_bytes(weights)]))
-            await turns()
+    async def join(self, *_: Any, **__: Any) -> None:
+        await super().join(reply_codec=self.codec, contribution=pb.RunSettings.DELTA if self.is_delta else 0)
+
+    def initial_weights(self) -> torch.Tensor:
+        weights = super().initial_weights()
+        for _, view in self.layout.views(weights):
+            if view.is_floating_point():
+                view.copy_(torch.randn(view.shape))
+        return weights
 
     is_delta = False
 

@@ -40,17 +40,3 @@ async def test_a_learning_rate_that_is_none(server: Server, lr: Any) -> None:
     server.check_no_memory_is_kept()
     assert other.outcomes == ["START", "APPLIED"]
     assert bool(torch.isfinite(server.engine.model.store.tensors()["w"]).all())
-
-
-@served(max_staged=1, workers=2)
-async def test_a_contribution_with_nan_gets_a_reply_and_not_folded(server: Server) -> None:
-    broken, other = await server.workers(2)
-    broken.contribute(value=math.nan)
-    await turns()
-    assert broken.outcomes == ["START", "REJECTED"]
-    server.check_no_memory_is_kept()
-    broken.contribute(value=3.0)
-    other.contribute(value=1.0)
-    await turns()
-    assert broken.outcomes == ["START", "REJECTED", "APPLIED"]
-    assert torch.equal(server.engine.model.store.tensors()["w"], torch.full((8,), -1.0))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from paramserver.common.errors import Reason, refusal
+from paramserver.common.errors import ParamServerError, Reason, refusal
 from paramserver.common.wire.direct import to_buffers
+from paramserver.common.wire.frames import Frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core.effects import SendReply
 from paramserver.ps.engine.peers import Go, Item, Peer
@@ -30,7 +30,7 @@ def message(item: Item) -> bytes | None:
 class Stage:
     """One worker's side, and what the run makes of contributions: `taken` says."""
 
-    bytes_written = 0
+    bytes_read = bytes_written = 0
 
     def __init__(self, taken: Callable[[Stage], bool] = lambda stage: True) -> None:
         ours, self.worker = socket.socketpair()
@@ -43,9 +43,9 @@ class Stage:
         self.small = SmallExchanges(self.connection, self, self.peer, self, message)  # type: ignore[arg-type]
         self.other = asyncio.ensure_future(self.small.until_other())
 
-    def take_now(self, raw: bytes, take: object) -> bool:
-        """As the stream's; `take` is this stage's own."""
-        if not pb.WorkerMessage.FromString(raw).HasField("contribution"):
+    def take_now(self, received: Frame) -> bool:
+        """As the receiver's."""
+        if received.kind != "contribution":
             return False
         self.num_taken += 1
         return self._taken(self)
@@ -75,94 +75,75 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-def played(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(play())
+async def test_each_gets_a_reply_and_one_that_came_too_early_after_it() -> None:
+    stage = Stage(replied)
+    stage.contribute(3)
+    await until(lambda: stage.num_taken == 3)
+    assert stage.replies() == 3 and not stage.other.done() and stage.peer.outbox.empty()
+
+    later = Stage()
+    later.contribute(2)
+    await until(lambda: later.num_taken == 1)
+    later.contribute()
+    await asyncio.sleep(0.01)
+    assert (later.num_taken, later.replies()) == (1, 0)  # the first is not replied yet
+    later.peer.say("a reason to wait")
+    later.peer.say(GO)
+    await until(lambda: later.num_taken == 2)
+    later.peer.say(GO)
+    await until(lambda: later.num_taken == 3)
 
 
-def test_each_gets_a_reply_and_one_that_came_too_early_after_it() -> None:
-    async def play() -> None:
-        stage = Stage(replied)
-        stage.contribute(3)
-        await until(lambda: stage.num_taken == 3)
-        assert stage.replies() == 3 and not stage.other.done() and stage.peer.outbox.empty()
+async def test_what_is_none_is_read_by_the_conversation() -> None:
+    stage = Stage(replied)
+    stage.contribute()
+    stage.worker.sendall(b"".join(map(bytes, to_buffers(pb.WorkerMessage(leave={}).SerializeToString()))))
+    assert await asyncio.wait_for(stage.other, 5) is False
+    raw = await asyncio.wait_for(stage.connection.read(), 5)
+    assert raw is not None and pb.WorkerMessage.FromString(raw).HasField("leave")
 
-        later = Stage()
-        later.contribute(2)
-        await until(lambda: later.num_taken == 1)
-        later.contribute()
-        await asyncio.sleep(0.01)
-        assert (later.num_taken, later.replies()) == (1, 0)  # the first is not replied yet
-        later.peer.say("a reason to wait")
-        later.peer.say(GO)
-        await until(lambda: later.num_taken == 2)
-        later.peer.say(GO)
-        await until(lambda: later.num_taken == 3)
-
-    played(play)
+    stage = Stage()
+    stage.worker.close()
+    assert await asyncio.wait_for(stage.other, 5) is False
 
 
-def test_what_is_none_is_read_by_the_conversation() -> None:
-    async def play() -> None:
-        stage = Stage(replied)
+async def test_a_reply_that_cannot_be_said_at_once_is_the_conversations() -> None:
+    for item in (GO, Go(GO.effect)):  # the connection is full; weights that are no small message
+        stage = Stage()
         stage.contribute()
-        stage.worker.sendall(b"".join(map(bytes, to_buffers(pb.WorkerMessage(leave={}).SerializeToString()))))
-        assert await asyncio.wait_for(stage.other, 5) is False
-        raw = await asyncio.wait_for(stage.connection.read(), 5)
-        assert raw is not None and pb.WorkerMessage.FromString(raw).HasField("leave")
-
-        for ending in (lambda item: item.worker.close(), lambda item: item.worker.sendall(b"\xff\xff\xff\xff")):
-            stage = Stage()
-            ending(stage)
-            assert await asyncio.wait_for(stage.other, 5) is False
-
-    played(play)
+        await until(lambda stage=stage: stage.num_taken)
+        stage.is_stuck = item.payload is not None
+        stage.peer.say(item)
+        assert await asyncio.wait_for(stage.other, 5) is True
+        assert stage.peer.outbox.get_nowait() is item
 
 
-def test_a_reply_that_cannot_be_said_at_once_is_the_conversations() -> None:
-    async def play() -> None:
-        for item in (GO, Go(GO.effect)):  # the connection is full; weights that are no small message
-            stage = Stage()
-            stage.contribute()
-            await until(lambda stage=stage: stage.num_taken)
-            stage.is_stuck = item.payload is not None
-            stage.peer.say(item)
-            assert await asyncio.wait_for(stage.other, 5) is True
-            assert stage.peer.outbox.get_nowait() is item
-
-    played(play)
-
-
-def test_what_goes_wrong_is_the_conversations() -> None:
+async def test_what_goes_wrong_is_the_conversations() -> None:
     def refuse(stage: Stage) -> bool:
         raise refusal(Reason.BAD_REQUEST, "num_samples is 0")
 
-    async def play() -> None:
+    for data, why in ((b"", "num_samples"), (b"\xff\xff\xff\xff", "at most 8388608 are possible")):
         stage = Stage(refuse)
-        stage.contribute()
-        with pytest.raises(Exception, match="num_samples"):
+        stage.worker.sendall(data) if data else stage.contribute()
+        with pytest.raises(ParamServerError, match=why):
             await asyncio.wait_for(stage.other, 5)
         assert stage.peer.at_once is None
 
-    played(play)
 
-
-def test_it_is_woken_by_a_small_message_after_a_large_one() -> None:
-    async def play() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            worker = socket.create_connection(listening.getsockname())
-            ours, _ = listening.accept()
-        ours.setblocking(False)
-        connection = Connection(ours)
-        large = bytearray(4 << 20)
-        receiving = asyncio.ensure_future(connection.receive_into(memoryview(large)))
-        await asyncio.to_thread(worker.sendall, large)
-        assert await asyncio.wait_for(receiving, 5)
-        connection._low_water.set(1 << 20)  # as it may be left
-        woken: list[bool] = []
-        connection.watch(lambda: woken.append(True))
-        worker.sendall(b"x")
-        await until(lambda: woken)
-        connection.close()
-        worker.close()
-
-    played(play)
+async def test_it_is_woken_by_a_small_message_after_a_large_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        worker = socket.create_connection(listening.getsockname())
+        ours, _ = listening.accept()
+    ours.setblocking(False)
+    connection = Connection(ours)
+    large = bytearray(4 << 20)
+    receiving = asyncio.ensure_future(connection.receive_into(memoryview(large)))
+    await asyncio.to_thread(worker.sendall, large)
+    assert await asyncio.wait_for(receiving, 5)
+    connection.wake_for(1 << 20)  # as it may be left
+    woken: list[bool] = []
+    connection.watch(lambda: woken.append(True))
+    worker.sendall(b"x")
+    await until(lambda: woken)
+    connection.close()
+    worker.close()

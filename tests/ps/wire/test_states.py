@@ -14,14 +14,6 @@ from ...records import contribution_proto
 from ..streams import LARGE, Server, Worker, served, turns
 
 
-def tell(worker: Worker, payload: bytes, size: int = 3, **fields: Any) -> None:
-    for offset in range(0, len(payload), size):
-        fields_of_piece = {
-            "num_bytes": len(payload), "offset": offset, "piece": payload[offset : offset + size], **fields,
-        }  # fmt: skip
-        worker.send(state=pb.State(**fields_of_piece))
-
-
 def contribute(worker: Worker, step: int, offset: int | None = None, **fields: Any) -> None:
     at = {} if offset is None else {"position": pb.Position(step=offset, local_steps=1, batches=4 * offset, epoch=0)}
     worker.contribute(step, **at, **fields)
@@ -45,17 +37,17 @@ async def replaced(server: Server, rank: int) -> Worker:
 async def test_the_next_process_begins_where_the_last_contribution_that_counts_did(server: Server) -> None:
     (worker,) = await server.workers(1)
     assert begun(worker) is None
-    tell(worker, b"at the beginning")
+    worker.tell("state", b"at the beginning", 3)
     contribute(worker, 1, 0)
     await server.settle()
     assert begun(await replaced(server, 0)) == (0, b"at the beginning")
     worker = await replaced(server, 0)
-    tell(worker, b"then", 2)
+    worker.tell("state", b"then", 2)
     contribute(worker, 2, 1, version=1)
     await server.settle()
     contribute(worker, 3, 2, version=2)  # the same as before: only its place is said
     await server.settle()
-    tell(worker, b"never mind")  # dies before its contribution
+    worker.tell("state", b"never mind", 3)  # dies before its contribution
     await turns()
     assert begun(await replaced(server, 0)) == (2, b"then")
     worker = await replaced(server, 0)
@@ -67,11 +59,11 @@ async def test_the_next_process_begins_where_the_last_contribution_that_counts_d
 @served(workers=2)
 async def test_what_was_dropped_or_refused_is_not_remembered(server: Server) -> None:
     worker, other = await server.workers(2)
-    tell(worker, b"one")
+    worker.tell("state", b"one", 3)
     contribute(worker, 1, 0)
     contribute(other, 1)
     await server.settle()
-    tell(worker, b"two")
+    worker.tell("state", b"two", 3)
     contribute(worker, 2, 1, version=0)  # its round has closed
     await server.settle()
     assert worker.outcomes == ["START", "APPLIED", "DROPPED"]
@@ -83,7 +75,7 @@ async def test_it_may_come_between_the_pieces_of_a_payload(server: Server) -> No
     (worker,) = await server.workers(1)
     worker.begin()
     worker.piece(0, 200_000)
-    tell(worker, b"state")
+    worker.tell("state", b"state", 3)
     worker.send(contribution=contribution_proto(
         1, num_samples=1, wants_weights=True, num_bytes=400_000, position=pb.Position(step=0, local_steps=1)
     ))  # fmt: skip
@@ -100,7 +92,7 @@ WRONG = [{"offset": 7}, {"num_bytes": 4}, {"num_bytes": 2**40}, {"piece": b"much
 @served(workers=1)
 async def test_pieces_that_cannot_be_are_refused(server: Server, fields: dict[str, Any]) -> None:
     (worker,) = await server.workers(1)
-    tell(worker, b"sound", **fields)
+    worker.tell("state", b"sound", 3, **fields)
     contribute(worker, 1, 0)
     await server.settle()
     assert await worker.end() == ("LIMIT_EXCEEDED" if fields.get("num_bytes") == 2**40 else "BAD_REQUEST")
