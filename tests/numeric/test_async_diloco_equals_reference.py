@@ -88,18 +88,16 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     policy = policy_of("async_diloco", {"training_steps": STEPS, "num_workers": 3, "local_steps": H, **options})
     workers = [Worker("adamw") for _ in SIZES]
     store = store_of(workers[0], policy)
-    base, local_steps, due, in_mean = {}, {0: [], 1: [], 2: []}, {}, []
+    base, local_steps, due = {}, {0: [], 1: [], 2: []}, {}
 
     def perform(decisions: list[Any], now: float, staged: torch.Tensor | None = None) -> None:
         for decision in decisions:
             if isinstance(decision, Fold):
                 store.fold(staged, decision.weight, decision.rank)
-                in_mean.append((decision.rank, decision.weight))
             elif isinstance(decision, Commit):
                 store.commit(
-                    Step(3, 0, [policy.outer.arguments | (decision.numbers or {})], lr_scale=decision.lr_scale(in_mean))
+                    Step(3, 0, [policy.outer.arguments | (decision.numbers or {})], lr_scale=decision.lr_scale)
                 )
-                in_mean.clear()
             elif isinstance(decision, Reply):
                 rank, steps = decision.rank, policy.next_local_steps(decision.rank)
                 workers[rank].receive(store.weights)

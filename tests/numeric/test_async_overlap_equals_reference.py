@@ -80,16 +80,13 @@ def ours(tau: int, **options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     progress = [Progress(total_steps=STEPS) for _ in RANKS]
     replied: dict[int, tuple[int, int]] = {}  # version, local steps
     contributions: dict[int, list[int]] = {rank: [] for rank in RANKS}
-    in_mean: list[tuple[int, float]] = []
 
     def perform(decisions: list[Any], staged: torch.Tensor | None = None) -> None:
         for decision in decisions:
             if isinstance(decision, Fold):
                 store.fold(staged, decision.weight, decision.rank)
-                in_mean.append((decision.rank, decision.weight))
             elif isinstance(decision, Commit):
-                store.commit(Step(3, 0, [arguments], lr_scale=decision.lr_scale(in_mean)))
-                in_mean.clear()
+                store.commit(Step(3, 0, [arguments], lr_scale=decision.lr_scale))
             elif isinstance(decision, Reply):
                 workers[decision.rank].receive(store.weights)
                 replied[decision.rank] = policy.version, policy.next_local_steps(decision.rank)
