@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -61,8 +60,8 @@ class TensorThread:
     def size_for(self, num_bytes: int) -> None:
         """Decide by the size of a contribution whether work runs inline. Call this before any work."""
         if num_bytes > INLINE_BYTES:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensors")
-            self._begin = partial(self._executor.submit, self._execute)
+            executor = self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+            self._begin = lambda work: executor.submit(self._execute, work)
             # Use half of the cores, since the others receive and send. Windows of 4 MiB do not need more threads.
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
             self._loop = asyncio.get_running_loop()
