@@ -37,9 +37,9 @@ class Cooling(SinglePolicy):
             return [Discard(member.rank)]
         return super()._take(member, contribution, now)
 
-    def _commit(self, ranks, reason, scales=()):
+    def _commit(self, ranks, reason, lr_scale=1.0):
         scale, self.scale = self.scale, self.scale * self.options.cooling
-        return super()._commit(ranks, reason, (scale,))
+        return super()._commit(ranks, reason, scale)
 
     def saved_state(self):
         return {"scale": self.scale}

@@ -67,8 +67,9 @@ class Server:
         self._was_done = asyncio.Event()  # set if the run had all its steps already at the start
         self._bus = make_bus(config)
         self.engine: Engine = Engine(
-            config, make_policy(config), name=secrets.token_hex(6), publish=self._bus.publish, now=self._clock.now
-        )
+            config, make_policy(config), name=secrets.token_hex(6), publish=self._bus.publish,
+            is_observed=self._bus.takes, now=self._clock.now,
+        )  # fmt: skip
         self._run, self._model, self._tensors = self.engine.run, self.engine.model, self.engine.tensors
         self._copies = self.engine.copies
         self._evicted: tuple[int, ...] = ()
@@ -116,6 +117,7 @@ class Server:
         """Begin the run, whose state is complete now. All shards have snapshots of the versions `found`."""
         config, engine, run, model = self._config, self.engine, self._run, self._model
         self._restored()
+        keep_out(run, self._evicted)
         engine.tell(RunStarted(
             run.name, run.incarnation, run.mode, run.policy.version, dict(run.policy.committed),
             config.run.workers, run.policy.staleness_bound, source=model.source or None,
@@ -150,7 +152,6 @@ class Server:
             return
         self._begin(tuple(sorted(common, reverse=True)))
         run = self._run
-        keep_out(run, self._evicted)
         num_joins = {} if name is not None else dict(run.roster.num_joins)
         shared = shared_config(self._config)
         self._attendance.begin_run(BeginRun(run.name, run.incarnation, name, shared, num_joins, self._evicted))
@@ -163,7 +164,12 @@ class Server:
             self.engine.end_with(UnreachableError(message, fix=fix))
             return
         log.error("shard_lost", shard=shard, meaning="all go back to the newest snapshot that every shard has")
+        self._go_back()
+
+    def _go_back(self) -> None:
+        """End the run here. A new server in this process goes on with it."""
         self.goes_back = True
+        self.stop_requested.set()
         self.engine.notify()
 
     async def _end_shards(self) -> None:
@@ -181,10 +187,10 @@ class Server:
 
     async def serve(self) -> None:
         """Serve until every worker has finished, the run has failed, or a stop was requested."""
-        engine, finished = self.engine, self.engine.finished
+        engine = self.engine
         try:
             await until_one_ends(
-                engine.until(lambda: finished.done() or self.goes_back),
+                asyncio.wait([self.engine.finished]),
                 self.stop_requested.wait(),
                 self._nobody_comes(),
                 self._clock.every(_TICK_S, self._tick),

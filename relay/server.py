@@ -40,7 +40,7 @@ class RelayServer(Server):
             if isinstance(fact, Evaluated) and not self._run.is_done:
                 link.measured(fact.point.step, fact.point.metrics)
 
-        self.engine.publish = passed_on
+        self.engine.publish, self.engine.is_observed[Evaluated] = passed_on, True
 
     def after(self, config: Config) -> Server:
         return RelayServer(with_settings(config, self._link), self._link, before=self, clock=self._clock)
@@ -54,9 +54,8 @@ class RelayServer(Server):
     def go_back(self) -> None:
         """Leave this run for the run of the newest START reply, whose server `after` makes."""
         log.warning("region_goes_back", meaning="the run above has an earlier or a new position of this region")
-        self.goes_back = True
+        self._go_back()
         self.engine.offer(Stopped())  # no worker may train here now: the next server has the link
-        self.engine.notify()
 
     async def _wind_down(self) -> None:
         asyncio.get_running_loop().call_soon(self._region.give_up)  # after the run is closed

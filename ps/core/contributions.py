@@ -20,7 +20,7 @@ from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refu
 from ..policies.shared.late import momentum_left
 from . import effects
 from .counting.announced import Data, Groups, Rates, difference_of, first_difference
-from .counting.stats import WorkerStats, bin_of, restored_bins
+from .counting.stats import MOST_BINS, WorkerStats, restored_bins
 from .effects import Effect, Log
 from .events import Contributed
 from .roster import Roster, Worker
@@ -52,6 +52,7 @@ class Pending:
     is_taken: bool  # False: the server has skipped it
     scale: float  # multiplies its payload
     staleness: int
+    new_samples: int | None
     weight: float = 0.0
 
 
@@ -106,6 +107,9 @@ class Contributions:
             worker.hyperparameters = training.hyperparameters
         if event.judgement is not SOUND and event.judgement.action in ("reject", "halt"):
             return list(self._rejected(stats, event))
+        if policy.kind.has_peers and not event.judgement.is_taken:  # of a skipped upload only the completion counts
+            contribution = replace(contribution, kind=policy.kind)
+            event = replace(event, contribution=contribution)
         found: list[Effect] = []
         if math.isfinite(training.loss):
             stats.loss = training.loss
@@ -114,7 +118,7 @@ class Contributions:
                 return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, other_data)]
             found += self.data.record(rank, contribution.base.version, first.digest)
         groups = worker.hyperparameters if policy.steps_jointly and training.iteration else None
-        at_step = policy.steps_done(rank), training.iteration
+        at_step = policy.progress[rank].steps, training.iteration
         known = self._schedules.get(at_step)
         if groups and known and (differ := difference_of(rank, groups, *known)) is not None:
             return [*self.refuse(event), effects.Refuse(rank, worker.incarnation, differ)]
@@ -124,9 +128,7 @@ class Contributions:
         if decisions and isinstance(decisions[0], Wait):
             self._undecided[rank] = worker, event, version
         elif policy.rows[rank].seq > num_counted:
-            outcome = "accepted" if event.judgement.is_taken else "skipped"
-            found.append(self._note(event, outcome, version))
-            self._counted(worker, stats, event, found)
+            self._counted(worker, stats, event, version, found)
             if groups is not None:
                 self._schedules.setdefault(at_step, (rank, groups))
         else:
@@ -140,20 +142,25 @@ class Contributions:
         """Discard a contribution whose sender may not contribute now."""
         return [self._note(event, "refused", self.policy.version)]
 
-    def _counted(self, worker: Worker, stats: WorkerStats, event: Contributed, found: list[Effect]) -> None:
-        """Keep a contribution that counts until it is folded, and log a problem that was found in it."""
-        rank, judged, contribution = worker.rank, event.judgement, event.contribution
-        counts, hyperparameters, staleness = contribution.counts, worker.hyperparameters, worker.staleness
-        is_taken, new_samples = judged.is_taken, counts.new_samples
-        self._pending[rank] = Pending(rank, contribution, hyperparameters, is_taken, judged.scale, staleness)
+    def _counted(
+        self, worker: Worker, stats: WorkerStats, event: Contributed, version: int, found: list[Effect]
+    ) -> None:
+        """Keep a contribution that counts until it is folded, and log a problem that was found in it. It arrived at
+        `version`."""
+        rank, judged, contribution, policy = worker.rank, event.judgement, event.contribution, self.policy
+        counts, groups, staleness = contribution.counts, worker.hyperparameters, worker.staleness
+        is_taken, new_samples, least = judged is SOUND or judged.is_taken, counts.new_samples, policy.min_steps_done
+        found.append(self._note(event, "accepted" if is_taken else "skipped", version))
+        self._pending[rank] = Pending(rank, contribution, groups, is_taken, judged.scale, staleness, new_samples)
         samples, steps = self._done
         self._done = samples + (new_samples or 0), steps + counts.num_steps
-        self.rates.counted(rank, hyperparameters, contribution.first.rates if contribution.first is not None else ())
-        stats.accepted(staleness, new_samples, self.policy.lead(rank), event.at)
-        self.staleness[bin_of(staleness)] += 1
+        if groups is not None and groups is not self.rates.newest.get(rank):
+            self.rates.counted(rank, groups, contribution.first.rates if contribution.first is not None else ())
+        stats.accepted(staleness, new_samples, policy.progress[rank].steps - least, event.at)
+        self.staleness[min(MOST_BINS, staleness)] += 1
         self._ended_at = event.at
-        if self._first is None and (min_steps := self.policy.min_steps_done) > self._begun_steps:
-            self._first = event.at, min_steps, self._done[0], self._done[1]
+        if self._first is None and least > self._begun_steps:
+            self._first = event.at, least, self._done[0], self._done[1]
         if self._empty:
             self._empty.pop(rank, None)
         if judged.is_clipped:
@@ -197,8 +204,7 @@ class Contributions:
             elif isinstance(decision, Fold):
                 if self._undecided and decision.rank in self._undecided:
                     worker, event, version = self._undecided.pop(decision.rank)
-                    found.append(self._note(event, "accepted", version))
-                    self._counted(worker, self._roster.stats[worker.rank], event, found)
+                    self._counted(worker, self._roster.stats[worker.rank], event, version, found)
                 pending = self._pending.pop(decision.rank)
                 pending.weight = decision.weight
                 self._in_mean.append(pending)
@@ -220,19 +226,26 @@ class Contributions:
         in_mean, self._in_mean, policy = self._in_mean, [], self.policy
         self._rhythm.has_committed = True
         self._schedules.clear()
-        hyperparameters, clip_norm, iteration = self._newest_schedule(in_mean)
-        if len(in_mean) > 1 and policy.has_rounds and policy.kind.holds_gradients:
-            self._compare(in_mean, hyperparameters or (), clip_norm, found)
         taken, num_samples, weight, total = list[records.ContributionId](), 0, 0.0, 0.0
+        # The hyperparameters of the process with the most steps, then of the lowest rank. A replacement may have begun
+        # its schedule anew, and must not set the run back.
+        hyperparameters: Groups | None = None
+        clip_norm, iteration, lowest = 0.0, 0, 0
         for pending in in_mean:
             total += pending.weight
             if pending.is_taken:
-                new_samples = pending.contribution.counts.new_samples
-                num_samples += 1 if new_samples is None else new_samples
+                num_samples += 1 if pending.new_samples is None else pending.new_samples
                 weight += pending.weight
                 taken.append(pending.contribution.id)
+            training = pending.contribution.training
+            is_newer = (training.iteration, -pending.rank) > (iteration, -lowest)
+            if pending.hyperparameters is not None and (hyperparameters is None or is_newer):
+                hyperparameters, lowest = pending.hyperparameters, pending.rank
+                clip_norm, iteration = training.clip_norm, training.iteration
+        if len(in_mean) > 1 and policy.has_rounds and policy.kind.holds_gradients:
+            self._compare(in_mean, hyperparameters or (), clip_norm, found)
         part = weight / total if policy.skipped_is_zeros and total else 1.0
-        if (outer := policy.outer) is not None:
+        if policy.kind.holds_differences and (outer := policy.outer) is not None:
             hyperparameters = ({**outer.arguments, **(decision.numbers or {})},)
             if decision.numbers:
                 hyperparameters[0]["share"] *= part
@@ -247,24 +260,12 @@ class Contributions:
                 fields = {"configured": configured, "used": round(momentum_left(configured, self._momentum_among), 4)}
                 fields |= {"workers": self._momentum_among, "meaning": _LESS_MOMENTUM}
                 found.append(Log("info", "momentum", fields))
-        scale = decision.lr_scale((item.rank, item.weight if item.is_taken else 0.0) for item in in_mean)
-        lr_scale = self.lr_scale * scale * (1.0 if decision.numbers else part)
+        lr_scale = self.lr_scale * decision.lr_scale * (1.0 if decision.numbers else part)
         found.append(effects.Commit(
             policy.version, tuple(taken), policy.committed_by or (), hyperparameters, lr_scale, decision.reason,
             decision.momentum_among, clip_norm if policy.kind.holds_gradients else 0.0, num_samples,
             policy.num_active if not policy.has_rounds else len(policy.committed_by or ()), iteration,
         ))  # fmt: skip
-
-    @staticmethod
-    def _newest_schedule(in_mean: list[Pending]) -> tuple[Groups | None, float, int]:
-        """Returns the commit's hyperparameters, clip_norm and iteration: those of the process with the most steps, then
-        of the lowest rank. A replacement may have begun its schedule anew, and must not set the run back."""
-        candidates = [pending for pending in in_mean if pending.hyperparameters is not None]
-        newest = max(candidates, key=lambda item: (item.contribution.training.iteration, -item.rank), default=None)
-        if newest is None:
-            return None, 0.0, 0
-        training = newest.contribution.training
-        return newest.hyperparameters, training.clip_norm, training.iteration
 
     def _compare(self, in_mean: list[Pending], groups: Groups, used: float, found: list[Effect]) -> None:
         """Warn once in a run when workers of a round have other hyperparameters or clip to other norms than those that
@@ -304,7 +305,7 @@ class Contributions:
         elif self._started_at is None:
             self._started_at, self._begun_steps = at, policy.min_steps_done
             found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
-        row, (num_workers, index) = policy.row(rank), self._roster.division(rank)
+        row, (num_workers, index) = policy.progress[rank], self._roster.division(rank)
         has_evaluator = bool(self._roster.evaluators)
         is_asked = not index and not has_evaluator
         # Exchanges overlap: metrics requested by one reply may arrive after newer replies.
@@ -314,7 +315,7 @@ class Contributions:
             worker.num_asked -= 1
         has_peers = policy.kind.has_peers
         reply = records.Reply(
-            records.Result(outcome, policy.seq(rank), policy.version, worker.staleness, gate_wait_s, reason),
+            records.Result(outcome, policy.rows[rank].seq, policy.version, worker.staleness, gate_wait_s, reason),
             records.NextWork(
                 policy.next_local_steps(rank), row.steps, num_workers, index, policy.training_steps, has_evaluator,
                 self.data.twins.pop(rank, None) if self.data.twins else None,

@@ -118,10 +118,6 @@ class ContributionTaken(Fact):
     traffic: tuple[int, int] = (0, 0)  # bytes that its worker has sent and received so far; zeros: not counted
 
     @property
-    def counts(self) -> bool:
-        return self.outcome in ("accepted", "skipped")
-
-    @property
     def is_kept(self) -> bool:
         """Whether its payload stays until it is folded, also when its worker leaves."""
         return self.outcome == "accepted" and self.contribution.kind.has_payload
@@ -286,3 +282,8 @@ class RunEnded(Fact):
     rows: dict[int, Row]  # of it, by rank
     has_begun: bool = True  # False: this server has ended before there was a RunStarted
     is_over: bool = False  # all workers have had the final weights; False: the server was stopped, or failed
+
+
+FACTS: tuple[type[Fact], ...] = tuple(
+    kind for kind in vars().values() if isinstance(kind, type) and issubclass(kind, Fact) and kind is not Fact
+)

@@ -33,6 +33,8 @@ class Sequencer:
     """Turns offered events into events that happen. The engine (`ps/engine/engine.py`) offers an event, and the
     sequencer calls `happens`. This class is for a server of one process: each offered event happens at once."""
 
+    compares = False  # `applied` compares the states of several shards
+
     def __init__(self, happens: Callable[[Event], None], now: Callable[[], float]) -> None:
         self._happens, self._now = happens, now
 
@@ -113,6 +115,8 @@ class Coordinator(Sequencer):
     """Shard 0: collects the shards' reports of gathered events, and orders all events for itself and the other shards.
 
     `judge` combines the parts' judgements of a contribution."""
+
+    compares = True
 
     def __init__(
         self,
@@ -219,6 +223,8 @@ class Coordinator(Sequencer):
 
 class Follower(Sequencer):
     """Another shard: reports its events to the coordinator, and applies those that the coordinator orders."""
+
+    compares = True
 
     def __init__(self, *, happens: Callable[[Event], None], digest: Callable[[], str]) -> None:
         self.outbox: Outbox[object] = Outbox()  # events, digests, and reports about the shard itself

@@ -149,7 +149,7 @@ class Roster:
     def remove(self, worker: Worker) -> None:
         """Remove a worker that is gone; without effect when another worker holds its rank."""
         rank = worker.rank
-        if self.find(rank, worker.incarnation) is not worker:
+        if self.workers.get(rank) is not worker:
             return
         del self.workers[rank]
         del self._ranks[bisect_left(self._ranks, rank)]
@@ -170,11 +170,6 @@ class Roster:
             sizes = [self.num_behind.get(other, 1) for other in ranks]
             num_workers, index = sum(sizes), sum(sizes[:index])
         return num_workers + self.elsewhere[1], index + self.elsewhere[0]
-
-    def find(self, rank: int, incarnation: int) -> Worker | None:
-        """Returns the worker of this incarnation, if it holds the rank."""
-        worker = self.workers.get(rank)
-        return worker if worker is not None and worker.incarnation == incarnation else None
 
     # ---- signs of life --------------------------------------------------------------------
 

@@ -65,8 +65,10 @@ class Run(Ending):
         """Changes the state by one event, and returns the effects in order."""
         handle = self._happens[type(event)]
         if isinstance(event, events.AboutAWorker):
-            worker = self.roster.find(event.rank, event.incarnation)
-            if worker is None or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
+            seat = event.contribution.id if isinstance(event, events.Contributed) else event
+            worker = self.roster.workers.get(seat.rank)
+            is_gone = worker is None or worker.incarnation != seat.incarnation
+            if worker is None or is_gone or (self.is_closed and isinstance(event, _BEFORE_THE_END)):
                 # It was released or replaced, or the run has ended; it was notified.
                 return self.contributions.refuse(event) if isinstance(event, events.Contributed) else []
             heard_at = self.roster.heard_at

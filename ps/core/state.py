@@ -18,7 +18,7 @@ from ...common.wire.records import Row
 from ..policies.base import Policy
 from .contributions import Contributions
 from .counting.announced import Length
-from .counting.stats import bin_of
+from .counting.stats import MOST_BINS
 from .roster import Roster, Worker
 from .snapshot_rhythm import Rhythm
 
@@ -101,7 +101,7 @@ class RunState:
         stats = {str(rank): entry.saved() for rank, entry in self.roster.stats.items()}
         for pending in self.contributions.uncommitted():
             stats[str(pending.rank)]["staleness_sum"] -= pending.staleness
-            behind[bin_of(pending.staleness)] -= 1
+            behind[min(MOST_BINS, pending.staleness)] -= 1
         return {
             "run": self.name,
             "server_incarnation": self.incarnation,

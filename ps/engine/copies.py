@@ -42,6 +42,7 @@ class Copies:
         self._model, self._tensors = model, tensors
         self._payloads: dict[int, torch.Tensor] = {}  # uint8 [total_bytes]
         self._holders: dict[int, set[str]] = {}  # by version, including copies that are still being made
+        self._leases: dict[str, asyncio.TimerHandle] = {}  # by reader
         self._best: tuple[int, torch.Tensor] | None = None  # written, or pulled by the coordinator
         self._writing: asyncio.Future[None] | None = None
 
@@ -52,7 +53,7 @@ class Copies:
         holder = f"reader {reader}" if reader else _EVALUATION
         if reader:
             self.release_reader(reader)
-            asyncio.get_running_loop().call_later(_LEASE_S, self.release, version, holder)
+            self._leases[reader] = asyncio.get_running_loop().call_later(_LEASE_S, self.release_reader, reader)
         is_new = version not in self._holders
         self._holders.setdefault(version, set()).add(holder)  # before submit: an idle tensor thread calls back at once
         if is_new:
@@ -80,7 +81,9 @@ class Copies:
             self._payloads.pop(version, None)
 
     def release_reader(self, reader: str) -> None:
-        """Release the version of a reader that has fetched it or has disconnected."""
+        """Release the version of a reader that has fetched it, or whose lease is over."""
+        if (lease := self._leases.pop(reader, None)) is not None:
+            lease.cancel()
         for version in [version for version, holders in self._holders.items() if f"reader {reader}" in holders]:
             self.release(version, f"reader {reader}")
 

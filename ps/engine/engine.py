@@ -19,7 +19,6 @@ from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal
 from ...common.reporting.log import get_logger
-from ...common.wire.frames import INLINE_BYTES
 from ..core import effects, events
 from ..core.counting.stats import Traffic
 from ..core.effects import Fact
@@ -51,6 +50,7 @@ class Engine:
         *,
         name: str,
         publish: Callable[[float, Fact], None] = lambda at, fact: None,
+        is_observed: Callable[[type[Fact]], bool] = lambda kind: True,
         options: Options | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +60,7 @@ class Engine:
         self.why_not_ready: Callable[[], str] = lambda: ""  # the reason that workers cannot join yet, as a phrase
         self.run = Run(options or options_of(config), policy, name)
         self.publish, self.now = publish, now
+        self.is_observed = {kind: is_observed(kind) for kind in effects.FACTS}  # the others are not published
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self.broke("tensors", error))
         self.model = Model(config, self.tensors, policy)
@@ -103,19 +104,21 @@ class Engine:
                     for effect in found:
                         if (carry_out := self._carry_out.get(type(effect))) is not None:
                             carry_out(effect)
-                        if isinstance(effect, Fact):
+                        if self.is_observed.get(type(effect)):
                             self.publish(event.at, effect)
-                    self.sequencer.applied(found)
+                    if self.sequencer.compares:
+                        self.sequencer.applied(found)
                 except Exception as error:
                     self.broke("event", error, at_event=events.LINES.write(event))
                     break
                 if isinstance(event, events.Failed):
                     self.snapshots.drop()
-                if self.model.has_weights:
+                if self.model.has_weights and self.model.staging.waiters:
                     self.model.staging.look_again()  # the worker that left may have been folded before others
         finally:
             self._is_applying = False
-        self.notify()
+        if self._waiting_for:
+            self.notify()
 
     def broke(self, task: str, error: BaseException, **fields: object) -> None:
         """End the run without a snapshot: its state or its weights may be partly changed.
@@ -331,23 +334,24 @@ class Engine:
     def _send(self, effect: effects.SendReply) -> None:
         """Queue a reply. With several shards each retains this version for it, so that all parts are of one version."""
         version, model = effect.reply.result.version, self.model
-        if effect.has_weights:  # on all shards, even without a stream here
-            model.references.replies(version, effect.is_start)
+        is_start = effect.reply.start is not None
+        if effect.has_weights and model.references.is_used:  # on all shards, even without a stream here
+            model.references.replies(version, is_start)
         peer = self.peers.get((effect.rank, effect.incarnation))
         if peer is None or self.tensors.is_broken:
             return  # its stream has just ended: the worker asks again, or gets the refusal that ends the run
         peer.state = "computing"
         if not effect.has_weights:
             self.tensors.then(partial(peer.say, Go(effect)))
-        elif peer.encodes(effect) and moves_reference(peer.reply_codec):
+        elif peer.reply_codec is not None and moves_reference(peer.reply_codec) and peer.encodes(effect):
             assert isinstance(peer.reply_codec, ByTensor)
             reference = model.references.of(peer.reply_codec, version)
-            update = reference.update_from(0 if effect.is_start else peer.reference)
+            update = reference.update_from(0 if is_start else peer.reference)
             effect.reference_version = update.version
             self.tensors.then(partial(peer.say, Go(effect, update=update)))
-        elif model.store.layout.exchange_bytes <= INLINE_BYTES:
+        elif not model.is_published:
             self.tensors.then(lambda: peer.say(Go(effect, payload=model.small_payload())))
-        elif self.config.server.shards > 1 or effect.is_evaluated:  # the weights must be of this version
+        elif model.is_part or effect.is_evaluated:  # the weights must be of this version
             peer.say(Go(effect, publication=model.publisher.hold(as_frames=peer.as_frames(effect))))
         else:
             peer.say(Go(effect))

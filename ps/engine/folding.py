@@ -13,7 +13,7 @@ import torch
 from ...common.codecs.base import FreeBuffers
 from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import overflowed
-from ...common.wire.records import NO_ROW, Contribution, ContributionId, Row
+from ...common.wire.records import Contribution, ContributionId, Row
 from ..core import effects
 from ..policies.base import Policy
 from ..tensors.flat_optimizer import OptimizerState
@@ -97,18 +97,17 @@ class Folding:
 
     def taken(self, taken: effects.ContributionTaken) -> None:
         """Keep the tensors of a contribution until they are folded, or drop them. Keep the state of its script."""
-        id = taken.contribution.id
+        contribution, outcome = taken.contribution, taken.outcome
+        id = contribution.id
         staged = self._staged.get(id)
-        if staged is not None and taken.is_kept:
+        if staged is not None and outcome == "accepted" and contribution.kind.has_payload:
             staged.is_kept = True
         else:
             self._drop(id)
-        if taken.counts:
+        has_state = contribution.position is not None or id.rank in self.states.of_rank
+        if has_state and outcome in ("accepted", "skipped"):
             script = staged.script if staged is not None else None
-            committed = self._policy.committed.get(
-                id.rank, NO_ROW
-            )  # without a row in a simulation, which has no states
-            self.states.counted(taken.contribution, script, committed.seq)
+            self.states.counted(contribution, script, self._policy.committed[id.rank].seq)
 
     def _drop(self, id: ContributionId) -> None:
         if id in self._staged and not self._staged[id].is_kept:
@@ -147,40 +146,42 @@ class Folding:
             )
 
         def folded(reusable: list[torch.Tensor]) -> None:
-            if not any(tensor is payload for tensor in reusable):
+            if id(payload) not in map(id, reusable):
                 staging.donate(payload)
-            self._return(*reusable, staged.slot)
+            if reusable or staged.slot is not None:
+                self._return(*reusable, staged.slot)
 
         self._tensors.submit(work, folded)
 
     def commit(self, commit: effects.Commit) -> None:
-        store = self._model.store
-        log.debug("commit", version=commit.version, reason=commit.reason)
-        publication = self._model.publisher.next(commit.version)
-        self._model.references.committed(len(commit.contributions), commit.num_active, self._without)
+        model, store, count = self._model, self._model.store, len(commit.contributions)
+        if model.references.is_used:
+            model.references.committed(count, commit.num_active, self._without)
         without, self._without = self._without, None
-        if without is not None:
-            steps_here = store.optimizer is not None and self.above is None
-            self._model.changes.made(commit.version, without if steps_here else ())
-        count = len(commit.contributions)
-        if count >= store.aggregator.fewest:
+        if count >= store.fewest:
             self._are_few = False  # so that the next commit of too few is warned of again
         elif count and not self._are_few:
             self._are_few = True
-            log.warning("few_contributions", count=count, fewest=store.aggregator.fewest, meaning=_FEW)
-        num_live = 1 if self._model.kind.has_peers else commit.num_active
+            log.warning("few_contributions", count=count, fewest=store.fewest, meaning=_FEW)
+        num_live = 1 if model.kind.has_peers else commit.num_active
         # With all-reduce peers the worker that uploads the weights has the lowest rank's buffers.
-        lowest_live = sys.maxsize if self._model.kind.has_peers else commit.members[0] if commit.members else 0
+        lowest_live = sys.maxsize if model.kind.has_peers else commit.members[0] if commit.members else 0
         step = Step(
             num_live, lowest_live, commit.hyperparameters, commit.lr_scale, commit.momentum_among, commit.clip_norm
         )
-        work = partial(_sound, commit, partial(store.commit, step, publication.segment.payload))
-        if self.above is not None:
-            self.above.commit(commit, work, publication, without or frozenset())
-            return
-        work = partial(work, progress=publication.made)
-        if not (self._model.clips_parts(commit.clip_norm) and commit.contributions):
-            self._tensors.submit(work, self._model.staging.reclaim)
+        work = partial(_sound, commit, store.commit, step)
+        if model.is_published or self.above is not None:
+            publication = model.publisher.next(commit.version)
+            if without is not None:
+                steps_here = store.optimizer is not None and self.above is None
+                model.changes.made(commit.version, without if steps_here else ())
+            work = partial(work, target=publication.segment.payload)
+            if self.above is not None:
+                self.above.commit(commit, work, publication, without or frozenset())
+                return
+            work = partial(work, progress=publication.made)
+        if not (model.is_part and count and (commit.clip_norm or store.clip_norm)):
+            self._tensors.submit(work, model.staging.reclaim)
             return
         # The weights stay unused until all shards have reported the norms of their parts.
         self._steps[commit.version] = work
@@ -190,10 +191,12 @@ class Folding:
         self._tensors.go_on(partial(self._steps.pop(clip.version), norm=clip.norm), self._model.staging.reclaim)
 
 
-def _sound(commit: effects.Commit, step: Callable[..., list[torch.Tensor]], **options: Any) -> list[torch.Tensor]:
-    """Run the step of a commit. Raises DivergedError where it leaves weights that are not finite."""
+def _sound(
+    commit: effects.Commit, make: Callable[..., list[torch.Tensor]], step: Step, **options: Any
+) -> list[torch.Tensor]:
+    """Make the version of a commit. Raises DivergedError where its step leaves weights that are not finite."""
     try:
-        return step(**options)
+        return make(step, **options)
     except Unsound as unsound:
         numbers = dict(commit.hyperparameters[0]) if commit.hyperparameters else {}
         if "lr" in numbers:
@@ -214,26 +217,26 @@ class States:
     A state counts when its contribution does. States that a snapshot may need are kept."""
 
     def __init__(self) -> None:
-        self._of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
+        self.of_rank: dict[int, dict[int, Kept]] = {}  # by rank, and number of the contribution that began so
 
     def counted(self, contribution: Contribution, payload: bytes | None, num_committed: int) -> None:
         """Keep the state of a contribution that counts; None: it is that of the rank's contribution before.
         `num_committed` of its rank's are in a version."""
         rank, position = contribution.id.rank, contribution.position
-        kept = self._of_rank.get(rank, {})
+        kept = self.of_rank.get(rank, {})
         if payload is None and kept:
             payload = kept[max(kept)].payload
         if position is None or payload is None:
-            self._of_rank.pop(rank, None)  # the script has no state
+            self.of_rank.pop(rank, None)  # the script has no state
             return
         fields = {name: value for name, value in asdict(position).items() if value is not None}
         kept[contribution.id.seq] = Kept(fields, payload)
         oldest = max((number for number in kept if number <= num_committed), default=0)
-        self._of_rank[rank] = {number: snapshot for number, snapshot in kept.items() if number >= oldest}
+        self.of_rank[rank] = {number: snapshot for number, snapshot in kept.items() if number >= oldest}
 
     def at(self, rank: int, number: int) -> Kept | None:
         """Returns the state at the beginning of this contribution of the rank, or of the newest one before it."""
-        kept = self._of_rank.get(rank, {})
+        kept = self.of_rank.get(rank, {})
         found = max((snapshot for snapshot in kept if snapshot <= number), default=None)
         return kept[found] if found is not None else None
 
@@ -247,4 +250,4 @@ class States:
         for rank, payload in payloads.items():
             position = places.get(str(rank)) if isinstance(places, dict) else None
             if isinstance(position, dict) and all(type(number) is int and number >= 0 for number in position.values()):
-                self._of_rank[rank] = {rows[rank].seq if rank in rows else 0: Kept(position, payload)}
+                self.of_rank[rank] = {rows[rank].seq if rank in rows else 0: Kept(position, payload)}

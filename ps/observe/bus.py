@@ -67,6 +67,10 @@ class Bus:
         for at, fact in early:
             self.publish(at, fact)
 
+    def takes(self, kind: type[Fact]) -> bool:
+        """Whether some sink gets facts of this type."""
+        return any(item.sink.kinds is None or kind in item.sink.kinds for item in self._subscriptions)
+
     def publish(self, at: float, fact: Fact) -> None:
         """Deliver a fact to the sinks of its type."""
         kind = type(fact)

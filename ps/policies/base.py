@@ -63,7 +63,7 @@ class Policy(Ledger, ABC):
     def full_state(self) -> str:
         """The whole state as JSON, to compare two policies after the same events. Takes time in proportion to the
         members."""
-        state = {name: value for name, value in vars(self).items() if name not in ("common", "options")}
+        state = {name: value for name, value in vars(self).items() if name not in ("common", "options", "progress")}
         return json.dumps(state, default=plain, sort_keys=True)
 
     # ---- events ------------------------------------------------------------------------
@@ -210,7 +210,8 @@ class Policy(Ledger, ABC):
     def _owe(self, member: Member, outcome: Outcome) -> None:
         """Make this outcome the member's pending reply."""
         member.pending, member.is_away = outcome, False
-        self._waiting.add(member.rank)
+        self._waiting.ranks.add(member.rank)
+        self._waiting.to_ask.add(member.rank)
 
     def _weight(self, contribution: Contribution) -> float:
         counts = contribution.counts

@@ -67,7 +67,7 @@ class BufferedPolicy(Policy):
     def _step(self) -> Decision:
         ranks, self._buffer = tuple(self._buffer), []
         scale, self._weights, self._scaled = self._scaled / self._weights, 0.0, 0.0
-        return self._commit(ranks, f"{len(ranks)} contributions", (scale,) * len(ranks))
+        return self._commit(ranks, f"{len(ranks)} contributions", scale)
 
 
 ENTRY = BufferedPolicy

@@ -24,7 +24,7 @@ class SinglePolicy(Policy):
         self.may_scale = self.may_scale or (self._scale != "none" and (most is None or most > self._few))
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
-        rank, scales = member.rank, tuple[float, ...]()
+        rank, lr_scale = member.rank, 1.0
         among = self.num_active  # with this one, whose last contribution it may be
         if self._has_less_momentum:
             self._momentum_among = among
@@ -34,7 +34,7 @@ class SinglePolicy(Policy):
             if self._cut is not None and tau >= self._cut:
                 self._owe(member, Outcome.DROPPED)
                 return [Discard(rank)]
-            scales = (scale(tau),) if scale is not None else ()
+            lr_scale = scale(tau) if scale is not None else 1.0
         self._count(member, contribution.counts)
-        commit = self._commit((rank,), f"contribution {contribution.id.seq} of rank {rank}", scales)
+        commit = self._commit((rank,), f"contribution {contribution.id.seq} of rank {rank}", lr_scale)
         return [Fold(rank, self._weight(contribution)), commit]

@@ -148,7 +148,13 @@ class ShardServer:
         """Begin the run that the coordinator names, from the snapshot that it names."""
         config, options = with_shared(self._config, begin.config)
         engine = self._engine = Engine(
-            config, make_policy(config), name=begin.run, publish=self._bus.publish, options=options, now=self._clock.now
+            config,
+            make_policy(config),
+            name=begin.run,
+            publish=self._bus.publish,
+            is_observed=self._bus.takes,
+            options=options,
+            now=self._clock.now,
         )
         run = engine.run
         follower = Follower(happens=engine.happens, digest=run.digest)

@@ -198,9 +198,7 @@ class FlatOptimizer:
             yield _Lines(runs, weights, tensors, history)
 
     def set_hyperparameters(self, groups: Sequence[Hyperparameters]) -> None:
-        """Set the hyperparameters of each group. Equal ones, as before nearly every step, change nothing."""
-        if self._newest == list(groups):
-            return
+        """Set the hyperparameters of each group."""
         self._newest = [dict(values) for values in groups]
         for index, (group, values) in enumerate(zip(self.torch.param_groups, groups, strict=False)):
             before = _switches(group)
@@ -229,7 +227,7 @@ class FlatOptimizer:
         rate. `momentum_among` is the number of workers whose gradients step one by one. Their delay already acts as
         momentum, so `momentum_left` reduces the group's momentum.
         """
-        if groups:
+        if groups and self._newest != list(groups):
             self.set_hyperparameters(groups)
         self.torch.at(version)
         if lr_scale == 1.0 and momentum_among == 1:

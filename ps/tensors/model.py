@@ -52,7 +52,8 @@ class Model:
 
     - Once `has_model`: `whole` and `whole_optimizer` of the workers, and the parts of this shard, which with one shard
       are all of it: `share`, `layout` and `optimizer`.
-    - Once `has_weights`: `store`, `staging`, `publisher`, `changes` and `references`.
+    - Once `has_weights`: `store`, `staging`, `publisher`, `changes` and `references`. Weights that fit in one message
+      are not `is_published`: a reply has a copy of the newest ones.
 
     The mode's `policy` decides which optimizer runs here:
     - Workers send gradients: the workers' optimizer.
@@ -70,20 +71,17 @@ class Model:
     publisher: Publisher
     changes: Changes
     references: References
+    is_published: bool
 
     def __init__(self, config: Config, tensors: TensorThread, policy: Policy) -> None:
         self._config, self._tensors = config, tensors
-        self.kind = policy.kind
+        self.kind, self.is_part = policy.kind, config.server.shards > 1  # other shards have the rest of the model
         self._policy, self._outer = policy, policy.outer
         self.has_model = self.has_weights = False
         self.source = ""  # the snapshot or the server above that the model comes from
         self.may_change = False  # the first worker after a resume may change the optimizer's numbers
         self._tables: Tables | None = None
         self._small_payload: tuple[int, bytes] = (-1, b"")  # version and payload
-
-    def clips_parts(self, clip_norm: float) -> bool:
-        """Whether a step is clipped by its norm over several shards. `clip_norm` is the workers' limit; 0: none."""
-        return bool(clip_norm or self._config.store.clip_norm) and self._config.server.shards > 1
 
     @property
     def outer(self) -> OptimizerSpec | None:
@@ -285,7 +283,7 @@ class Model:
             **dict(self._config.store),
             aggregation=AGGREGATIONS.load(policy.aggregation),
             trim=policy.trim,
-            is_part=server.shards > 1,
+            is_part=self.is_part,
             measures_direction=self._outer is not None,
             steps=not self.kind.has_peers,
             has_master=self._has_master(),
@@ -294,11 +292,13 @@ class Model:
         restore(self.store)
         num_bytes = self.layout.exchange_bytes
         self._tensors.size_for(num_bytes)
-        self.staging = StagingPool(server.max_staged, num_bytes)
+        self.staging, self.is_published = StagingPool(server.max_staged, num_bytes), num_bytes > INLINE_BYTES
         first = Publication(self.store.version, weights, num_bytes, self._tensors.notify)
         self.publisher = Publisher(first, server.max_replies, self.new_memory)
         self.changes = Changes(self.layout, self.store.version)
-        self.references = References(self.store, self._tensors, self._policy.has_rounds, self._policy.fragments > 1)
+        self.references = References(
+            self.store, self._tensors, self._policy.has_rounds, self._policy.fragments > 1, self.is_part
+        )
         self.has_weights = True
 
     def replace(self, weights: torch.Tensor, version: int) -> None:

@@ -52,7 +52,7 @@ class Sanity:
         self.limits = limits
         self._limits_here = limits.model_copy(update={"max_norm": None}) if is_part else limits
         self._windows, self._view, self._name_of = windows, view, name_of
-        self._floats = [piece for window in windows for piece in window.pieces if piece.is_float]
+        self._floats = [piece for window in windows for piece in window.floats]
         self._is_gradient, self._is_part = is_gradient, is_part
 
     def look(self, payload: torch.Tensor, windows: slice, findings: Findings) -> Findings:
@@ -73,9 +73,7 @@ class Sanity:
         finite does the slow check decide whether a value is, or whether the sum overflowed.
         """
         norms = []
-        for piece in window.pieces:
-            if not piece.is_float:
-                continue
+        for piece in window.floats:
             values = self._view(piece, payload)
             has_norm = is_measured and piece.kind is Kind.PARAMETER
             dtype = torch.float32 if piece.dtype.itemsize == 2 else None  # float16 would overflow above 65,504
@@ -94,7 +92,7 @@ class Sanity:
         """Return the first element of a window in `payload` that is NaN or Inf, or None."""
         if self.norm(payload, window, is_measured=False) is not None:
             return None
-        for piece in (piece for piece in window.pieces if piece.is_float):
+        for piece in window.floats:
             wrong = torch.nonzero(~torch.isfinite(self._view(piece, payload)))
             if len(wrong):
                 return replace(piece, offset=piece.offset + int(wrong[0]) * piece.dtype.itemsize, num_elements=1)
@@ -102,10 +100,12 @@ class Sanity:
 
     def examine(self, payload: torch.Tensor, weights: torch.Tensor) -> Judgement:
         """Examine and judge a whole payload."""
-        if self.limits.max_norm is None and all(
-            math.isfinite(self._view(piece, payload).sum().item()) for piece in self._floats
-        ):
-            return SOUND
+        if self.limits.max_norm is None:
+            for piece in self._floats:
+                if not math.isfinite(self._view(piece, payload).sum().item()):
+                    break
+            else:
+                return SOUND
         return self.judge(payload, self.look(payload, slice(None), Findings()), weights)
 
     def changes(self, findings: Findings) -> bool:

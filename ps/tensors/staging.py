@@ -29,12 +29,12 @@ class StagingPool:
         self.num_lent = 0
         self._free: list[Payload] = []
         self._bytes: dict[int, memoryview] = {}  # by id of each payload of this pool, which it never frees
-        self._waiters: list[tuple[Callable[[], int], asyncio.Future[Payload]]] = []
+        self.waiters: list[tuple[Callable[[], int], asyncio.Future[Payload]]] = []  # uploads without memory
 
     @property
     def num_waiting(self) -> int:
         """The number of uploads that wait for a payload."""
-        return len(self._waiters)
+        return len(self.waiters)
 
     def make_room(self, num_uploads: int) -> None:
         """Raise the limit to `num_uploads`, for several shards.
@@ -58,25 +58,23 @@ class StagingPool:
     def request(self, position: Callable[[], int]) -> asyncio.Future[Payload]:
         """Return a future payload, served in the order of `position()`. To stop waiting, call `withdraw`."""
         request: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
-        self._waiters.append((position, request))
+        self.waiters.append((position, request))
         self.look_again()
         return request
 
     def withdraw(self, request: asyncio.Future[Payload]) -> None:
         """Cancel a request. If it was already served, its payload returns to the pool."""
-        self._waiters = [waiter for waiter in self._waiters if waiter[1] is not request]
+        self.waiters = [waiter for waiter in self.waiters if waiter[1] is not request]
         if not request.cancel() and not request.cancelled():
             self.give_back(request.result())
 
     def look_again(self) -> None:
         """Serve waiters whose position has become low enough. Call this when positions change."""
-        if not self._waiters:
-            return
-        for waiter in sorted(self._waiters, key=lambda waiter: waiter[0]()):
+        for waiter in sorted(self.waiters, key=lambda waiter: waiter[0]()):
             position, request = waiter
             if (payload := self.try_borrow(position)) is None:
                 return
-            self._waiters.remove(waiter)
+            self.waiters.remove(waiter)
             request.set_result(payload)
 
     def bytes_of(self, payload: Payload) -> memoryview:
@@ -94,10 +92,13 @@ class StagingPool:
 
     def donate(self, payload: Payload) -> None:
         """Stop counting a payload as lent, because it has become the mean of a round. `reclaim` brings it back."""
-        if self.is_own(payload):
+        if id(payload) in self._bytes:
             self.num_lent -= 1
-            self.look_again()
+            if self.waiters:
+                self.look_again()
 
     def reclaim(self, payloads: list[Payload]) -> None:
         """Return donated payloads to the pool."""
-        self._free += filter(self.is_own, payloads)
+        for payload in payloads:
+            if id(payload) in self._bytes:
+                self._free.append(payload)

@@ -91,7 +91,7 @@ class Store:
         self.layout = layout
         self.weights = weights
         self.version = 0
-        self._options = options
+        self._options, self.clip_norm = options, options.clip_norm
         self._steps = options.steps and optimizer is not None
         self.windows = self._windows = windows_of(layout)
         self.step_layout, stepped = layout, weights
@@ -102,6 +102,7 @@ class Store:
             self._windows = windows_of(self.step_layout)
         self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
         self.aggregator = options.aggregation(self._windows, self._view, options.buffers, options.trim)
+        self.fewest = self.aggregator.fewest  # contributions of a round with which it is robust
         self.aggregator.sums = self._steps and optimizer is not None and optimizer.reduction == "sum"
         if tables is not None:
             tables.sums = self.aggregator.sums
@@ -167,7 +168,7 @@ class Store:
         self,
         step: Step,
         target: torch.Tensor | None = None,
-        progress: Callable[[int], None] = lambda _: None,
+        progress: Callable[[int], None] | None = None,
         norm: float | None = None,
     ) -> list[torch.Tensor]:
         """Make the next version of the folded payloads, and return the payloads that may be reused, the result's first.
@@ -181,7 +182,8 @@ class Store:
         are not a valid version.
         """
         round_, optimizer, groups = self.aggregator, self.optimizer, step.hyperparameters or ()
-        factor = self._clip_factor(norm, step.clip_norm)
+        may_clip = round_.result is not None and (self.clip_norm or step.clip_norm)
+        factor = self._clip_factor(norm, step.clip_norm) if may_clip else None
         if self.tables is not None:
             if optimizer is not None and groups:
                 self.tables.set_hyperparameters(groups[len(optimizer.torch.param_groups) :])
@@ -204,12 +206,14 @@ class Store:
                 self._move_window(index, mean, stepped, step)
             if self.master is None:
                 self._check_window(new, window)
-                progress(window.end)
+                if progress is not None:
+                    progress(window.end)
         if self.master is not None:
             self.master.round(new)
             for window in self.windows:
                 self._check_window(new, window)
-            progress(self.layout.exchange_bytes)
+            if progress is not None:
+                progress(self.layout.exchange_bytes)
         if optimizer is not None and optimizer.unscaled:  # not after a failed step, which ends the run
             optimizer.end()
         self.weights = new
@@ -256,15 +260,12 @@ class Store:
             norms.append(self.sanity.norm(mean, window) or 0.0)
         return math.hypot(*norms)
 
-    def _clip_factor(self, norm: float | None, clip_norm: float) -> float | None:
-        """Return the factor that clips the mean of the round to its limits, or None without limits.
+    def _clip_factor(self, norm: float | None, clip_norm: float) -> float:
+        """Complete the mean of the round, and return the factor that clips it to its limits.
 
-        With limits this completes the mean. Without, each window is completed when it is stepped, while it is in the
-        cache.
+        Without limits, each window is completed when it is stepped, while it is in the cache.
         """
-        bounds = [bound for bound in (self._options.clip_norm, clip_norm) if bound]
-        if not bounds or self.aggregator.result is None:
-            return None
+        bounds = [bound for bound in (self.clip_norm, clip_norm) if bound]
         return min(1.0, factor_to(min(bounds), self.measure() if norm is None else norm))
 
     def _move_window(self, index: int, mean: torch.Tensor, weights: torch.Tensor, step: Step) -> None:

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -50,6 +49,7 @@ class TensorThread:
     def __init__(self, on_error: Callable[[BaseException], None]) -> None:
         self._on_error = on_error
         self._executor: ThreadPoolExecutor | None = None
+        self._begin: Callable[[_Work], object] = self._execute  # here, or on the thread
         self._num_pending = 0
         self._queue: deque[_Work] = deque()  # work that has not begun
         self.is_paused = False
@@ -60,7 +60,8 @@ class TensorThread:
     def size_for(self, num_bytes: int) -> None:
         """Decide by the size of a contribution whether work runs inline. Call this before any work."""
         if num_bytes > INLINE_BYTES:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+            executor = self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensors")
+            self._begin = lambda work: executor.submit(self._execute, work)
             # Use half of the cores, since the others receive and send. Windows of 4 MiB do not need more threads.
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
             self._loop = asyncio.get_running_loop()
@@ -80,9 +81,13 @@ class TensorThread:
         If `work` raises, the loop calls `failed(error)`, if given. The error is TensorsBroken if the work did not run.
         With `pauses`, later work waits for `go_on`.
         """
+        item = _Work(work, done, failed, pauses)
         self._num_pending += 1
-        self._queue.append(_Work(work, done, failed, pauses))
-        self._begin_queued()
+        if self.is_paused or self._queue:
+            self._queue.append(item)
+        else:
+            self.is_paused = pauses
+            self._begin(item)
 
     def go_on(self, work: Callable[[], Result], done: Callable[[Result], Any]) -> None:
         """Run `work` next, then the work that waited."""
@@ -95,13 +100,10 @@ class TensorThread:
         while self._queue and not self.is_paused:
             work = self._queue.popleft()
             self.is_paused = work.pauses
-            if self._executor is None:
-                self._execute(work)
-            else:
-                self._executor.submit(self._execute, work)
+            self._begin(work)
 
     def _execute(self, work: _Work) -> None:
-        """On the thread: run `work` unless earlier work failed. `_finish` follows on the loop."""
+        """Run `work` unless earlier work failed. `_finish` follows on the loop."""
         result, error = None, self._broken if self.is_broken else None
         if error is None:
             began = time.perf_counter()
@@ -113,7 +115,10 @@ class TensorThread:
                 if self.is_broken and isinstance(raised, DivergedError):
                     self._broken = TensorsBroken(raised.message, fix=raised.fix, reason=raised.reason)
             self.busy_s += time.perf_counter() - began
-        self.notify(partial(self._finish, work, result, error))
+        if self._executor is None:
+            self._finish(work, result, error)
+        else:
+            self._loop.call_soon_threadsafe(self._finish, work, result, error)
 
     def _finish(self, work: _Work, result: Any, error: Exception | None) -> None:
         self._num_pending -= 1

@@ -16,6 +16,7 @@ class Window(NamedTuple):
     start: int
     end: int
     pieces: tuple[FlatRun, ...]
+    floats: tuple[FlatRun, ...]  # of the pieces, those that may have NaN and Inf
 
 
 def windows_of(layout: Layout) -> list[Window]:
@@ -24,5 +25,6 @@ def windows_of(layout: Layout) -> list[Window]:
     windows = []
     for start in range(0, max(1, num_bytes), WINDOW_BYTES):
         end = min(start + WINDOW_BYTES, num_bytes)
-        windows.append(Window(start, end, tuple(filter(None, (run.within(start, end) for run in runs)))))
+        pieces = tuple(filter(None, (run.within(start, end) for run in runs)))
+        windows.append(Window(start, end, pieces, tuple(piece for piece in pieces if piece.is_float)))
     return windows

@@ -131,12 +131,10 @@ class ModelStore:
                     assert rank in self.staged, f"discard of rank {rank}, which has nothing staged"
                     contribution = self.staged.pop(rank)
                     discarded = True
-                case Commit(ranks, reason, scales):
+                case Commit(ranks, reason, lr_scale):
                     assert reason, "a commit without a reason"
-                    assert len(scales) in (0, len(ranks)), "one scale for each contribution, or none"
-                    assert all(scale > 0 for scale in scales)
-                    assert not scales or self.policy.may_scale
-                    assert not scales or self.policy.kind.may_lose, "a mean of weights has no rate"
+                    assert lr_scale > 0 and (lr_scale == 1 or self.policy.may_scale)
+                    assert lr_scale == 1 or self.policy.kind.may_lose, "a mean of weights has no rate"
                     assert self.in_mean, "commit of nothing"
                     folded = sorted(rank for rank, _ in self.in_mean)
                     assert sorted(ranks) == folded, "commit names other ranks than were folded"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,45 +14,6 @@ from paramserver.tests.contract.policies import ALL_MODES, make_policy
 from ..records import contribution_of
 
 ROUND_MODES = [mode for mode in ALL_MODES if getattr(make_policy(mode), "has_fixed_set", False)]
-
-
-@dataclass
-class Round:
-    """What one round of a mode with a fixed set of workers decides."""
-
-    folds: list[Fold] = field(default_factory=list)
-    commits: list[tuple[int, ...]] = field(default_factory=list)
-
-
-def play_rounds(mode: str, arrivals: list[list[int]], num_samples: dict[int, int], order: list[int]) -> list[Round]:
-    policy = make_policy(mode, num_workers=len(order))
-    for rank in order:
-        policy.joined(rank, 0.0)
-    rounds = []
-    for seq, arrival in enumerate(arrivals, 1):
-        decided = Round()
-        for rank in arrival:
-            for decision in policy.contributed(rank, contribution_of(seq, policy.version, num_samples[rank]), 0.0):
-                if isinstance(decision, Fold):
-                    decided.folds.append(decision)
-                elif isinstance(decision, Commit):
-                    decided.commits.append(decision.ranks)
-        rounds.append(decided)
-    return rounds
-
-
-@pytest.mark.parametrize("mode", ROUND_MODES)
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_fold_order_does_not_depend_on_arrival(mode: str, data: st.DataObject) -> None:
-    num_workers = data.draw(st.integers(1, 7))
-    ranks = list(range(num_workers))
-    num_samples = {rank: data.draw(st.integers(1, 50)) for rank in ranks}
-    arrivals = [data.draw(st.permutations(ranks)) for _ in range(3)]
-    rounds = play_rounds(mode, arrivals, num_samples, data.draw(st.permutations(ranks)))
-    expected = [Fold(rank, float(num_samples[rank])) for rank in ranks]
-    assert [decided.folds for decided in rounds] == [expected] * 3
-    assert [decided.commits for decided in rounds] == [[tuple(ranks)]] * 3
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)

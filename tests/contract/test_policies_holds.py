@@ -1,11 +1,11 @@
-"""When training starts and holds, how many steps each worker takes, and by what a commit scales the rate."""
+"""When training starts and holds, and how many steps each worker takes."""
 
 from __future__ import annotations
 
 import pytest
 
 from paramserver.common.registry import MODES
-from paramserver.ps.policies.base import Commit, Outcome, Reply
+from paramserver.ps.policies.base import Outcome, Reply
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 from paramserver.worker.session import Progress
 
@@ -105,14 +105,3 @@ def test_delayed_update_workers_guess_their_steps_right(mode: str, steps: int, l
         assert progress.row.steps == policy.steps_done(0)
         assert is_last == (policy.next_local_steps(0) == 0)
     assert progress.row.seq == policy.seq(0)
-
-
-# ---- scales ------------------------------------------------------------------------------------
-
-
-def test_the_rate_of_a_commit_is_scaled_by_the_weighted_mean_of_its_scales() -> None:
-    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale([(1, 3.0), (3, 1.0)]) == pytest.approx((0.5 + 3 * 0.25) / 4)
-    assert Commit((3,), "", (0.2,)).lr_scale([(3, 64.0)]) == pytest.approx(0.2)
-    assert Commit((3, 1), "", (0.5, 0.25)).lr_scale([(3, 0.0), (1, 3.0)]) == 0.25, "of rank 3 nothing was folded"
-    assert Commit((3, 1), "").lr_scale([(1, 3.0), (3, 1.0)]) == 1.0
-    assert Commit((3,), "", (0.2,)).lr_scale([(3, 0.0)]) == 1.0

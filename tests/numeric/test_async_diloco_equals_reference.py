@@ -84,18 +84,14 @@ def reference(
     return theta
 
 
-def replied(
-    decisions: list[Any], policy: Policy, store: Store, in_mean: list[tuple[int, float]], staged: torch.Tensor | None
-) -> Iterator[int]:
-    """Carry out decisions; yields the ranks that get a reply. `in_mean`: ranks and weights of the open mean."""
+def replied(decisions: list[Any], policy: Policy, store: Store, staged: torch.Tensor | None) -> Iterator[int]:
+    """Carry out decisions; yields the ranks that get a reply."""
     for decision in decisions:
         if isinstance(decision, Fold):
             store.fold(staged, decision.weight, decision.rank)
-            in_mean.append((decision.rank, decision.weight))
         elif isinstance(decision, Commit):
             numbers = policy.outer.arguments | (decision.numbers or {})
-            store.commit(Step(3, 0, [numbers], lr_scale=decision.lr_scale(in_mean)))
-            in_mean.clear()
+            store.commit(Step(3, 0, [numbers], lr_scale=decision.lr_scale))
         elif isinstance(decision, Reply):
             yield decision.rank
 
@@ -105,10 +101,10 @@ def ours(**options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     policy = policy_of("async_diloco", {"training_steps": STEPS, "num_workers": 3, "local_steps": H, **options})
     workers = [Worker("adamw") for _ in SIZES]
     store = store_of(workers[0], policy)
-    base, local_steps, due, in_mean = {}, {0: [], 1: [], 2: []}, {}, []
+    base, local_steps, due = {}, {0: [], 1: [], 2: []}, {}
 
     def perform(decisions: list[Any], now: float, staged: torch.Tensor | None = None) -> None:
-        for rank in replied(decisions, policy, store, in_mean, staged):
+        for rank in replied(decisions, policy, store, staged):
             workers[rank].receive(store.weights)
             base[rank] = policy.version
             if steps := policy.next_local_steps(rank):

@@ -78,10 +78,9 @@ def ours(tau: int, **options: Any) -> tuple[torch.Tensor, dict[int, list[int]]]:
     progress = [Progress(total_steps=STEPS) for _ in RANKS]
     replies: dict[int, tuple[int, int]] = {}  # version, local steps
     contributions: dict[int, list[int]] = {rank: [] for rank in RANKS}
-    in_mean: list[tuple[int, float]] = []
 
     def perform(decisions: list[Any], staged: torch.Tensor | None = None) -> None:
-        for rank in replied(decisions, policy, store, in_mean, staged):
+        for rank in replied(decisions, policy, store, staged):
             workers[rank].receive(store.weights)
             replies[rank] = policy.version, policy.next_local_steps(rank)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from paramserver.common.config.schema import Config
-from paramserver.common.errors import Reason, UnreachableError
+from paramserver.common.errors import ParamServerError, Reason, UnreachableError
 from paramserver.common.kinds import ContributionKind
 from paramserver.ps.core.events import Joined
 from paramserver.relay.link import Link
@@ -31,9 +31,16 @@ async def test_no_worker_enters_the_run_that_a_region_leaves() -> None:
     server = RelayServer(config, cast(Link, a_link()))
     await server.start()
     assert server.engine.join(Joined(1, 0, process="a")).rank == 0
+    server.engine.run.roster.evicted.add(1)
     server.go_back()
     with pytest.raises(UnreachableError) as refused:  # with this reason it joins again
         server.engine.join(Joined(2, 1, process="b"))
     assert refused.value.reason is Reason.DRAINING
     await server.serve()
     assert server.goes_back
+    after = RelayServer(config, cast(Link, a_link()), before=server)
+    await after.start()
+    with pytest.raises(ParamServerError, match="was evicted"):
+        after.engine.join(Joined(1, 1, process="b"))
+    await after._listening.stop()
+    after.engine.close()

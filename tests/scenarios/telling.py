@@ -220,7 +220,7 @@ def _words(effect: effects.Effect) -> str:
         case effects.ContributionTaken(contribution):
             how = "keep" if effect.is_kept else "discard"
             return f"{how} {_contribution(contribution.id)}" + (
-                ", which counts" if effect.counts > effect.is_kept else ""
+                ", which counts" if effect.outcome in ("accepted", "skipped") and not effect.is_kept else ""
             )
         case effects.Fold(identity, weight, scale):
             return f"fold {_contribution(identity)}{f'*{weight:g}' if weight != 1 else ''}" + _scaled(scale)

@@ -92,11 +92,11 @@ class Teller:
             match decision:
                 case Fold(folded, weight):
                     self.folded.append(f"w{folded}" + (f"*{weight:g}" if weight != 1 else ""))
-                case Commit(ranks, reason, scales, among):
+                case Commit(ranks, reason, lr_scale, among):
                     assert sorted(ranks) == sorted(int(re.match(r"w(\d+)", name)[1]) for name in self.folded)
                     stale = max(self.staleness[rank] for rank in ranks)
                     late = f"; staleness {stale}" if stale else ""
-                    late += f"; rate x{' '.join(f'{scale:.3g}' for scale in dict.fromkeys(scales))}" if scales else ""
+                    late += f"; rate x{lr_scale:.3g}" if lr_scale != 1 else ""
                     late += f"; momentum among {among}" if among > 1 else ""
                     lines.append(f"commit [{' '.join(self.folded)}] ({reason}{late})")
                     self.folded = []

@@ -128,13 +128,11 @@ class Rates:
 
     def __init__(self) -> None:
         self.of_rank: dict[int, RateInfo] = {}
-        self._newest: dict[int, Groups] = {}  # by rank: the hyperparameters that its newest rates were taken from
+        self.newest: dict[int, Groups] = {}  # by rank: the hyperparameters that its newest rates were taken from
 
-    def counted(self, rank: int, hyperparameters: Groups | None, first: Sequence[float]) -> None:
+    def counted(self, rank: int, hyperparameters: Groups, first: Sequence[float]) -> None:
         """Note the rates of a contribution that counts. `first` has the rates of its process's first step."""
-        if hyperparameters is None or self._newest.get(rank) is hyperparameters:
-            return
-        self._newest[rank] = hyperparameters
+        self.newest[rank] = hyperparameters
         last = tuple(rate_of(group) for group in hyperparameters)
         known = self.of_rank.get(rank) or RateInfo(tuple(first) or last, last, 0)
         self.of_rank[rank] = RateInfo(known.first, last, known.num_changes + (last != known.last))

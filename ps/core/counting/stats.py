@@ -15,7 +15,7 @@ from ...policies.base import Policy
 
 # The live view's rates cover this many contributions.
 _RECENT = 20
-_MOST_BINS = 64  # of the staleness; the last one holds what is beyond
+MOST_BINS = 64  # of the staleness; the last one holds what is beyond
 # Of this process alone.
 _NOT_SAVED = {"rank", "recent", "loss", "exchange_before", "joined_at", "is_lost"}
 
@@ -30,14 +30,11 @@ class Accepted(NamedTuple):
     wait_s: float
 
 
-def bin_of(staleness: int) -> int:
-    return min(_MOST_BINS, max(0, staleness))
-
-
 def restored_bins(saved: Any) -> Counter[int]:
     """Returns the bins of a snapshot; malformed ones count from zero."""
     items = saved.items() if isinstance(saved, dict) else ()
-    return Counter({bin_of(int(behind)): count for behind, count in items if behind.isdecimal() and type(count) is int})
+    known = {int(behind): count for behind, count in items if behind.isdecimal() and type(count) is int}
+    return Counter({min(MOST_BINS, behind): count for behind, count in known.items()})
 
 
 @dataclass(slots=True)

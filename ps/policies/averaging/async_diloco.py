@@ -236,7 +236,7 @@ class AsyncDilocoPolicy(Policy):
         weights, self._round, self._took_s = self._round, {}, 0.0
         share = self._weights.share(weights.values(), len(self._missing)) if self._missing else 1.0
         if self.options.outer_delay is None:
-            commit = self._commit(tuple(weights), reason, (share,) * len(weights) if share < 1 else ())
+            commit = self._commit(tuple(weights), reason, share)
         else:
             commit = self._commit(tuple(weights), reason)
             commit.numbers = self._delayed(len(weights), share, self.options.outer_delay)

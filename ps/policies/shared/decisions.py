@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,30 +44,14 @@ class Wait:
 class Commit:
     """Make the mean of the folded contributions the next version. `ranks` names a rank once for each contribution.
 
-    `scales` has one number per contribution, in the order of `ranks`; () means 1 for all. The commit's learning rate
-    is multiplied by their mean, weighted like the contributions. So a rule such as rate / staleness is exact where a
-    commit has one contribution. Scales are for gradients only: a mean of weights has no rate.
+    `lr_scale` multiplies the learning rate. It is for gradients only: a mean of weights has no rate.
     """
 
     ranks: tuple[int, ...]
     reason: str
-    scales: tuple[float, ...] = ()
+    lr_scale: float = 1.0
     momentum_among: int = 1  # workers that reduce the optimizer's momentum (`momentum_left`)
     numbers: Mapping[str, float] | None = None  # of the outer optimizer (`Outer`), for this step alone
-
-    def lr_scale(self, folded: Iterable[tuple[int, float]]) -> float:
-        """Returns the factor of the learning rate. `folded` has (rank, weight) of each contribution, a rank's in their
-        order; weight 0 for one of which nothing was folded."""
-        if not self.scales:
-            return 1.0
-        if len(self.scales) == 1:  # as nearly always
-            return self.scales[0] if any(weight for _, weight in folded) else 1.0
-        weights: dict[int, deque[float]] = defaultdict(deque)
-        for rank, weight in folded:
-            weights[rank].append(weight)
-        weighted = [(weights[rank].popleft(), scale) for rank, scale in zip(self.ranks, self.scales, strict=True)]
-        total = sum(weight for weight, _ in weighted)
-        return sum(weight * scale for weight, scale in weighted) / total if total else 1.0
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ class Ledger:
     # A contribution may get its reply when it is folded, before its version exists. Its payload must then be in memory
     # that its worker does not write to again.
     replies_before_commit: ClassVar[bool] = False
-    # Commits may carry scales, so the script alone does not determine a contribution's effect on the weights.
+    # Commits may scale the rate, so the script alone does not determine a contribution's effect on the weights.
     may_scale: bool = False
     # A step has a share for each contribution. A skipped one (store.on_nonfinite) counts as zeros, so that the others
     # do not move its share.
@@ -108,9 +108,10 @@ class Ledger:
         self.training_steps = common.training_steps  # without a configured number workers may announce it later
         self.version = 0  # commits decided
         # By rank, also after it left, so that a repeated contribution is recognized: all that counts, and what a
-        # version has. In modes with rounds a contribution counts with its round, so progress is read from the latter.
+        # version has. In modes with rounds a contribution counts with its round: the latter is the rank's `progress`.
         self.rows: dict[int, Row] = {}
         self.committed: dict[int, Row] = {}
+        self.progress = self.committed if self.has_rounds else self.rows
         self.is_parted = False  # the script steps the model in parts
         self.num_parts = 0  # the most of the training steps that have ended, without those of long ago
         self._num_shorter = 0  # steps with fewer parts since the newest with so many
@@ -125,7 +126,7 @@ class Ledger:
 
     def row(self, rank: int) -> Row:
         """Returns where the rank is in the run."""
-        return (self.committed if self.has_rounds else self.rows).get(rank, NO_ROW)
+        return self.progress.get(rank, NO_ROW)
 
     def seq(self, rank: int) -> int:
         """Returns the sequence number of the rank's newest contribution that counts."""
@@ -133,7 +134,7 @@ class Ledger:
 
     def steps_done(self, rank: int) -> int:
         """Returns the training steps of the rank that count."""
-        return (self.committed if self.has_rounds else self.rows).get(rank, NO_ROW).steps
+        return self.progress.get(rank, NO_ROW).steps
 
     @property
     def min_steps_done(self) -> int:
@@ -151,7 +152,7 @@ class Ledger:
             return 0
         if self.training_steps is None:
             return self.local_steps
-        most, left = self.local_steps, self.training_steps - self.steps_done(rank)
+        most, left = self.local_steps, self.training_steps - self.progress.get(rank, NO_ROW).steps
         return most if most < left else left if left > 0 else 0
 
     def wrong_counts(self, rank: int, counts: Counts, is_relay: bool = False) -> str:
@@ -205,6 +206,7 @@ class Ledger:
             least = min(found[rank].steps for rank in found.keys() - self.finished_ranks or found)
             found = {rank: row._replace(steps=least) for rank, row in found.items()}
         self.rows, self.committed = found, dict(found)
+        self.progress = self.committed if self.has_rounds else self.rows
         self.is_parted = any(row.part for row in found.values())
 
     # ---- counting --------------------------------------------------------------------------
@@ -226,7 +228,7 @@ class Ledger:
             if (samples := rows[rank].samples) is not None:
                 rows[rank] = rows[rank]._replace(samples=samples - num_samples)
 
-    def _commit(self, ranks: tuple[int, ...], reason: str, scales: tuple[float, ...] = ()) -> Commit:
+    def _commit(self, ranks: tuple[int, ...], reason: str, lr_scale: float = 1.0) -> Commit:
         """Returns the commit of all that was folded since the version before: everything that counts of these ranks."""
         self.version += 1
         if self.committed_by is None:
@@ -235,7 +237,7 @@ class Ledger:
         if not self.has_rounds:
             for rank in ranks:
                 committed[rank] = rows[rank]
-            return Commit(ranks, reason, scales, self._momentum_among)
+            return Commit(ranks, reason, lr_scale, self._momentum_among)
         if len(ranks) < len(rows):
             # Ranks that missed the round go on where it has led, after as many of their own batches.
             first = max(ranks, key=lambda rank: rows[rank].steps)
@@ -243,7 +245,6 @@ class Ledger:
             for rank in rows.keys() - set(ranks) - self.finished_ranks:
                 if (row := rows[rank]).steps <= newest.steps:
                     rows[rank] = row._replace(steps=newest.steps, batches=row.batches + num_batches, part=newest.part)
-        for rank in self.members:
-            self._standing.move(rank, committed[rank].steps, rows[rank].steps)
         committed.update(rows)
-        return Commit(ranks, reason, scales, self._momentum_among)
+        self._standing.put({rank: rows[rank].steps for rank in self.members})
+        return Commit(ranks, reason, lr_scale, self._momentum_among)

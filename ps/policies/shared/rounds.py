@@ -136,7 +136,7 @@ class RoundPolicy(Policy):
         """Apply options. An open round that gets a deadline folds the contributions it has, in order. One that loses
         its deadline folds as before until it closes: its uploads may have all the memory."""
         self.options = options
-        found = [] if self._has_fixed_set() else self._fold_rest()
+        found = self._fold_rest() if self.has_fixed_set and not self._has_fixed_set() else []
         self.has_fixed_set = self.has_fixed_set and self._has_fixed_set()
         return found + super().change(options, now)
 
@@ -219,14 +219,15 @@ class RoundPolicy(Policy):
         return all(rank in self._weights or rank not in self.members for rank in self._order[first : first + most])
 
     def _fold_rest(self) -> list[Decision]:
-        """Stop waiting for vacant positions."""
-        rest = self._order[self._num_folded :] if self.has_fixed_set else []
+        """Stop waiting for vacant positions of a fixed set."""
+        rest = self._order[self._num_folded :]
         return [Fold(rank, self._weights[rank]) for rank in rest if rank in self._weights]
 
     def _why_close(self, now: float) -> str | None:
         """Returns the reason that the open round closes now; None while it stays open."""
         contributed, num_missing = len(self._weights), len(self._missing)
-        if contributed < max(1, self._needed):
+        # Of all live workers there are enough, as `_settle` has seen.
+        if not contributed or ((num_missing or self._late) and contributed < self._needed):
             return None
         if not num_missing:
             live = len(self.members) - len(self._late)
@@ -256,7 +257,7 @@ class RoundPolicy(Policy):
         reason = self._why_close(now)
         if reason is None:
             return []
-        rest = self._fold_rest()
+        rest = self._fold_rest() if self.has_fixed_set and self._num_folded < len(self._order) else []
         if self._late:
             self.committed_by = tuple(rank for rank in self._ranks if rank not in self._late)
         elif self.committed_by is not None and len(self.committed_by) != len(self._ranks):

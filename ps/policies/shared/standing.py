@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -32,6 +33,14 @@ class Standing(Generic[Number]):
             heappush(self._numbers, number)
         if self.least is None or number < self.least:
             self.least = number
+
+    def put(self, numbers: Mapping[int, Number]) -> None:
+        """Put all ranks at these numbers. Takes O(n)."""
+        self._ranks = {}
+        for rank, number in numbers.items():
+            self._ranks.setdefault(number, {})[rank] = None
+        self._numbers = sorted(self._ranks)
+        self.least = self._numbers[0] if self._numbers else None
 
     def move(self, rank: int, before: Number, number: Number) -> None:
         """Move a rank from its number to another one."""

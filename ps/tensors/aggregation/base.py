@@ -12,6 +12,7 @@ and `complete`, which makes a window of the result (here a weighted mean). All m
 from __future__ import annotations
 
 import sys
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,6 +33,9 @@ class Kept(NamedTuple):
     payload: torch.Tensor
     share: float
     is_lowest: bool
+
+
+_payload = attrgetter("payload")
 
 
 class Aggregator:
@@ -90,7 +94,7 @@ class Aggregator:
 
     def complete(self, window: Window) -> None:
         """Compute the result of the round in the window's bytes of `result`."""
-        for piece in window.pieces:
+        for piece in window.pieces if self._kept else ():
             self._blend(piece)
 
     def writable(self, window: Window) -> torch.Tensor:
@@ -111,7 +115,7 @@ class Aggregator:
     @property
     def payloads(self) -> list[torch.Tensor]:
         """All payloads of the round, in the order of their folds."""
-        return [] if self._first is None else [self._first, *(kept.payload for kept in self._kept)]
+        return [] if self._first is None else [self._first, *map(_payload, self._kept)]
 
     def close(self) -> list[torch.Tensor]:
         """End the round, and return the payloads that may be reused, the result's first."""

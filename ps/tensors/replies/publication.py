@@ -88,11 +88,6 @@ class Publication:
         self._encoder: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
-    @property
-    def is_unused(self) -> bool:
-        """Whether it is complete, and no reader uses it or its frames: the next version may use its memory."""
-        return self.ready == self.num_bytes and not (self.num_users or self.num_readers or self._encoder)
-
     def made(self, num_bytes: int) -> None:
         """Report that the first `num_bytes` are finished. Called on the tensor thread."""
         if num_bytes - self.ready >= _STRIDE_BYTES or num_bytes == self.num_bytes:
@@ -168,9 +163,6 @@ class Publisher:
     def next(self, version: int) -> Publication:
         """Return the publication of a new commit. It reuses its predecessor's memory unless that is being read."""
         old = self.latest
-        if old.is_unused:  # as after every reply of a small model
-            old.version, old.ready = version, 0
-            return old
         if old.num_readers == 0:
             segment, old.owns_segment = old.segment, False
         elif self._free:

@@ -121,14 +121,18 @@ class Reference:
 class References:
     """One reference for each reply codec.
 
-    `has_rounds`: all workers get every version. `has_fragments`: each version changes only some tensors.
+    `has_rounds`: all workers get every version. `has_fragments`: each version changes only some tensors. References of
+    one shard (`is_part`) have the versions of those on other shards, so all shards follow versions from the first one.
     """
 
-    def __init__(self, store: Store, tensors: TensorThread, has_rounds: bool, has_fragments: bool = False) -> None:
+    def __init__(
+        self, store: Store, tensors: TensorThread, has_rounds: bool, has_fragments: bool = False, is_part: bool = False
+    ) -> None:
         self._store, self._tensors, self._has_rounds = store, tensors, has_rounds
         self._has_fragments = has_fragments
         self._unchanged: frozenset[str] | None = None  # tensors unchanged since the last publication; None: all
         self._of_codec: dict[str, Reference] = {}
+        self.is_used = is_part  # versions are followed: there is a reference, perhaps on another shard
         self._version = store.version  # the newest published version
         self._num_since, self._num_live = 0, 0  # contributions since the last publication; live workers
 
@@ -154,6 +158,8 @@ class References:
 
     def of(self, codec: ByTensor, version: int) -> Reference:
         """Return the reference of a codec. A new reference starts at `version`, the newest."""
+        if not self.is_used:
+            self.is_used, self._version = True, version
         if codec.name not in self._of_codec:
             self._of_codec[codec.name] = Reference(codec, self._store, self._tensors, version)
         return self._of_codec[codec.name]

@@ -16,6 +16,7 @@ from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 
 from ...records import contributed
+from .runs import begin
 
 
 def run_of(
@@ -24,12 +25,7 @@ def run_of(
     settings = {"num_workers": num_workers, "local_steps": 4, **given}
     options = Options(mode=mode, num_workers=num_workers, keeps_snapshots=keeps_snapshots)
     run = Run(options, policy_of(mode, settings), "r")
-    for rank in range(num_workers if has_begun else 0):
-        run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
-        run.apply(events.Offered(rank, 1, "model", "sgd"))
-    if has_begun:
-        run.apply(events.Brought(0, 1))
-    return run
+    return begin(run, num_workers) if has_begun else run
 
 
 def contribute(run: Run, rank: int) -> list[effects.Effect]:

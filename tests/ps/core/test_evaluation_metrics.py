@@ -11,19 +11,12 @@ from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 
 from ...records import contributed
+from .runs import begin
 
 
 def run_of(mode: str = "sync", steps: int | None = None, **options: object) -> Run:
     settings = {"training_steps": steps, "num_workers": 2, "local_steps": 4}
     return Run(Options(mode=mode, num_workers=2, **options), policy_of(mode, settings), "run")  # type: ignore[arg-type]
-
-
-def started(run: Run) -> Run:
-    for rank in range(2):
-        run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
-        run.apply(events.Offered(rank, 1, "model", "sgd"))
-    run.apply(events.Brought(0, 1))
-    return run
 
 
 def contribute(run: Run, number: int, *steps: int) -> list[effects.Effect]:
@@ -47,7 +40,7 @@ def replies(found: list[effects.Effect]) -> list[int]:
 
 
 def test_without_a_length_a_run_goes_on_until_all_have_finished() -> None:
-    run = started(run_of())
+    run = begin(run_of())
     for number in range(1, 20):
         assert replies(contribute(run, number)) == [1, 1]
     for rank in range(2):
@@ -58,7 +51,7 @@ def test_without_a_length_a_run_goes_on_until_all_have_finished() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "localsgd"])
 def test_the_first_word_on_the_length_counts_and_another_is_said(mode: str) -> None:
-    run = started(run_of(mode))
+    run = begin(run_of(mode))
     found = contribute(run, 1, 6, 7)
     assert logged(found, "length") == [{"rank": 0, "steps": 6}]
     assert "has 6 training steps (rank 0), rank 1 would take 7" in logged(found, "lengths_differ")[0]["meaning"]
@@ -70,7 +63,7 @@ def test_the_first_word_on_the_length_counts_and_another_is_said(mode: str) -> N
 
 
 def test_the_length_survives_and_other_epochs_are_asked_for_again() -> None:
-    run = started(run_of(epochs=3))
+    run = begin(run_of(epochs=3))
     contribute(run, 1, 6, 6)
     saved = run.saved(1.0)
     for epochs, steps, length in ((3, None, 6), (5, None, None), (None, 9, 9)):
@@ -85,7 +78,7 @@ def test_the_length_survives_and_other_epochs_are_asked_for_again() -> None:
 def test_who_has_left_of_its_own_accord_is_asked_again_by_another_length(
     steps: int | None, epochs: int | None, is_over: bool
 ) -> None:
-    run = started(run_of())
+    run = begin(run_of())
     for number in range(1, 4):
         contribute(run, number)
     for rank in range(2):
@@ -100,7 +93,7 @@ def metrics(run: Run, version: int, loss: float, rank: int | None = 0, **more: o
 
 
 def test_metrics_of_a_version_count_once_and_the_best_is_said() -> None:
-    run = started(run_of())
+    run = begin(run_of())
     for number in range(1, 4):
         contribute(run, number)
     facts = [
@@ -116,7 +109,7 @@ def test_metrics_of_a_version_count_once_and_the_best_is_said() -> None:
 
 
 def test_enough_stops_all_at_one_border() -> None:
-    run = started(run_of(stop_when="loss < 1"))
+    run = begin(run_of(stop_when="loss < 1"))
     contribute(run, 1)
     metrics(run, 1, 0.5)
     assert replies(contribute(run, 2)) == [0, 0]
@@ -125,7 +118,7 @@ def test_enough_stops_all_at_one_border() -> None:
 
 @pytest.mark.parametrize(("rank", "who"), [(0, "rank 0"), (None, "the evaluator")])
 def test_a_failure_is_the_run_s_and_nobody_evaluates_the_final_weights(rank: int | None, who: str) -> None:
-    run = started(run_of())
+    run = begin(run_of())
     contribute(run, 1)
     found = metrics(run, 1, 0.5, rank, failure="ValueError: no", exit_code=3)
     assert logged(found, "run_failed")[0]["exit_code"] == 3
@@ -140,7 +133,7 @@ def test_a_failure_is_the_run_s_and_nobody_evaluates_the_final_weights(rank: int
 
 
 def test_while_a_evaluator_is_there_workers_are_told() -> None:
-    run = started(run_of())
+    run = begin(run_of())
 
     def evaluators(number: int) -> set[bool]:
         return {
@@ -158,14 +151,14 @@ def test_while_a_evaluator_is_there_workers_are_told() -> None:
 def test_all_shards_keep_the_version_that_is_newest_when_a_evaluator_asks_for_it() -> None:
     run = run_of("async", keeps_best=True)
     assert run.apply(events.CopyAsked()) == [], "there are no weights yet"
-    started(run)
+    begin(run)
     contribute(run, 1)
     assert run.apply(events.CopyAsked()) == [effects.KeepWeights(2)]
 
 
 def test_metrics_of_a_worker_that_was_not_asked_change_nothing() -> None:
     """Neither the curve, nor the end of the run, nor its final metrics; the warning names who sent them."""
-    run = started(run_of(stop_when="loss < 1", best="loss"))
+    run = begin(run_of(stop_when="loss < 1", best="loss"))
     contribute(run, 1)
     for more in ({}, {"failure": "ValueError: no", "exit_code": 3}):
         found = metrics(run, 1, 0.5, 1, **more)
@@ -182,7 +175,7 @@ def test_metrics_of_a_worker_that_was_not_asked_change_nothing() -> None:
 
 @pytest.mark.parametrize("is_done", [True, False])
 def test_final_metrics_are_those_of_one_worker(is_done: bool) -> None:
-    run = started(run_of())
+    run = begin(run_of())
     contribute(run, 1)
     for rank in range(2 if is_done else 0):
         run.apply(events.Finished(rank, 1, can_evaluate=True))
@@ -197,7 +190,7 @@ def test_final_metrics_are_those_of_one_worker(is_done: bool) -> None:
 )
 def test_a_metric_without_a_direction_ends_only_a_run_that_asked_for_the_best(options: dict, ends: bool) -> None:
     """--save names a file for the best weights by itself: nobody asked for a best evaluation."""
-    run = started(run_of(**options))
+    run = begin(run_of(**options))
     contribute(run, 1)
     found = run.apply(events.MetricsReceived(0, 1, 1, {"torque": 2.0}))
     assert bool(logged(found, "run_failed")) is ends

@@ -35,19 +35,6 @@ def looked(roster: Roster, start: float, end: float) -> list[int]:
     return sorted(found)
 
 
-def test_who_is_silent_for_longer_than_the_lease_is_let_go() -> None:
-    roster = roster_of(0, 1, lease_s=5.0)
-    heartbeat(roster, 0, 0.0)
-    heartbeat(roster, 1, 0.0)
-    assert looked(roster, 0.0, 4.0) == []
-    heartbeat(roster, 1, 4.0)
-    assert looked(roster, 4.2, 5.0) == []
-    assert looked(roster, 5.2, 6.0) == [0]
-    roster.remove(roster.workers[0])
-    assert looked(roster, 6.2, 8.8) == []
-    assert roster.silent(9.5) == [(roster.workers[1], 5.5)]
-
-
 def test_who_never_said_a_word_has_no_lease() -> None:
     roster = roster_of(0, lease_s=1.0)
     assert looked(roster, 0.0, 100.0) == []
@@ -60,15 +47,6 @@ def test_another_process_has_a_lease_of_its_own() -> None:
     roster.seat(Joined(2, 0, process="another"))
     heartbeat(roster, 0, 0.2)
     assert looked(roster, 0.2, 100.0) == []
-
-
-def test_the_time_this_process_stood_still_does_not_count() -> None:
-    roster = roster_of(0, lease_s=5.0)
-    heartbeat(roster, 0, 0.0)
-    silent(roster, 0.2)
-    assert silent(roster, 60.0) == [], "nobody could be heard"
-    assert looked(roster, 60.2, 64.4) == [], "5 s of silence, of which 0.4 s passed before this look"
-    assert looked(roster, 64.8, 65.2) == [0], "the silence before the standstill counts"
 
 
 @given(st.floats(1.1, 100.0), st.floats(0.2, 3.0), st.floats(1.0, 10.0))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.common.tensors.judgement import Judgement
+from paramserver.common.kinds import ContributionKind
+from paramserver.common.tensors.judgement import SOUND, Judgement
 from paramserver.common.wire.records import Row
-from paramserver.ps.core import effects, events
+from paramserver.ps.core import effects
 from paramserver.ps.core.counting.stats import Traffic, WorkerSource, WorkerStats
-from paramserver.ps.core.run import Run
-from paramserver.ps.core.state import Options
-from paramserver.ps.engine.modes import policy_of
 
 from ...records import contributed
+from .runs import started
 
 
 def test_the_live_rate_is_of_the_newest_contributions() -> None:
@@ -22,16 +21,6 @@ def test_the_live_rate_is_of_the_newest_contributions() -> None:
     for step in range(1, 101):
         stats.accepted(0, 32 if step <= 50 else 64, 0, 7.0 + 0.1 * step)
     assert stats.samples_per_s(17.0) == pytest.approx(640.0)
-
-
-def started(mode: str, steps: int, **options: object) -> Run:
-    settings = {"training_steps": steps, "num_workers": 2, **options}
-    run = Run(Options(mode=mode, num_workers=2), policy_of(mode, settings), "run")
-    for rank in range(2):
-        run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
-        run.apply(events.Offered(rank, 1, "model", "sgd"))
-    run.apply(events.Brought(0, 1))
-    return run
 
 
 def test_a_step_takes_what_the_run_takes_whoever_closes_its_rounds() -> None:
@@ -89,6 +78,17 @@ def test_the_last_step_of_an_all_reduce_is_counted_when_its_round_is_made() -> N
             contribution = contributed(rank, 1, version + 1, version, at=1.0 + version, num_samples=8)
             run.apply(contribution)
     assert [run.policy.row(rank) for rank in range(2)] == [Row(3, 3, 24, 3)] * 2
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_a_skipped_upload_of_weights_counts_with_its_round_and_is_not_kept(is_sound: bool) -> None:
+    run = started("allreduce", 3)
+    judgement = SOUND if is_sound else Judgement("skip", "NaN", "store.on_nonfinite is skip")
+    run.apply(contributed(0, 1, 1, 0, kind=ContributionKind.WEIGHTS, judgement=judgement))
+    found = run.apply(contributed(1, 1, 1, 0, kind=ContributionKind.COMPLETION))
+    taken = [(effect.outcome, effect.is_kept) for effect in found if isinstance(effect, effects.ContributionTaken)]
+    assert taken == [("accepted", True) if is_sound else ("skipped", False), ("accepted", False)]
+    assert run.policy.version == 1 and run.policy.has_newest_weights is is_sound
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

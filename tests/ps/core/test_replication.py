@@ -64,11 +64,6 @@ def test_what_shards_say_arrives_as_it_was_sent(message: Any) -> None:
     assert repr(arrived) == repr(message)  # which is the same for NaN too
 
 
-def test_hyperparameters_travel_with_their_contribution() -> None:
-    contribution = contributed(0, 1, 2, 3, hyperparameters=({"lr": 0.5, "betas": [0.9, 0.99]}, {}), loss=1.0, at=4.0)
-    assert LINES.read(LINES.write(contribution)) == contribution
-
-
 @pytest.mark.parametrize(
     "text", ["", "{}", '{"kind": "Eaten"}', '{"kind": "Left", "rank": "x", "incarnation": 1}', "[]"]
 )

@@ -27,10 +27,10 @@ bring w0                -> begin with the weights of w0; reply w0 START v0; repl
 """
 
 
-def check(story: str, mode: str = BUFFERED) -> None:
+def check(story: str) -> None:
     """Two workers' story has the effects that it has now."""
     story = TWO_WORKERS + story
-    story_result = play(story, lambda options, restored: begin({"mode": mode, **options}, restored))
+    story_result = play(story, lambda options, restored: begin({"mode": BUFFERED, **options}, restored))
     assert _spaced(story_result) == _spaced(story)
 
 
@@ -81,22 +81,6 @@ contribute w0 s1 skip   -> discard w0#1, which counts; (skipped); reply w0 REJEC
 contribute w0 s2        -> keep w0#2; fold w0#2; reply w0 v0
 contribute w1 s1        -> keep w1#1; fold w1#1; commit v1 [w0#2 w1#1]; reply w1 v1
 """)
-
-
-def test_scales_are_those_of_each_contribution_also_of_several_of_one_rank() -> None:
-    """Rates 1, 1/2 and 1/3, of 1, 1 and 2 samples: (1 + 1/2 + 2/3) / 4. The first one was empty in the second version:
-    (1/2 + 1/3) / 2."""
-    check(
-        """\
-contribute w0 s1        -> keep w0#1; fold w0#1; reply w0 v0
-contribute w1 s1        -> keep w1#1; fold w1#1; reply w1 v0
-contribute w0 s2 x2     -> keep w0#2; fold w0#2*2; commit v1 [w0#1 w1#1 w0#2] scaled 0.541667; reply w0 v1
-contribute w0 s3 skip   -> discard w0#3, which counts; (skipped); reply w0 REJECTED v1
-contribute w0 s4        -> keep w0#4; fold w0#4; reply w0 v1
-contribute w0 s5        -> keep w0#5; fold w0#5; commit v2 [w0#4 w0#5] scaled 0.416667; reply w0 v2
-""",
-        BUFFERED.replace("Buffered", "Scaled"),
-    )
 
 
 # ---- a snapshot in between ------------------------------------------------------------------------

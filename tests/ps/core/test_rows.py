@@ -11,24 +11,17 @@ import pytest
 from paramserver.common.wire.records import Row
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.run import Run
-from paramserver.ps.core.state import Options
-from paramserver.ps.engine.modes import policy_of
 
 from ...records import contributed
+from .runs import started
 
 MODES = ("sync", "async", "ssp", "buffered", "localsgd", "async_diloco", "allreduce")
 STEPS, SAMPLES, BATCHES = 977, 600_011, 3_001  # of one contribution: numbers that nothing else has
 NUM = 3  # contributions of each rank
 
 
-def started(mode: str, num_workers: int = 2, **options: Any) -> Run:
-    settings = {"training_steps": None, "num_workers": num_workers, "local_steps": STEPS, "buffer": 2, **options}
-    run = Run(Options(mode=mode, num_workers=num_workers), policy_of(mode, settings), "run")
-    for rank in range(num_workers):
-        run.apply(events.Joined(rank + 1, rank, process=f"w{rank}"))
-        run.apply(events.Offered(rank, 1, "model", "sgd"))
-    run.apply(events.Brought(0, 1))
-    return run
+def begun(mode: str, num_workers: int = 2, **options: Any) -> Run:
+    return started(mode, None, num_workers, local_steps=STEPS, buffer=2, **options)
 
 
 def places(item: Any, number: int, path: str, seen: set[int]) -> Iterator[str]:
@@ -56,7 +49,7 @@ def places(item: Any, number: int, path: str, seen: set[int]) -> Iterator[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_places_hold_what_counts_of_a_rank(mode: str) -> None:
-    run, is_local = started(mode), mode in ("localsgd", "async_diloco")
+    run, is_local = begun(mode), mode in ("localsgd", "async_diloco")
     num_steps = [STEPS, STEPS - 6] if is_local else [1, 1]
     for number in range(1, NUM + 1):
         for rank in range(2):
@@ -77,7 +70,7 @@ def test_two_places_hold_what_counts_of_a_rank(mode: str) -> None:
 
 
 def test_ranks_with_other_hyperparameters_at_the_same_step_are_refused_by_name() -> None:
-    run = started("sync")
+    run = begun("sync")
 
     def contribute(rank: int, number: int, lr: float, iteration: int) -> list[effects.Refuse]:
         groups = ({"lr": 0.1, "momentum": 0.9}, {"lr": lr, "momentum": 0.9})
@@ -96,7 +89,7 @@ def test_ranks_with_other_hyperparameters_at_the_same_step_are_refused_by_name()
 @pytest.mark.parametrize("mode", ["sync", "buffered"])
 def test_equal_schedules_of_processes_at_other_steps_of_their_own_are_no_fault(mode: str) -> None:
     """Rank 1 is the second process of its rank, or its scaler has skipped a step."""
-    run = started(mode)
+    run = begun(mode)
     for rank, lr, iteration in ((0, 0.05, 12), (1, 0.1, 1)):
         event = contributed(rank, 1, 1, run.policy.version, hyperparameters=({"lr": lr},), iteration=iteration)
         found = run.apply(event)
@@ -105,7 +98,7 @@ def test_equal_schedules_of_processes_at_other_steps_of_their_own_are_no_fault(m
 
 
 def test_schedules_are_compared_with_what_counts_and_up_to_roundings() -> None:
-    run = started("sync", num_workers=3)
+    run = begun("sync", num_workers=3)
 
     def contribute(rank: int, lr: float, base: int = 0, iteration: int = 1) -> list[effects.Effect]:
         return run.apply(contributed(rank, 1, 1, base, hyperparameters=({"lr": lr},), iteration=iteration))
@@ -120,7 +113,7 @@ def test_schedules_are_compared_with_what_counts_and_up_to_roundings() -> None:
 
 def test_a_contribution_that_did_not_count_is_compared_with_nothing() -> None:
     """Its round was over: the schedule of its process says nothing about the next round."""
-    run = started("sync", straggler_timeout_s=1.0)
+    run = begun("sync", straggler_timeout_s=1.0)
     run.apply(contributed(0, 1, 1, 0, at=1.0, hyperparameters=({"lr": 0.1},), iteration=1))
     run.apply(events.Ticked(at=3.0))
     assert run.policy.version == 1
@@ -131,7 +124,7 @@ def test_a_contribution_that_did_not_count_is_compared_with_nothing() -> None:
 
 
 def test_a_mode_whose_workers_step_by_themselves_compares_nothing() -> None:
-    run = started("localsgd")
+    run = begun("localsgd")
     for rank, lr in ((0, 0.1), (1, 0.5)):
         event = contributed(rank, 1, 1, 0, num_steps=STEPS, hyperparameters=({"lr": lr},), iteration=1)
         assert not any(isinstance(effect, effects.Refuse) for effect in run.apply(event))
@@ -140,7 +133,7 @@ def test_a_mode_whose_workers_step_by_themselves_compares_nothing() -> None:
 
 def test_a_rank_that_missed_a_round_goes_on_after_as_many_of_its_own_batches() -> None:
     """It has used other batches than the others before, and a rank that has finished is nowhere else."""
-    run = started("sync", num_workers=3, straggler_timeout_s=1.0)
+    run = begun("sync", num_workers=3, straggler_timeout_s=1.0)
     for rank, num_batches in ((0, 2), (1, 2), (2, 7)):
         run.apply(contributed(rank, 1, 1, 0, at=1.0, num_batches=num_batches))
     run.apply(events.Finished(2, 1, at=1.5))

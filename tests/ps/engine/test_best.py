@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
@@ -19,13 +19,6 @@ from paramserver.ps.engine.copies import Copies
 from paramserver.ps.tensors.thread import TensorThread
 
 LAYOUT = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (2,))])
-
-
-def on_a_loop(scenario: Callable[[Path], Awaitable[None]]) -> Callable[[Path], None]:
-    def test(tmp_path: Path) -> None:
-        asyncio.run(scenario(tmp_path))  # type: ignore[arg-type]
-
-    return test
 
 
 class Weights:
@@ -46,7 +39,6 @@ def best_of(folder: Path, shard: int = 0, is_kept: bool = True) -> tuple[Copies,
     return Copies(config, is_kept, model, tensors, lambda: None), model
 
 
-@on_a_loop
 async def test_the_coordinator_writes_what_it_gathers_of_the_best_version(tmp_path: Path) -> None:
     best, model = best_of(tmp_path)
     asked = []
@@ -66,7 +58,6 @@ async def test_the_coordinator_writes_what_it_gathers_of_the_best_version(tmp_pa
     assert asked == [1, 3] and found.keys() == {"w", "other"} and found["w"].tolist() == [3, 3]
 
 
-@on_a_loop
 async def test_another_shard_has_the_best_version_until_there_is_a_better_one(tmp_path: Path) -> None:
     best, model = best_of(tmp_path, shard=1)
     for version in (1, 2, 3):
@@ -79,7 +70,6 @@ async def test_another_shard_has_the_best_version_until_there_is_a_better_one(tm
     assert not (tmp_path / "best.safetensors").exists()
 
 
-@on_a_loop
 async def test_versions_under_way_are_few_and_nothing_stays_where_no_best_is_kept(tmp_path: Path) -> None:
     best, model = best_of(tmp_path, is_kept=False)
     for version in (1, 2, 3):
@@ -92,7 +82,6 @@ async def test_versions_under_way_are_few_and_nothing_stays_where_no_best_is_kep
     assert not (tmp_path / "best.safetensors").exists()
 
 
-@on_a_loop
 async def test_a_shard_that_does_not_give_its_part_costs_the_file_and_not_the_run(tmp_path: Path) -> None:
     best, _ = best_of(tmp_path)
 
@@ -107,7 +96,6 @@ async def test_a_shard_that_does_not_give_its_part_costs_the_file_and_not_the_ru
     assert not (tmp_path / "best.safetensors").exists()
 
 
-@on_a_loop
 async def test_who_goes_back_does_not_wait_for_the_part_of_a_shard_that_is_lost(tmp_path: Path) -> None:
     best, model = best_of(tmp_path)
     begun = []
@@ -126,7 +114,6 @@ async def test_who_goes_back_does_not_wait_for_the_part_of_a_shard_that_is_lost(
     assert begun == [1]
 
 
-@on_a_loop
 async def test_one_that_cannot_be_written_is_said_and_the_next_one_is_written(tmp_path: Path) -> None:
     """Whatever it was: it must not stand in the way of those after it for good."""
     best, model = best_of(tmp_path)
@@ -147,7 +134,6 @@ async def test_one_that_cannot_be_written_is_said_and_the_next_one_is_written(tm
     assert load_file(tmp_path / "best.safetensors")["w"].tolist() == [2, 2]
 
 
-@on_a_loop
 async def test_holders_of_a_version_share_a_copy_until_the_last_one_releases_it(tmp_path: Path) -> None:
     copies, model = best_of(tmp_path)
     for reader, version in (("a", 1), ("b", 1), ("a", 2)):
@@ -161,3 +147,14 @@ async def test_holders_of_a_version_share_a_copy_until_the_last_one_releases_it(
     assert copies.get(2) is not None
     copies.release(2, "evaluation")
     assert copies.get(2) is None
+
+
+async def test_a_reader_that_asks_again_has_a_whole_lease(tmp_path: Path) -> None:
+    copies, model = best_of(tmp_path)
+    model.store.version = 1
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("paramserver.ps.engine.copies._LEASE_S", 0.0)
+        copies.keep(1, "a")
+    copies.keep(1, "a")
+    await asyncio.sleep(0.01)
+    assert copies.get(1) is not None

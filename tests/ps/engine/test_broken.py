@@ -53,73 +53,62 @@ def _effect(engine: Engine) -> None:
 
 
 def _digest(engine: Engine) -> None:
+    engine.sequencer.compares = True
     engine.sequencer.applied = _bug  # type: ignore[method-assign]
     engine.offer(events.Ticked())
 
 
 @pytest.mark.parametrize("fails", [_apply, _effect, _digest])
-def test_a_mistake_ends_the_run_and_is_not_kept(
+async def test_a_mistake_ends_the_run_and_is_not_kept(
     fails: Callable[[Engine], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def main() -> None:
-        engine = _training(tmp_path)
-        fails(engine)
-        error = engine.finished.exception()
-        assert isinstance(error, ParamServerError) and error.exit_code == EXIT_BUG == 1
-        state = engine.run.digest()
-        engine.offer(events.Joined(2, 1, process="q"))
-        engine.offer(events.Stopped())
-        assert engine.run.digest() == state, "nothing happens to a run that is half changed"
-        assert not engine.is_writing
-        engine.close()
-
-    asyncio.run(main())
+    engine = _training(tmp_path)
+    fails(engine)
+    error = engine.finished.exception()
+    assert isinstance(error, ParamServerError) and error.exit_code == EXIT_BUG == 1
+    state = engine.run.digest()
+    engine.offer(events.Joined(2, 1, process="q"))
+    engine.offer(events.Stopped())
+    assert engine.run.digest() == state, "nothing happens to a run that is half changed"
+    assert not engine.is_writing
+    engine.close()
     assert not candidates(tmp_path), "a snapshot of a half-made state"
     output = "".join(capsys.readouterr())
     assert output.count("event_failed") == 1 and "KeyError" in output
     assert '"kind":"Ticked"' in output.replace("\\", "") or '"kind":"Left"' in output.replace("\\", "")
 
 
-def test_failed_tensor_work_is_not_kept(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = _training(tmp_path)
-        engine.tensors.submit(_bug)
-        assert isinstance(engine.finished.exception(), ParamServerError)
-        assert engine.is_broken, "a follower's server waits for this"
-        engine.offer(events.Stopped())
-        assert not engine.is_writing
-        engine.close()
-
-    asyncio.run(main())
+async def test_failed_tensor_work_is_not_kept(tmp_path: Path) -> None:
+    engine = _training(tmp_path)
+    engine.tensors.submit(_bug)
+    assert isinstance(engine.finished.exception(), ParamServerError)
+    assert engine.is_broken, "a follower's server waits for this"
+    engine.offer(events.Stopped())
+    assert not engine.is_writing
+    engine.close()
     assert not candidates(tmp_path)
 
 
-def test_the_same_engine_takes_a_last_snapshot_when_nothing_fails(tmp_path: Path) -> None:
-    async def main() -> None:
-        engine = _training(tmp_path)
-        engine.offer(events.Stopped())
-        await engine.until(lambda: not engine.is_writing)
-        engine.close()
-
-    asyncio.run(main())
+async def test_the_same_engine_takes_a_last_snapshot_when_nothing_fails(tmp_path: Path) -> None:
+    engine = _training(tmp_path)
+    engine.offer(events.Stopped())
+    await engine.until(lambda: not engine.is_writing)
+    engine.close()
     assert len(candidates(tmp_path)) == 1
 
 
-def test_the_snapshot_of_the_event_after_which_shards_differ_goes(tmp_path: Path) -> None:
+async def test_the_snapshot_of_the_event_after_which_shards_differ_goes(tmp_path: Path) -> None:
     """It is on this shard's disk when the coordinator says so, and would be taken for a good one."""
 
-    async def main() -> None:
-        engine = _training(tmp_path)
-        assert engine.snapshots is not None
-        engine.snapshots.least_common = 0
-        written: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        saved = engine.run.saved(0.0)
-        engine.snapshots.take(saved, written.set_result, {})
-        await written
-        assert len(candidates(tmp_path)) == 1
-        engine.offer(events.Failed("the shards are not in the same state after event 9", exit_code=1))
-        assert isinstance(engine.finished.exception(), ParamServerError)
-        engine.close()
-
-    asyncio.run(main())
+    engine = _training(tmp_path)
+    assert engine.snapshots is not None
+    engine.snapshots.least_common = 0
+    written: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    saved = engine.run.saved(0.0)
+    engine.snapshots.take(saved, written.set_result, {})
+    await written
+    assert len(candidates(tmp_path)) == 1
+    engine.offer(events.Failed("the shards are not in the same state after event 9", exit_code=1))
+    assert isinstance(engine.finished.exception(), ParamServerError)
+    engine.close()
     assert not candidates(tmp_path)

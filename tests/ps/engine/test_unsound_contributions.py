@@ -58,29 +58,6 @@ def test_a_skipped_contribution_counts_and_is_not_folded(layout: Layout) -> None
     play()
 
 
-@SIZES
-def test_a_round_of_nothing_but_skipped_contributions(layout: Layout) -> None:
-    """It is a round: a version with the same weights, after which everybody goes on."""
-
-    @served(layout=layout, max_staged=1, workers=2, steps=2, store={"on_nonfinite": "skip"})
-    async def play(server: Server) -> None:
-        workers = await server.workers(2)
-        for worker in workers:
-            worker.contribute(value=math.inf)
-        await server.settle()
-        assert [worker.outcomes for worker in workers] == [["START", "REJECTED"]] * 2
-        assert (weight_of(server), server.engine.run.policy.version, server.engine.model.store.version) == (0.0, 1, 1)
-        assert bool((workers[0].weights() == 0).all())
-        for worker in workers:
-            worker.contribute(seq=2, version=1)
-        await server.settle()
-        assert (weight_of(server), server.engine.run.policy.version) == (-0.5, 2)
-        server.check_no_memory_is_kept()
-        server.check_nobody_reads()
-
-    play()
-
-
 @served(workers=1, mode="async", store={"on_nonfinite": "skip"})
 async def test_a_repeat_of_a_skipped_contribution_says_so_again(server: Server) -> None:
     (worker,) = await server.workers(1)

@@ -127,7 +127,7 @@ async def metrics_of(
     bus = Bus([sink])
     engine = Engine(Config(), policy_of("async", {}), name="run", publish=bus.publish)
     engine.run.roster.stats.update({stats.rank: stats for stats in ranks})
-    engine.run.policy.rows = {} if rows is None else rows
+    engine.run.policy.rows = engine.run.policy.progress = {} if rows is None else rows
     try:
         bus.begin(engine)
         yield bus, sink

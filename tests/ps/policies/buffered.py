@@ -6,8 +6,6 @@ everyone has taken all training steps.
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from paramserver.common.config.option import Section
@@ -40,12 +38,3 @@ class Buffered(Policy):
             return []
         ranks, self.buffer = tuple(self.buffer), []
         return [self._commit(ranks, f"{len(ranks)} contributions")]
-
-
-class Scaled(Buffered):
-    """The n-th contribution in a version has rate / n."""
-
-    may_scale = True
-
-    def _commit(self, ranks: tuple[int, ...], reason: str, scales: tuple[float, ...] = ()) -> Any:
-        return super()._commit(ranks, reason, tuple(1 / n for n in range(1, len(ranks) + 1)))

@@ -145,19 +145,6 @@ def test_the_largest_values_do_not_overflow(name: str, dtype: str) -> None:
     assert torch.equal(aggregate(name, payloads, trim=1, layout=layout)["w"], largest)
 
 
-@pytest.mark.parametrize("name", ROBUST)
-@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1e9, 1.0, 1.0], [1.0, 1.0, 1e-9]])
-def test_numbers_of_samples_play_no_part(name: str, weights: list[float]) -> None:
-    """A liar that says it had a billion samples has one vote."""
-    aggregator = make(name)
-    for rank, weight in enumerate(weights):
-        aggregator.fold(payload_of(rank), weight, rank, may_keep=False)
-    for window in windows_of(LAYOUT):
-        aggregator.complete(window)
-    expected = reference([payload_of(rank) for rank in range(3)], 1)
-    assert np.allclose(values_of(aggregator.close()[0])["b"].numpy(), expected["b"])
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_round_too_small_to_leave_out_so_many_has_its_median(count: int) -> None:
     """Not an error: workers come and go. The run says so, once (`few_contributions`)."""

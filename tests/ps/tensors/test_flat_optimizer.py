@@ -82,16 +82,6 @@ def test_another_goes_on_from_its_state_and_in_other_memory(name: str, hyperpara
     assert torch.equal(weights, moved)
 
 
-def test_a_tensor_without_a_gradient_keeps_its_bits() -> None:
-    weights = payload_of(0)
-    optimizer = made("AdamW", {"lr": 0.1, "weight_decay": 0.1}, weights)
-    for seed in (1, 2):
-        before = {spec.name: view.clone() for spec, view in LAYOUT.views(weights)}
-        step(optimizer, seed, frozenset({"w1", "b1"}))
-        kept = {spec.name for spec, view in LAYOUT.views(weights) if torch.equal(view, before[spec.name])}
-        assert kept == {"w1", "b1"}
-
-
 @pytest.mark.parametrize(("name", "first", "then"), [
     ("RMSprop", {"momentum": 0.0}, {"momentum": 0.9}),
     ("RMSprop", {"momentum": 0.0, "centered": False}, {"momentum": 0.5, "centered": True}),

@@ -184,25 +184,6 @@ def in_world(limit: int) -> Callable[[Callable[[World], Coroutine[Any, Any, None
 # ---- one thing at a time ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("as_frames", [False, True])
-def test_a_reader_follows_a_commit_that_is_being_made(as_frames: bool) -> None:
-    @in_world(limit=1)
-    async def play(world: World) -> None:
-        world.commit()
-        reader = world.read(as_frames)
-        await turns()
-        assert not reader.seen and not reader.frames
-        world.work_on(2)
-        await turns()
-        assert reader.seen == [(0, 16)] or sum(len(parse(pb.ServerMessage, r).data) for r in reader.frames) == 16
-        assert not reader.is_whole
-        world.work_on()
-        await turns()
-        assert reader.is_whole
-
-    play()
-
-
 @in_world(limit=1)
 async def test_encoded_versions_leave_their_memory_alone(world: World) -> None:
     """Frames are copies: a slow connection keeps none of the weights' memory."""
@@ -244,37 +225,6 @@ async def test_when_too_many_versions_are_on_their_way_others_wait_for_a_newer_o
     assert late.publication is not None
     assert late.publication.version == 3, "not the version it asked for, but the newest"
     assert len(world.memories) <= 3
-
-
-@in_world(limit=1)
-async def test_a_cancelled_waiter_takes_no_place(world: World) -> None:
-    first = world.read(as_frames=False)
-    await turns()
-    world.commit()
-    waiting = world.read(as_frames=False), world.read(as_frames=False)
-    await turns()
-    waiting[0].task.cancel()
-    first.may_go.set()
-    await turns()
-    assert waiting[1].publication is not None
-
-
-@in_world(limit=1)
-async def test_all_readers_leave_while_frames_are_being_made(world: World) -> None:
-    """The encoder still reads the segment: the next commit must not write there, and gets it back later."""
-    world.commit()
-    world.work_on(2)
-    reader = world.read(as_frames=True)
-    await turns()
-    old = world.publisher.latest
-    reader.task.cancel()
-    await turns()
-    new = world.commit()
-    assert new.segment is not old.segment
-    world.work_on()
-    await turns()
-    assert old.num_readers == 0
-    assert world.publisher._free == [old.segment]
 
 
 # ---- anything in any order -------------------------------------------------------------------------

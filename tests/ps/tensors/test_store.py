@@ -122,16 +122,6 @@ def test_equal_contributions_give_exactly_themselves(count: int, seed: int, weig
         assert torch.equal(store.tensors()[name], values[name])
 
 
-def test_the_mean_is_of_the_gradients_not_of_the_steps() -> None:
-    start, gradients = random_values(0), [random_values(1), random_values(2)]
-    store = store_of(start, OptimizerSpec("Adam", (GroupSpec(("conv", "bias"), {"lr": 0.1}),)))
-    apply(store, [(gradients[0], 3.0, 0), (gradients[1], 1.0, 1)])
-    parameter = torch.nn.Parameter(start["bias"].clone())
-    parameter.grad = (3 * gradients[0]["bias"] + gradients[1]["bias"]) / 4
-    torch.optim.Adam([parameter], lr=0.1).step()
-    assert_same(store, {"bias": parameter.detach()}, ["bias"], rtol=1e-6, atol=1e-6)
-
-
 # ---- the optimizer --------------------------------------------------------------------------------
 
 

@@ -113,7 +113,7 @@ def test_what_is_kept_is_what_a_snapshot_may_need() -> None:
     for number in range(1, 6):
         contribution = Contribution(ContributionId(0, 1, number), position=Position(step=number - 1))
         states.counted(contribution, b"%d" % number if number % 2 else None, num_committed=number - 1)
-        assert len(states._of_rank[0]) <= 2
+        assert len(states.of_rank[0]) <= 2
     (kept,), newest = states.saved({0: 4, 1: 3}).values(), states.at(0, 5)
     assert (kept.position["step"], kept.payload) == (3, b"3")
     assert newest is not None and (newest.position["step"], newest.payload) == (4, b"5")

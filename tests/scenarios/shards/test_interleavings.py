@@ -95,7 +95,8 @@ class Client:
 
     def _is_seated_at(self, shard: int) -> bool:
         """As `Engine.seated`: a stream waits until its shard has heard of it."""
-        return self.shards.shards[shard].run.roster.find(*self.seat) is not None
+        worker = self.shards.shards[shard].run.roster.workers.get(self.seat[0])
+        return worker is not None and worker.incarnation == self.seat[1]
 
     def _tell(self, phase: str, number: int) -> None:
         self.phase, self.number, self.to_tell = phase, number, list(range(NUM_SHARDS))
@@ -165,7 +166,8 @@ def check(shards: Shards) -> None:
     shards.check()
     assert len({shard.run.digest() for shard in shards.shards}) == 1
     done = [effect for _, found in shards.shards[0].applied for effect in found]
-    taken = [effect for effect in done if isinstance(effect, effects.ContributionTaken) and effect.counts]
+    taken = [effect for effect in done if isinstance(effect, effects.ContributionTaken)]
+    taken = [effect for effect in taken if effect.outcome in ("accepted", "skipped")]
     kept = Counter(effect.contribution.id for effect in taken if effect.is_kept)
     folded = Counter(effect.id for effect in done if isinstance(effect, effects.Fold))
     committed = Counter(
