@@ -72,7 +72,7 @@ def test_a_contribution_passes_few_files(cluster: Cluster) -> None:
     assert len(step) <= MAX_CALLS
 
 
-@pytest.mark.parametrize(("mode", "most"), [("sync", (142, 194)), ("async", (140, 193)), ("localsgd", (136, 184))])
+@pytest.mark.parametrize(("mode", "most"), [("sync", (92, 194)), ("async", (92, 193)), ("localsgd", (90, 184))])
 def test_an_exchange_calls_few_functions(cluster: Cluster, mode: str, most: tuple[int, int]) -> None:
     """Of the project, from one `optimizer.step()` to the next, over a direct connection: worker and server."""
     run = ("--mode", mode, "--workers", "1", "--steps", "80", "--set", "policy.local_steps=1")

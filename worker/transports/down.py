@@ -29,6 +29,7 @@ class Down:
     def __init__(self, codec: Codec, model: ModelTensors, transfer: DirectTransfer) -> None:
         self.codec, self.transfer = codec, transfer
         self._layout, self._names_at = model.layout, model.names_at
+        self._moves_reference = moves_reference(codec)
         self.reference = 0
         self._copy: torch.Tensor | None = None  # uint8 [exchange_bytes]
         self._encoded, self._payloads = FreeBuffers(), FreeBuffers()
@@ -40,7 +41,7 @@ class Down:
         are not sent because the model has them. With a reference the payload is a reference or leads to one.
         """
         num_bytes, codec, exchange_bytes = weights.num_bytes, weights.codec, self._layout.exchange_bytes
-        is_raw, info = codec in ("", "raw"), weights.reference if moves_reference(self.codec) else None
+        is_raw, info = codec in ("", "raw"), weights.reference if self._moves_reference else None
         if is_raw:
             if num_bytes not in (exchange_bytes, self._layout.total_bytes) and (num_bytes or info is not None):
                 raise _other_bytes(num_bytes, exchange_bytes)
@@ -48,7 +49,7 @@ class Down:
                 self._take_whole(info, receive)
             else:
                 receive(self.transfer.write)
-        elif info is None and moves_reference(self.codec):
+        elif info is None and self._moves_reference:
             message = f"weights in codec '{codec}', which takes differences only, and no reference"
             raise bad_request(message, fix="install the same version of paramserver on both")
         elif codec != self.codec.name:
