@@ -43,7 +43,7 @@ class Progress:
     total_steps: int | None = None  # of each worker; None: its loop decides, or it is not known yet
     is_done: bool = False
     outcome: Outcome = Outcome.START  # of the newest reply
-    pull_every: int = 1
+    pull_every: int = 1  # contributions from one with weights in its reply to the next (policy.pull_every)
     server_incarnation: int = 0  # of the server that sent the weights; 0: no server from which it could continue
     num_starts: int = 0  # replies that said where to start
     rates: RateInfo = NO_RATES  # learning rates of this rank's contributions, from the newest START
@@ -150,11 +150,6 @@ class Progress:
     def next_number(self) -> int:
         """The sequence number of the next contribution."""
         return self.row.seq + 1
-
-    @property
-    def wants_weights(self) -> bool:
-        """Whether the next contribution also fetches weights (policy.pull_every)."""
-        return self.next_number % self.pull_every == 0
 
 
 @dataclass

@@ -31,7 +31,8 @@ def is_exact(row: Row) -> bool:
 
 
 def train(row: Row, steps: Steps) -> dict[str, torch.Tensor]:
-    """Return the parameters after all steps."""
+    """Return the parameters after all steps. On one thread, as the script: BatchNorm's sums round otherwise on two."""
+    torch.set_num_threads(1)
     dataset = Numbered(dtype_of(row))
     if row["mode"] == "localsgd":
         return _locally(row, steps, dataset)

@@ -102,8 +102,9 @@ def test_norms_take_a_two_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch)
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.ones(2)
     found = Readings()
+    found.optimizer = torch.optim.SGD([weight], lr=0.5)
     for _ in range(60):
-        found.note_step([{"lr": 0.5, "params": [weight]}])
+        found.note_step()
         clock[0] += 1.0
     assert len(taken) == 3 and taken[1] - taken[0] >= 20
     assert found.taken()["grad_norm"] == 3.0

@@ -28,8 +28,8 @@ def trained(**run: int) -> tuple[AloneSession, torch.nn.Module, Any]:
     return session, model, session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def epochs(session: AloneSession, stop_at: int | None = None, accumulate: int = 1, **shard: int) -> list[int]:
-    """Batches of three loops over 8 samples in batches of 2; the session is stopped at one of them."""
+def epochs(session: AloneSession, accumulate: int = 1, **shard: int) -> list[int]:
+    """Batches of three loops over 8 samples in batches of 2."""
     model = torch.nn.Linear(2, 1)
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     counts = []
@@ -40,8 +40,6 @@ def epochs(session: AloneSession, stop_at: int | None = None, accumulate: int = 
             counts[-1] += 1
             if counts[-1] % accumulate == 0:
                 optimizer.step()
-            if counts[-1] == stop_at:
-                session.stop("enough")
     return counts
 
 
@@ -56,19 +54,6 @@ def test_where_nobody_has_set_a_length_the_script_s_loop_decides(accumulate: int
 
 def test_one_loop_may_be_several_epochs() -> None:
     assert epochs(alone(), epochs=3) == [12, 12, 12]
-
-
-def test_a_loader_made_once_is_an_epoch_each_time() -> None:
-    session, model, optimizer = trained()
-    batches, counts = session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2), []
-    for _ in range(3):
-        assert len(batches) == 4
-        counts.append(0)
-        for (x,) in batches:
-            model(x).sum().backward()
-            optimizer.step()
-            counts[-1] += 1
-    assert counts == [4, 4, 4]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -118,13 +103,6 @@ def test_epochs_of_a_script_s_own_loader_are_refused() -> None:
         optimizer.step()
 
 
-def test_one_that_is_stopped_says_no_more() -> None:
-    session = alone(steps=500)
-    with capture_logs() as logs:
-        assert epochs(session, stop_at=3) == [4, 0, 0]
-    assert (logs, session.alone.ended_by, session.is_done) == ([], "stopped: enough", True)
-
-
 def test_a_step_after_the_end_and_a_second_optimizer_are_refused_as_with_a_server() -> None:
     session, model, optimizer = trained(steps=2)
     with pytest.raises(UsageError, match="a second session"):
@@ -135,19 +113,6 @@ def test_a_step_after_the_end_and_a_second_optimizer_are_refused_as_with_a_serve
     optimizer.step()
     with pytest.raises(UsageError, match="step\\(\\) after the end of the run, which has 2 training steps"):
         optimizer.step()
-
-
-def test_of_several_optimizers_a_training_step_is_a_batch() -> None:
-    session, model = alone(steps=3), torch.nn.ModuleDict({"g": torch.nn.Linear(2, 2), "d": torch.nn.Linear(2, 1)})
-    g, d = session.optimizers(
-        g=(model["g"], torch.optim.SGD(model["g"].parameters(), lr=0.1)),
-        d=(model["d"], torch.optim.Adam(model["d"].parameters(), lr=0.1)),
-    )
-    for (x,) in session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2, epochs=None):
-        for optimizer in (d, d, g):
-            model["d"](model["g"](x)).sum().backward()
-            optimizer.step()
-    assert (session.step, session.alone.row.samples) == (3, 6)
 
 
 def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_single(tmp_path: Path) -> None:
@@ -193,16 +158,6 @@ def test_weights_that_have_overflowed_are_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "w.safetensors").exists()
 
 
-@pytest.mark.parametrize(("num_said", "known"), [(0, None), (5, 10)])
-def test_samples_that_nobody_said_are_unknown(num_said: int, known: int | None) -> None:
-    session, _, optimizer = trained(steps=2)
-    assert session.alone.row.samples == 0
-    for _ in range(2):
-        session.record(loss=0.0, num_samples=num_said)
-        optimizer.step()
-    assert session.alone.row.samples == known
-
-
 def test_clipping_counts_the_rows_of_tables_too() -> None:
     """As torch's over all that one process has; a row that is asked for twice has one gradient."""
     session = alone(steps=3)
@@ -227,13 +182,6 @@ def test_clipping_counts_the_rows_of_tables_too() -> None:
             rows -= rows.grad
         assert torch.allclose(dense.weight, here, rtol=1e-12)
         assert torch.allclose(session.alone.pull_rows(0, torch.arange(6)), rows, rtol=1e-12)
-
-
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
-def test_a_norm_that_is_no_bound_is_a_mistake(max_norm: float) -> None:
-    *_, optimizer = trained(steps=1)
-    with pytest.raises(UsageError, match="the norm must be above 0"):
-        optimizer.clip_grad_norm(max_norm)
 
 
 def test_an_evaluation_may_assign_its_buffers() -> None:

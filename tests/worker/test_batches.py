@@ -84,31 +84,6 @@ def test_what_the_model_does_with_a_batch_decides_nothing(num_ahead: int) -> Non
     assert counts == [4, 8, 10, 14, 18, 20]
 
 
-@pytest.mark.parametrize(
-    ("stated", "num_between", "fix"),
-    [
-        ({}, 3, "accumulate=3 if a step uses several batches; prefetch=2 if the loop fetches ahead; session.skip()"),
-        ({"accumulate": 3}, 1, "accumulate=1), or batches.accumulate = 1 before this step"),
-        ({"prefetch": 1}, 3, "accumulate=2 if"),
-    ],
-)
-def test_a_loop_that_does_other_than_it_says_is_stopped_at_its_first_step(
-    stated: dict, num_between: int, fix: str
-) -> None:
-    run, model, optimizer = session(steps=4)
-
-    def train() -> None:
-        for number, batch in enumerate(run.shard(data(), 4, epochs=None, **stated), 1):
-            use(model, batch)
-            if number % num_between == 0:
-                optimizer.step()
-
-    with pytest.raises(UsageError) as refused:
-        train()
-    assert fix in (refused.value.fix or "") and f"{num_between} yielded, 0 used" in refused.value.message
-    assert run.step == 0
-
-
 def test_a_second_step_on_a_batch_is_said() -> None:
     run, model, optimizer = session(steps=4)
     batches = run.shard(data(), 4, epochs=None)

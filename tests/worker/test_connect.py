@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -24,6 +23,8 @@ from paramserver.worker.conversation import channel
 from paramserver.worker.conversation.channel import HEARTBEAT_OPTIONS, OPTIONS, Channel, Lost
 from paramserver.worker.conversation.exchange import Exchange
 from paramserver.worker.conversation.reader import Evaluator
+
+from .served import serve
 
 AT_ONCE_S = 15.0  # of a worker that would wait for minutes; on a busy machine gRPC takes seconds
 
@@ -122,10 +123,8 @@ def older_server() -> Iterator[str]:
                 lambda _, context: context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
             )
 
-    server = grpc.server(ThreadPoolExecutor(1), handlers=[Older()])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
+    server, address = serve(Older())
+    yield address
     server.stop(None)
 
 
@@ -138,10 +137,8 @@ def test_a_server_of_another_version_of_the_protocol_is_named() -> None:
 
 @contextlib.contextmanager
 def other_grpc_server() -> Iterator[str]:
-    server = grpc.server(ThreadPoolExecutor(1))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
+    server, address = serve()
+    yield address
     server.stop(None)
 
 

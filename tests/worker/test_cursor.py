@@ -92,16 +92,6 @@ def test_other_batches_than_were_stated_are_named_with_the_word_to_add(
     assert problem in refused.value.message and fix in (refused.value.fix or "")
 
 
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_the_last_step_of_a_pass_may_use_fewer(has_ended: bool) -> None:
-    cursor = cursor_of(3, 1)
-    for number in range(4):
-        cursor.yielded(8, is_last=number == 3 and not has_ended)
-    assert cursor.use(cursor.due()) == 24
-    cursor.has_ended = has_ended
-    assert cursor.use(cursor.due()) == 8 and cursor.position == 4
-
-
 def test_a_dropped_batch_is_used_up_and_has_no_weight() -> None:
     cursor = cursor_of(2)
     for num_samples in (1, 10, 100):

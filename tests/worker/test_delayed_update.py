@@ -187,20 +187,6 @@ def test_progress_counts_the_contribution_in_flight_and_the_last_one_is_waited_f
     assert bench.net.w.item() == 150.0
 
 
-def test_after_a_lost_connection_the_step_of_the_flight_is_thrown_away() -> None:
-    bench = Bench()
-    bench.exchange.landings = ["START"]
-    bench.step(1.0)
-    bench.land()
-    bench.step(2.0)
-    assert bench.flight is None
-    assert bench.delayed_update.progress.row.seq == 0
-    assert len(bench.exchange.sent) == 1
-    bench.step(3.0)
-    bench.land()
-    assert bench.exchange.sent[1][0] == 3.0
-
-
 def test_a_rejected_gradient_does_not_take_the_next_one_with_it() -> None:
     bench = Bench()
     bench.exchange.landings = ["REJECTED"]
@@ -213,39 +199,6 @@ def test_a_rejected_gradient_does_not_take_the_next_one_with_it() -> None:
 
 
 # ---- weights ----------------------------------------------------------------------------------------
-
-
-def test_weights_go_on_from_the_average_and_their_own_steps_since() -> None:
-    bench = Bench(ContributionKind.WEIGHTS)
-    bench.net.w.data += 1.0
-    bench.step()
-    assert bench.net.w.item() == 101.0
-    bench.net.w.data += 5.0
-    bench.land()
-    assert bench.exchange.sent == [(101.0, 301.0, 0)]
-    bench.step()
-    # The average of version 1 is 101; 5 was added since the snapshot. The buffer stays the worker's own.
-    assert bench.net.w.item() == 106.0
-    assert bench.net.seen.item() == 302.0
-    bench.land()
-    assert bench.exchange.sent[1] == (106.0, 302.0, 1), "it stands on the average that it contains"
-
-
-def test_deltas_are_of_the_steps_since_the_last_one_and_go_on_from_new_weights() -> None:
-    bench = Bench(ContributionKind.DELTA)
-    bench.net.w.data += 1.0
-    bench.step()
-    assert bench.net.w.item() == 101.0
-    bench.net.w.data += 5.0
-    bench.land()
-    bench.step()
-    assert bench.net.w.item() == 106.0, "the weights of version 1 are 101"
-    bench.net.w.data -= 2.0
-    bench.land()
-    bench.step()
-    assert bench.net.w.item() == 100.0, "those of version 2 are 102"
-    bench.land()
-    assert bench.exchange.sent == [(-1.0, 301.0, 0), (-5.0, 302.0, 1), (2.0, 303.0, 2)]
 
 
 def test_deltas_are_merged_after_so_many_steps_and_an_evaluation_changes_nothing() -> None:

@@ -14,7 +14,7 @@ from paramserver.common.codecs.bf16 import Bf16Codec
 from paramserver.common.codecs.fp16 import Fp16Codec
 from paramserver.common.errors import ParamServerError
 from paramserver.common.kinds import ContributionKind
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, new_payload
+from paramserver.common.tensors.layout import new_payload
 from paramserver.common.wire.records import WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.tensors.replies.reference import encoded_weights
@@ -77,16 +77,6 @@ def test_buffers_free_are_of_the_size_asked_for_and_few() -> None:
     assert {id(free_buffers.lend(10)), id(free_buffers.lend(10))} == {id(payloads[0]), id(payloads[1])}
     free_buffers.give_back(payloads[0])
     assert free_buffers.lend(11).numel() == 11
-
-
-def test_fp16_is_torchs() -> None:
-    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (4,))])
-    values = torch.tensor([1.0009765625, 3.1415927, 70_000.0, 1e-3])
-    codec, decoded = Fp16Codec(), torch.zeros(4)
-    encoded = torch.zeros(codec.encoded_bytes(layout), dtype=torch.uint8)
-    codec.encode(layout, values.view(torch.uint8), encoded)
-    codec.decode(layout, encoded, decoded.view(torch.uint8))
-    assert torch.equal(decoded, values.half().float())
 
 
 def test_weights_that_fp16_cannot_hold_are_refused() -> None:

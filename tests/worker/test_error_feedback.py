@@ -111,29 +111,6 @@ def test_what_is_sent_adds_up_to_what_was_computed(name: str, is_work: bool, fat
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_tensors_encoded_as_they_come_are_the_same_bytes(name: str) -> None:
-    """Also those that are encoded anew, because they changed after they had left."""
-    whole, parts = Server(name), Server(name)
-    for seed in range(3):
-        sent = bytes(whole.encode(gradient(seed)))
-        payload = new_payload(LAYOUT.exchange_bytes)
-        received = bytearray(len(sent))
-        for x in (gradient(99), gradient(seed)):
-            of_type(LAYOUT, payload).copy_(x)
-            for tensors in (range(1, 2), range(1), range(2, 3)):
-                first, last = LAYOUT.entries[tensors.start].offset, LAYOUT.entries[tensors.stop - 1].end
-                first = LAYOUT.entries[tensors.start - 1].end if tensors.start else first
-                at, piece = parts.encoding.part(Stretch(first, [as_bytes(payload[first:last])]), tensors)
-                received[at : at + len(piece)] = piece
-            if x[0] != gradient(seed)[0]:
-                parts.encoding.recall()
-        assert bytes(parts.encoding.completed()) == bytes(received) == sent
-        whole.encoding.commit()
-        parts.encoding.commit()
-        assert torch.equal(whole.left, parts.left)
-
-
-@pytest.mark.parametrize("name", LOSSY)
 def test_a_residual_that_is_not_finite_is_let_go_and_counted(name: str) -> None:
     """A server that takes NaN as zeros (store.on_nonfinite=clip) counts the contribution."""
     server = Server(name)
@@ -150,37 +127,6 @@ def test_a_residual_that_is_not_finite_is_let_go_and_counted(name: str) -> None:
     server.encode(x)
     server.encoding.commit()
     assert server.encoding.take_lost() == 0, "there was nothing before it"
-
-
-def test_another_codec_takes_over_what_was_left_out() -> None:
-    server = Server("q4")
-    server.received += server.decoded(server.encode(gradient(0)))
-    server.encoding.commit()
-    server.codec = CODECS.load("int8")()
-    server.encoding.use(CODECS.load("int8")())
-    server.received += server.decoded(server.encode(gradient(1)))
-    server.encoding.commit()
-    assert (server.received + server.left - gradient(0) - gradient(1)).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("is_work", [False, True])
-def test_raw_takes_over_all_that_was_left_out(is_work: bool) -> None:
-    """With the first contribution that counts; then there is none, and nothing was lost. A dropped one takes nothing
-    with it, and leaves its work."""
-    server = Server("q4")
-    server.received += server.decoded(server.encode(gradient(0)))
-    server.encoding.commit()
-    left = server.left
-    server.codec = CODECS.load("raw")()
-    server.encoding.use(CODECS.load("raw")())
-    assert server.encoding.residual is not None
-    server.encode(gradient(1))
-    server.encoding.rollback(server.work if is_work else None)
-    assert server.left.equal(left + gradient(1) * is_work) and server.encoding.residual is not None
-    server.received += server.decoded(server.encode(gradient(2)))
-    server.encoding.commit()
-    assert server.encoding.residual is None and server.encoding.norm == 0 and server.encoding.take_lost() is None
-    assert (server.received - gradient(0) - is_work * gradient(1) - gradient(2)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("name", ["raw", "bf16"])

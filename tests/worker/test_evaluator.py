@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
 from paramserver.common.config.schema import Config
-from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.conversation.reader import Evaluator
+
+from .served import heartbeats, serve
 
 WAIT_S = 60.0
 
@@ -23,17 +23,10 @@ class BreakingServer:
     def __init__(self, breaks: int) -> None:
         self.results: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.num_lost, self._breaks = 0, breaks
-        self._grpc = grpc.server(ThreadPoolExecutor(8))
-        heartbeat = grpc.stream_stream_rpc_method_handler(
-            self._heartbeat, pb.HeartbeatRequest.FromString, pb.HeartbeatReply.SerializeToString
-        )
         status = grpc.unary_unary_rpc_method_handler(
             self._status, pb.StatusRequest.FromString, pb.StatusReply.SerializeToString
         )
-        handlers = {"Heartbeat": heartbeat, "Status": status}
-        self._grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        self.address = f"127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
-        self._grpc.start()
+        self._grpc, self.address = serve(Heartbeat=heartbeats(self._heartbeat), Status=status)
 
     def _heartbeat(
         self, heartbeats: Iterator[pb.HeartbeatRequest], context: grpc.ServicerContext

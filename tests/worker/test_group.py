@@ -125,24 +125,6 @@ def test_why_gpus_do_not_average_over_nccl_is_said():
     assert backends.why_not_nccl(["a/cuda/GPU-1", "a/cpu"]) == message
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_what_is_averaged_may_be_in_a_group_apart_from_metadata(monkeypatch, is_apart):
-    if is_apart:
-        tell_of_gpus(monkeypatch.setattr)
-    rendezvous = Rendezvous("127.0.0.1")
-    first, second = meet(rendezvous)
-    assert first.backend == second.backend == ("nccl" if is_apart else "gloo")
-    assert (first._data is first._metadata) is not is_apart
-    with ThreadPoolExecutor() as threads:
-        mine = threads.submit(first.average, [torch.zeros(3), torch.tensor([7])], 1, [5])
-        theirs = threads.submit(second.average, [torch.ones(3), torch.tensor([8])], 3, [6])
-        for found, group in ((mine.result(), first), (theirs.result(), second)):
-            assert [item.tolist() for item in found] == [[0.75] * 3, [7]]
-            assert group.metadata == [[5, 6]]
-    for entry in (first, second):
-        entry.close()
-
-
 def test_sums_that_would_never_end_do_when_another_thread_cuts_them(monkeypatch):
     """As NCCL's do where a member has gone that said its words: nothing but the server tells the others."""
     tell_of_gpus(monkeypatch.setattr)
@@ -272,15 +254,6 @@ def test_another_listener_that_opens_meanwhile_is_not_taken_for_the_devices():
         made, port = listening(make)
         assert port == made.getsockname()[1]
         assert len(others) == 3
-
-
-def test_devices_that_are_made_at_the_same_time_are_told_apart():
-    """Each knows its own port, and nobody else's."""
-    with ThreadPoolExecutor(4) as threads:
-        made = list(threads.map(lambda _: listening(lambda: socket.create_server(("127.0.0.1", 0))), range(40)))
-    for item, port in made:
-        assert port == item.getsockname()[1]
-        item.close()
 
 
 @pytest.mark.parametrize("bug", [AttributeError("'NoneType' has no attribute 'x'"), IndexError("5"), KeyError("x")])

@@ -32,6 +32,7 @@ from paramserver.worker.training.session import Session
 from paramserver.worker.training.slowdown import Slowdown
 
 from ..records import reply_of
+from .test_optimizer import Run as StrategyOfNothing
 
 STEPS, LOCAL = 14, 2
 
@@ -54,7 +55,7 @@ class Run:
         progress.replied(reply_of(number, number, local_steps, training_steps=done, run_steps=STEPS))
 
 
-class Strategy:
+class Strategy(StrategyOfNothing):
     """Of one process. `goes_back` at a contribution: then the run has gone back to so many."""
 
     def __init__(self, run: Run, number: int, goes_back: tuple[int, int] = (0, 0)) -> None:
@@ -72,21 +73,6 @@ class Strategy:
 
     def replayed(self) -> int:
         return self.progress.replayed()
-
-    def before_step(self, num_samples, loss, parameters) -> None:
-        pass
-
-    def went_on(self) -> None:
-        pass
-
-    def pause(self) -> None:
-        pass
-
-    def restore(self) -> None:
-        pass
-
-    def note(self) -> None:
-        pass
 
     def contribute(self, outgoing: Any, parameters: Any = None) -> None:
         number, contribution = self.progress.next_number, outgoing.contribution
@@ -270,15 +256,6 @@ def test_alone_epochs_end_with_the_data_and_the_run() -> None:
             assert session.epoch == epoch
     assert log == [(0, 3, 0), (1, 3, 3), (2, 3, 4), (3, 3, 7)]
     assert session.step == 8 and session.is_done
-
-
-def test_where_nobody_says_how_long_a_run_is_its_epochs_do() -> None:
-    session, model, optimizer = alone()
-    for _ in session.epochs(2):
-        for (rows,) in session.shard(TensorDataset(torch.zeros(10, 1)), batch_size=4):
-            model(rows).sum().backward()
-            optimizer.step()
-    assert session.step == 6
 
 
 class Odd:

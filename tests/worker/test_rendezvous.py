@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from paramserver.tests.strangers import num_keys, silent
@@ -138,17 +137,3 @@ def test_garbage_ends_no_server(server: StoreServer) -> None:
                 length = len(payload)
             item.sendall(length.to_bytes(4, "big") + payload)
     client(server).set("a", b"1")
-
-
-def test_groups_of_torchs_are_made_of_it(server: StoreServer) -> None:
-    def member(rank: int) -> torch.Tensor:
-        store = client(server, timeout_s=20)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = dist.ProcessGroupGloo(dist.PrefixStore("x", store), rank, 3, options)
-        found = torch.full((2,), float(rank))
-        group.allreduce([found]).wait()
-        return found
-
-    with ThreadPoolExecutor() as threads:
-        assert [item.tolist() for item in threads.map(member, range(3))] == [[3.0, 3.0]] * 3

@@ -41,14 +41,14 @@ def test_a_schedule_that_begins_anew_is_stopped_with_what_to_do() -> None:
     schedule = cosine(optimizer)
     message = r"rank 1 resumes at training step 7, but its learning rate restarts at 0\.1 .* 0\.05"
     with pytest.raises(UsageError, match=message) as stopped:
-        Restarted([optimizer]).look(at(7, [0.5, 0.1], [0.5, 0.05], changes=1))
+        Restarted([optimizer]).look(at(7, [0.5, 0.1], [0.5, 0.05], changes=1), None)
     assert "(CosineAnnealingLR)" in stopped.value.message and schedule is not None
     assert "session.state(" in stopped.value.fix and "PS_WORKER__ACCEPT_RESTARTED_SCHEDULE" in stopped.value.fix
 
 
 def test_a_rate_that_its_own_counter_makes_is_stopped_without_a_scheduler() -> None:
     with pytest.raises(UsageError):
-        Restarted([an_optimizer(0.1)]).look(at(7, [0.1], [0.05], changes=2))
+        Restarted([an_optimizer(0.1)]).look(at(7, [0.1], [0.05], changes=2), None)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,7 @@ def test_a_rate_that_its_own_counter_makes_is_stopped_without_a_scheduler() -> N
 )
 def test_who_is_not_stopped(warnings: list, description: str, rate: float, progress: Progress, num_said: int) -> None:
     restarted = Restarted([an_optimizer(rate)])
-    restarted.look(progress)
-    progress.row = progress.row._replace(steps=progress.row.steps + 1)
-    restarted.look(progress)
+    restarted.look(progress, None)
     assert [warning["event"] for warning in warnings] == ["nothing_registered"] * num_said
 
 
@@ -81,30 +79,21 @@ def test_what_a_script_has_declared(warnings: list, declares: str, num_said: int
         setattr(restarted, declares, True)
     if num_said is None:
         with pytest.raises(UsageError):
-            restarted.look(at(7, [0.1], [0.05]))
+            restarted.look(at(7, [0.1], [0.05]), None)
         return
-    restarted.look(at(7, [0.1], [0.05]))
+    restarted.look(at(7, [0.1], [0.05]), None)
     assert len(warnings) == num_said and schedule is not None
     if warnings:
         assert "its learning rate restarts at 0.1 instead of 0.05" in warnings[0]["meaning"]
 
 
-@pytest.mark.parametrize("declares", ["knows_step", "has_epochs"])
-def test_who_goes_on_from_what_the_session_says_hears_nothing(warnings: list, declares: str) -> None:
-    restarted = Restarted([an_optimizer(0.05)])
-    setattr(restarted, declares, True)
-    restarted.look(at(7, [0.1], [0.05]))
-    assert not warnings
-
-
 def test_a_live_process_that_the_run_moves_is_warned_once(warnings: list) -> None:
     restarted = Restarted([an_optimizer(0.1)])
-    restarted.look(at(0, [], []))
-    restarted.look(at(1, [], [], starts=2))  # let go and back, where it was
+    restarted.look(at(0, [], []), None)
+    restarted.look(at(1, [], [], starts=2), 1)  # let go and back, where it was
     assert not warnings
-    restarted.look(at(9, [], [], starts=2))
-    restarted.look(at(4, [0.2], [0.1], starts=3))
-    restarted.look(at(1, [0.2], [0.1], starts=4))
+    restarted.look(at(4, [0.2], [0.1], starts=3), 10)
+    restarted.look(at(1, [0.2], [0.1], starts=4), 5)
     assert len(warnings) == 1 and "moved this process by -6 training steps" in warnings[0]["meaning"]
 
 

@@ -91,30 +91,6 @@ def test_reaching_the_server_starts_afresh() -> None:
 # ---- progress ---------------------------------------------------------------------------------------
 
 
-def test_a_worker_in_gradient_mode() -> None:
-    progress = Progress(rank=None)
-    progress.welcomed("run1", 3, 1)
-    assert (progress.run, progress.rank, progress.incarnation, progress.row.seq) == ("run1", 3, 1, 0)
-    progress.replied(reply_of(0, 7, 1))
-    assert (progress.version, progress.is_done) == (7, False)
-    assert progress.took_step()
-    progress.replied(reply_of(1, 8, 0, num_workers=4, worker_index=3))
-    assert progress.is_done
-    assert (progress.num_workers, progress.worker_index, progress.row.steps) == (4, 3, 0)
-
-
-@given(local_steps=st.lists(st.integers(1, 9), min_size=1, max_size=10))
-def test_it_contributes_after_exactly_the_steps_it_was_given(local_steps: list[int]) -> None:
-    progress, taken = Progress(), 0
-    for number, steps in enumerate(local_steps):
-        progress.replied(reply_of(number, number, steps))
-        while True:
-            taken += 1
-            if progress.took_step():
-                break
-    assert taken == sum(local_steps)
-
-
 def test_without_weights_the_base_version_is_the_old_one() -> None:
     """Staleness is counted from what the gradient was computed on, not from what the server said last."""
     progress = Progress()
@@ -123,16 +99,6 @@ def test_without_weights_the_base_version_is_the_old_one() -> None:
     assert (progress.row.seq, progress.version) == (1, 5)
     progress.replied(reply_of(2, 11, 1))
     assert progress.version == 11
-
-
-@pytest.mark.parametrize(("every", "wanted"), [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (3, [3, 6]), (10, [])])
-def test_weights_are_fetched_with_every_nth_contribution(every: int, wanted: list[int]) -> None:
-    progress, fetched = Progress(pull_every=every), []
-    for step in range(6):
-        progress.replied(reply_of(step, 0, 1))
-        if progress.wants_weights:
-            fetched.append(step + 1)
-    assert fetched == wanted
 
 
 def test_after_a_lost_connection_the_servers_word_counts() -> None:
@@ -144,14 +110,6 @@ def test_after_a_lost_connection_the_servers_word_counts() -> None:
     assert (progress.row.seq, progress.steps_left) == (4, 2), "a welcome alone changes nothing: it may be resumed"
     progress.replied(reply_of(5, 12, 3))
     assert (progress.incarnation, progress.row.seq, progress.version, progress.steps_left) == (2, 5, 12, 3)
-
-
-def test_the_place_in_the_data_counts_steps_that_are_not_contributed_yet() -> None:
-    progress = Progress()
-    progress.replied(reply_of(2, 2, 4, training_steps=8))
-    assert progress.position == 8
-    progress.took_step()
-    assert progress.position == 9
 
 
 @given(

@@ -21,6 +21,8 @@ from paramserver.worker.training.position.memory import Memory
 from paramserver.worker.training.position.steps import Steps
 from paramserver.worker.training.slowdown import Slowdown
 
+from .test_optimizer import Run
+
 
 def delays(rank: int = 0, seed: int = 0, compute_s: float = 0.1, count: int = 200, **config: Any) -> list[float]:
     slowdown = Slowdown(SlowdownConfig(**config), rank, seed)
@@ -71,13 +73,8 @@ def test_what_is_slow_is_a_training_step_also_where_a_contribution_has_several()
     progress = Progress(row=Row(2, 8), local_steps=4, steps_left=4)
     parameter = torch.nn.Parameter(torch.zeros(1))
     inner = torch.optim.SGD([parameter], lr=0.1)
-    strategy = SimpleNamespace(
-        kind=ContributionKind.WEIGHTS,
-        progress=progress,
-        went_on=lambda: None,
-        before_step=lambda *_: None,
-        note=lambda: None,
-    )
+    strategy = Run(ContributionKind.WEIGHTS)
+    strategy.progress = progress
     optimizer = ExchangeOptimizer(inner, Steps(Memory(DataPosition(strategy, [inner], Length())), slowdown))
     optimizer.step()
     optimizer.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,8 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
 from paramserver.worker.training.alone import AloneSession
 from paramserver.worker.training.data import Shares, sharded_batches
+
+from .test_data import assert_one
 
 
 class Stream(IterableDataset):
@@ -40,17 +41,6 @@ def taken(dataset: Any, count: int, rank: int, workers: int, size: int, first: i
         numbers = batch[0] if isinstance(batch, (list, tuple)) else batch
         found.append((numbers.flatten().tolist(), weight))
     return found
-
-
-def assert_one(ranks: list[Any], alone: list[Any]) -> None:
-    for (expected, _), *shares in zip(alone, *ranks, strict=True):
-        worth: dict[float, float] = Counter()
-        total = sum(weight for _, weight in shares)
-        for numbers, weight in shares:
-            for number in numbers:
-                worth[number] += weight / len(numbers) / total
-        wanted = Counter(expected)
-        assert worth == {item: pytest.approx(times / len(expected)) for item, times in wanted.items()}
 
 
 @given(num=st.integers(1, 40), workers=st.integers(1, 5), size=st.integers(1, 6), first=st.integers(0, 12))

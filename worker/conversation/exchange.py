@@ -20,7 +20,7 @@ from ...common.reporting.history import History
 from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
-from ...common.wire.records import NO_RESIDUAL, ContributionId, GroupInfo, Outcome, Reply, Timing, changed
+from ...common.wire.records import NO_RESIDUAL, Base, ContributionId, GroupInfo, Outcome, Reply, Timing, changed
 from ..session import Progress, Retry
 from ..tensors.transfer import ModelTensors, part_of
 from ..transports.transport import Transports
@@ -217,20 +217,23 @@ class Exchange:
     def _exchange(self, outgoing: Outgoing) -> Reply:
         # Number the contribution, and add the facts that depend on the worker's progress.
         contribution, progress, seq = outgoing.contribution, self.progress, self.progress.row.seq + 1
+        training = contribution.training
+        if contribution.completion.generation or not (seq % progress.pull_every == 0 or training.evaluates):
+            training = changed(training, wants_weights=False)
         contribution = changed(
             contribution,
             id=ContributionId(progress.rank or 0, progress.incarnation, seq),
-            base=changed(contribution.base, version=progress.version),
+            base=Base(progress.version, contribution.base.has_all),
             timing=Timing(contribution.timing.compute_s, self._last_transfer_s),
+            training=training,
             residual=self.shards.residual() if self._has_residual else NO_RESIDUAL,
         )
-        if contribution.completion.generation or not (progress.wants_weights or contribution.training.evaluates):
-            contribution = changed(contribution, training=changed(contribution.training, wants_weights=False))
         if self._region is not None:
             self._region = self._region[0], contribution.counts.num_workers  # for the next join
         if self._traces is not None:
             self._traces.begin(progress.run, contribution.id)
-        self._send_pending()
+        if self.measured or self.stop_reason:
+            self._send_pending()
         if self._history is not None:
             counts = contribution.counts
             self._history.write(
@@ -238,16 +241,8 @@ class Exchange:
                 num_steps=counts.num_steps, num_batches=counts.num_batches,
                 **({"part": counts.part} if counts.part else {}),
             )  # fmt: skip
-        return self._replied(self.shards.each(self._exchange_with, outgoing._replace(contribution=contribution)))
-
-    def _exchange_with(self, shard: Shard, outgoing: Outgoing) -> Reply:
-        shard.contribute(outgoing)
-        if self._traces is not None:
-            self._traces.sent()
-        received = shard.expect("reply")
-        if self._traces is not None:
-            self._traces.came()
-        return shard.take(received)
+        outgoing = outgoing._replace(contribution=contribution)
+        return self._replied(self.shards.each(Shard.exchange, outgoing, self._traces))
 
     def _replied(self, replies: list[Reply]) -> Reply:
         """Note a reply of all shards, of which the model has all weights. Returns the coordinator's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save
@@ -36,6 +36,9 @@ from . import messages
 from .channel import Channel, Lost, collect
 from .messages import Begun, Final, Outgoing, Settings, Welcome
 from .stream_client import StreamClient
+
+if TYPE_CHECKING:
+    from .tracing import ExchangeTraces
 
 log = get_logger()
 
@@ -133,8 +136,17 @@ class Shard:
 
     # ---- exchanging ---------------------------------------------------------------------------
 
-    def contribute(self, outgoing: Outgoing) -> None:
-        """Send this shard's part of the contribution."""
+    def exchange(self, outgoing: Outgoing, traces: ExchangeTraces | None) -> Reply:
+        """Send this shard's part of the contribution, and take the reply."""
+        self._contribute(outgoing)
+        if traces is not None:
+            traces.sent()
+        received = self.expect("reply")
+        if traces is not None:
+            traces.came()
+        return self.take(received)
+
+    def _contribute(self, outgoing: Outgoing) -> None:
         contribution, encoding = outgoing.contribution, self.up.encoding
         topics: dict[str, Any] = {}
         hyperparameters = contribution.training.hyperparameters
@@ -184,13 +196,14 @@ class Shard:
     def take(self, received: Frame) -> Reply:
         """Read a reply that `expect` returned, and receive its weights. On return the model has them."""
         reply = read_reply(received.of(pb.Reply))
-        outcome = reply.result.outcome
+        outcome, encoding = reply.result.outcome, self.up.encoding
         if outcome not in COUNTED:
             self._sent_state = None
             self._progress.server_incarnation = 0  # the weights may overwrite what would be sent again
-        self.up.replied(outcome)
-        if not self.up.encoding.is_raw:
-            self.up.encoding.ready(self._progress.version)
+        if outcome not in COUNTED or not encoding.is_raw or encoding.residual is not None:
+            self.up.replied(outcome)
+        if not encoding.is_raw:
+            encoding.ready(self._progress.version)
         if outcome is Outcome.START:
             self.down.reference = 0  # the server has lost its memory of earlier replies
         if reply.weights is not None:
@@ -240,7 +253,7 @@ class Shard:
         log_at = time.monotonic() + _LOG_WAITING_AFTER_S
         while True:
             received = self.stream.receive()
-            if received.kind != "welcome":
+            if self._retry.num_failures and received.kind != "welcome":
                 self._retry.reached()
             if received.header is not None:
                 check_header(received.header)

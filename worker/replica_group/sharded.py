@@ -72,13 +72,13 @@ class Local(ModelTensors):
             check_still(entry.spec, tensor, tensor)
         return True
 
-    def gradient(self, index: int) -> torch.Tensor | None:
-        gradient = self.parts[index].grad
-        return None if gradient is None else _local(gradient)
+    def gradients(self, indices: range) -> list[torch.Tensor | None]:
+        found = [part.grad for part in self.parts[indices.start : indices.stop]]
+        return [None if gradient is None else _local(gradient) for gradient in found]
 
     def note_gradients(self, group: Group) -> None:
         """Gather from all stages which parameters have no gradient. Call this before each contribution of a stage."""
-        mine = [float(self.gradient(index) is not None) for index in range(self.num_trained)]
+        mine = [float(gradient is not None) for gradient in self.gradients(range(self.num_trained))]
         found = [any(column) for column in zip(*group.gather(mine), strict=True)]
         self.absent = tuple(position for position, has in zip(self.positions, found, strict=True) if not has)
 

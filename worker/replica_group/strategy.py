@@ -319,12 +319,14 @@ class Grouped(Strategy):
         self._num_shared = -1
         return num_steps
 
-    def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
+    def before_step(self, num_samples: int, losses: Sequence[float], groups: Sequence[dict[str, Any]]) -> None:
         """Average gradients and running statistics over all processes, weighted by samples; or sum the gradients.
 
         Other buffers are copied from group rank 0.
         """
+        parameters = [parameter for group in groups for parameter in group["params"]]
         mask = crc32(bytes(parameter.grad is not None for parameter in parameters))
+        loss = sum(losses) / len(losses) if losses else math.nan
         has_loss = not math.isnan(loss)
         found = self._meet(1, num_samples, loss if has_loss else 0.0, has_loss, bool(self._stop_reason), mask)
         if self._stage is not None:  # all processes have the same batch
@@ -333,9 +335,9 @@ class Grouped(Strategy):
         total = sum(words[0] for words in found)
         shares = [words[0] / total if total else 1 / len(found) for words in found]
         self._samples.append(total)
-        losses = [(share, words[1]) for share, words in zip(shares, found, strict=True) if words[2]]
-        if weight := sum(share for share, _ in losses):
-            self._losses.append(sum(share * value for share, value in losses) / weight)
+        shown = [(share, words[1]) for share, words in zip(shares, found, strict=True) if words[2]]
+        if weight := sum(share for share, _ in shown):
+            self._losses.append(sum(share * value for share, value in shown) / weight)
         if any(words[3] for words in found):
             self._share_stop()
         if self._is_averaged or self._stage is not None:

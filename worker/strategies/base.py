@@ -248,8 +248,8 @@ class Strategy:
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def before_step(self, num_samples: int, loss: float, parameters: Sequence[torch.Tensor]) -> None:
-        """Called before a step with its samples and mean loss, along the gradients of these parameters.
+    def before_step(self, num_samples: int, losses: Sequence[float], groups: Sequence[dict[str, Any]]) -> None:
+        """Called before a step with its samples and losses, along the gradients of these parameter groups.
 
         Raises UsageError for a loop that has replaced the model or its weights: then nothing of the step counts.
         """
@@ -282,7 +282,8 @@ class Strategy:
         if self._is_fresh:  # the loop finishes its epoch before the replay
             self._at_start = self.progress.num_starts, self._changing()
         self._note_weights()
-        self.note()
+        if self._watch is not None:
+            self._watch.note()
 
     def _contribute(self, outgoing: Outgoing) -> None:
         raise NotImplementedError

@@ -41,6 +41,7 @@ class BlockingStrategy(Strategy):
         if self._ready_gradients is not None:
             self._ready_gradients.settle()
         if not self.kind.worker_steps:
-            payload = PayloadInfo(without_gradient=self._model.without_gradient())
-            outgoing = outgoing.changed(payload=payload, base=Base(has_all=outgoing.contribution.counts.part > 0))
+            without, is_part = self._model.without_gradient(), outgoing.contribution.counts.part > 0
+            if without or is_part:
+                outgoing = outgoing.changed(payload=PayloadInfo(without_gradient=without), base=Base(has_all=is_part))
         self._exchange.contribute(outgoing)

@@ -20,11 +20,6 @@ from ...common.tensors.layout import Entry
 from .transfer import ModelTensors
 
 
-def shift(now: torch.Tensor, measured: torch.Tensor, new: torch.Tensor) -> None:
-    """Change `now` in place to the new weights plus the steps since `measured`."""
-    now.sub_(measured).add_(new)
-
-
 class Anchor:
     """A copy of a model's parameters as they arrived. Used on the training thread.
 
@@ -89,7 +84,7 @@ class Overlap(Anchor):
         for tensor, is_chosen, (anchor, now) in zip(received, self._chosen, self._pairs(), strict=False):
             new = tensor.to(now.device)
             if is_chosen or not torch.equal(anchor, new):
-                shift(now, anchor, new)
+                now.sub_(anchor).add_(new)  # the new weights plus the steps since they were measured
             anchor.copy_(new)
 
 

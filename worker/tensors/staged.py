@@ -167,7 +167,7 @@ class StagedTransfer(DirectTransfer):
         if self._is_copying:
             self._stream.synchronize()  # wait for the last copy out of this buffer
             self._is_copying = False
-        yield self._in_bytes[offset : offset + num_bytes]
+        return iter([self._in_bytes[offset : offset + num_bytes]])
 
     def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
         self._is_copying = True

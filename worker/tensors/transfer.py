@@ -36,6 +36,8 @@ _COPIED_WITH_GIL = 64 << 10
 
 _OURS = 2  # references to a gradient's storage: the gradient, and the object that asks; 0: this torch cannot count
 
+_gradient = operator.attrgetter("grad")
+
 Indices = Sequence[int] | None  # of the layout's entries; None: all exchanged entries
 
 
@@ -160,26 +162,35 @@ class ModelTensors:
         self._stepped = frozenset(index for index, tensor in enumerate(self.tensors) if id(tensor) in stepped)
         self.may_lend = False
 
-    def gradient(self, index: int) -> torch.Tensor | None:
-        """The gradient to send for this tensor, or None."""
-        return self.tensors[index].grad if self._stepped is None or index in self._stepped else None
+    def gradients(self, indices: range) -> list[torch.Tensor | None]:
+        """The gradient to send for each of these parameters, or None."""
+        found = list(map(_gradient, self.tensors[indices.start : indices.stop]))
+        if self._stepped is not None:
+            found = [grad if at in self._stepped else None for at, grad in zip(indices, found, strict=True)]
+        return found
 
     def without_gradient(self) -> tuple[int, ...]:
         """Positions in the layout's specs of parameters without a gradient. torch's optimizers skip these."""
-        return tuple(position for index, position in enumerate(self.positions) if self.gradient(index) is None)
+        found = []
+        for at, gradient in zip(self.positions, self.gradients(range(self.num_trained)), strict=True):
+            if gradient is None:
+                found.append(at)
+        return tuple(found)
 
     @cached_property
     def _offsets(self) -> list[int]:
         return [entry.offset for entry in self.layout.entries]
 
-    def overlaps(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (index, first, last) of each tensor that has bytes [first, last) of [start, end) of a payload."""
+    def overlaps(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Return (index, first, last) of each tensor that has bytes [first, last) of [start, end) of a payload."""
+        found = []
         begin = max(0, bisect.bisect_right(self._offsets, start) - 1)
         for index in range(begin, bisect.bisect_left(self._offsets, end)):
             entry = self.layout.entries[index]
             first, last = max(start, entry.offset), min(end, entry.end)
             if first < last:
-                yield index, first, last
+                found.append((index, first, last))
+        return found
 
     def views(self, payload: torch.Tensor) -> list[torch.Tensor]:
         """Views of the exchanged tensors in `payload`, uint8 [exchange_bytes].
@@ -220,12 +231,12 @@ class ModelTensors:
         """The tensors to send for these entries (None: all exchanged entries). A None in the result means zeros."""
         indices = range(self.num_exchanged) if indices is None else indices
         found: list[torch.Tensor | None] = list(self.tensors[indices.start : indices.stop])
-        for at, index in enumerate(range(indices.start, min(indices.stop, self.num_trained))):
-            if kind.holds_gradients:
-                gradient = self.gradient(index)
+        trained = range(indices.start, min(indices.stop, self.num_trained))
+        if kind.holds_gradients:
+            for at, gradient in enumerate(self.gradients(trained)):
                 found[at] = gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
-            elif kind.holds_differences:
-                found[at] = self.deltas.get(index)  # None for parameters of other fragments
+        elif kind.holds_differences:
+            found[: len(trained)] = map(self.deltas.get, trained)  # None for parameters of other fragments
         return found
 
 
@@ -307,9 +318,12 @@ class DirectTransfer:
 
         The pieces are valid until the next call or the next backward.
         """
+        model = self._model
+        if indices is None:
+            return [Stretch(0, self._pieces(range(model.num_exchanged), model.sources(kind)))]
         return [
-            Stretch(self._model.starts[group.start], self._pieces(group, self._model.sources(kind, group)))
-            for group in self._model.stretches(indices)
+            Stretch(model.starts[group.start], self._pieces(group, model.sources(kind, group)))
+            for group in model.stretches(indices)
         ]
 
     def stream(self, kind: ContributionKind, indices: Indices = None) -> Iterable[Stretch]:
@@ -323,12 +337,12 @@ class DirectTransfer:
     def _pieces(self, indices: range, tensors: Sequence[torch.Tensor | None]) -> list[memoryview]:
         pieces, starts = [], self._model.starts
         for index, tensor in zip(indices, tensors, strict=True):
-            entry, at = self._entries[index], starts[index]
-            if entry.offset > at:
-                pieces.append(self._zero_bytes(entry.offset - at))
+            at, (_, offset, end) = starts[index], self._entries[index]
+            if offset > at:
+                pieces.append(self._zero_bytes(offset - at))
             if tensor is None:
-                pieces.append(self._zero_bytes(entry.num_bytes))
-            elif entry.num_bytes:
+                pieces.append(self._zero_bytes(end - offset))
+            elif end > offset:
                 pieces.append(as_bytes(tensor.contiguous()))
         return pieces
 
@@ -414,19 +428,21 @@ class DirectTransfer:
             at += len(target)
 
     def targets(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
-        """Yield memory for these bytes of a payload of weights, in order.
+        """Iterate over the memory for these bytes of a payload of weights, in order.
 
         Bytes in gaps between tensors get dummy memory.
         """
+        found: list[memoryview] = []
         at, end = offset, offset + num_bytes
         for index, first, last in self._model.overlaps(at, end):
             if at < first:
-                yield memoryview(bytearray(first - at))
+                found.append(memoryview(bytearray(first - at)))
             begin = self._entries[index].offset
-            yield self._targets[index][first - begin : last - begin]
+            found.append(self._targets[index][first - begin : last - begin])
             at = last
         if at < end:
-            yield memoryview(bytearray(end - at))
+            found.append(memoryview(bytearray(end - at)))
+        return iter(found)
 
     def finish_write(self, num_bytes: int, kept: Sequence[tuple[int, int]] = ()) -> None:
         """Complete a payload of `num_bytes`.

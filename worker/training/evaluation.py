@@ -39,7 +39,7 @@ class Evaluation:
         self.every: Every | None = None
         self._began_at = time.monotonic()
         self._num_over: int | None = None  # intervals that had passed at the last check
-        self._is_told = not (wanted or is_needed)
+        self.is_missing = bool(wanted or is_needed)  # the run wants evaluations, and the script has not set them
 
     def set(self, measure: Measure, how_often: str | int | None) -> None:
         """Set the function and the interval. Raises UsageError for an invalid interval."""
@@ -47,7 +47,14 @@ class Evaluation:
             self.every = every(str(self._wanted or how_often or "1epoch"))
         except ValueError as error:
             raise UsageError(f"session.evaluate(): {error}", fix="every=100, every='30s' or every='1epoch'") from None
-        self._measure = measure
+        self._measure, self.is_missing = measure, False
+
+    def say_missing(self) -> None:
+        """Warn once that the script does not evaluate."""
+        self.is_missing = False
+        setting = "run.eval_every" if self._wanted else "run.stop_when or run.patience"
+        fix = "session.evaluate(fn), fn(model) giving a dict of metrics"
+        log.warning("not_evaluated", reason=f"{setting} is set, and this script does not evaluate", fix=fix)
 
     def begin(self, progress: Progress, data: DataPosition) -> None:
         """Called before a step. Intervals that passed before the first step are not due."""
@@ -56,13 +63,6 @@ class Evaluation:
 
     def is_due(self, progress: Progress, data: DataPosition) -> bool:
         """Called after a step. Returns whether an interval has passed since the last call and this worker evaluates."""
-        if self.every is None:
-            if not self._is_told:
-                self._is_told = True
-                setting = "run.eval_every" if self._wanted else "run.stop_when or run.patience"
-                fix = "session.evaluate(fn), fn(model) giving a dict of metrics"
-                log.warning("not_evaluated", reason=f"{setting} is set, and this script does not evaluate", fix=fix)
-            return False
         over = self._over(progress, data)
         is_due = self._num_over is not None and over > self._num_over
         self._num_over = over  # smaller than before if the run went back

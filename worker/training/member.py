@@ -121,11 +121,7 @@ class RunMember:
     @property
     def is_done(self) -> bool:
         """Whether the run's steps are all taken, the run was stopped, or this worker has finished."""
-        return self._final is not None or self._progress.is_done
-
-    @property
-    def _position(self) -> int:
-        return self._progress.position
+        return self._final is not None or self._strategy.progress.is_done
 
     @property
     def _progress(self) -> Progress:
@@ -199,7 +195,7 @@ class RunMember:
         from ...common.reporting.pictures.cards import of_session
 
         has_begun = self._steps is not None or self.losses.points
-        where = (self.rank, self.num_workers, self._position, self.is_done) if has_begun else None
+        where = (self.rank, self.num_workers, self._progress.position, self.is_done) if has_begun else None
         return of_session(self._mode or self.settings.mode, where, self.losses.points, self.metrics)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:

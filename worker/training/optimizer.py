@@ -34,6 +34,7 @@ class ServerState(MutableMapping[torch.Tensor, Mapping[str, Any]]):
     def __init__(self, parameters: list[torch.Tensor], steps: Steps) -> None:
         self._parameters, self._steps = parameters, steps
         self._fetched_at: tuple[int, ...] = ()
+        self.is_read = False  # the script has read the state
         self._found: dict[torch.Tensor, Mapping[str, Any]] = {}
         self._versions: list[int] = []
 
@@ -42,7 +43,7 @@ class ServerState(MutableMapping[torch.Tensor, Mapping[str, Any]]):
         if self._fetched_at != (now := (progress.num_received, progress.row.seq, progress.position)):
             found = self._steps.strategy.optimizer_state(self._parameters)
             self._found = {self._parameters[index]: MappingProxyType(state) for index, state in found.items()}
-            self._versions, self._fetched_at = self._count(), now
+            self._versions, self._fetched_at, self.is_read = self._count(), now, True
         return self._found
 
     def _count(self) -> list[int]:
@@ -56,7 +57,7 @@ class ServerState(MutableMapping[torch.Tensor, Mapping[str, Any]]):
 
     def check(self) -> None:
         """Raises UsageError if the script has changed the state."""
-        if self._found and self._versions != self._count():
+        if self._versions != self._count():
             raise _state_is_the_servers()
 
     def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, Any]:
@@ -201,21 +202,23 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it for hooks and profilers, which are rare
 
     def _take_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._server_state is not None:
+        if self._server_state is not None and self._server_state.is_read:
             self._server_state.check()
         self._steps.scaling.num_steps += 1
         if not self._steps.prepare_step(self):
             return closure() if closure is not None else None
         loss = None
         if self._steps_here and not self._steps.strategy.kind.has_peers:  # with peers, clip after averaging
-            self._clip_here()
+            if self._clip_norm:
+                self._clip_here()
             loss = self.step_inner(closure)
         else:
             self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler made for it checks this
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-        self._steps.stepped(self, self._take_clip_norm())
+        clip_norm, self._clip_norm = self._clip_norm, 0.0
+        self._steps.stepped(self, clip_norm)
         return loss
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_take_step)
@@ -241,16 +244,12 @@ class ExchangeOptimizer(torch.optim.Optimizer):
             message = "optimizer.clip_grad_norm() before the first backward(): it clips the gradient of one step"
             raise UsageError(message, fix="call it between backward() and step(), in every step")
         self._clip_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
-        if self._is_stepping:  # inside the closure of a local step
+        if self._is_stepping and self._clip_norm:  # inside the closure of a local step
             self._clip_here()
 
-    def _take_clip_norm(self) -> float:
-        clip_norm, self._clip_norm = self._clip_norm, 0.0
-        return clip_norm
-
     def _clip_here(self) -> None:
-        if clip_norm := self._take_clip_norm():
-            self._steps.strategy.clip(parameters_of(self), clip_norm)
+        self._steps.strategy.clip(parameters_of(self), self._clip_norm)
+        self._clip_norm = 0.0
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +40,7 @@ class Readings:
         self._values: dict[str, float] = {}
         self._recorded: dict[str, float] = {}
         self._norm_at = 0.0  # when the next norm is due
+        self.optimizer: torch.optim.Optimizer | None = None  # that the training loop steps
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Take the newest values of metrics that a script records. Raises UsageError for a value that is no number."""
@@ -56,13 +57,12 @@ class Readings:
         """Take the newest values of metrics of the table (`common/reporting/metrics.py`)."""
         self._values.update(values)
 
-    def note_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Note learning rate and gradient norm of a step. Norms are rare, so that they cost no visible time."""
-        if groups:
-            self._values["learning_rate"] = float(groups[0].get("lr", math.nan))
+    def note_step(self) -> None:
+        """Note the gradients' norm of a step. Norms are rare, so that they cost no visible time."""
         began = time.perf_counter()
-        if began < self._norm_at:
+        if began < self._norm_at or self.optimizer is None:
             return
+        groups = self.optimizer.param_groups
         gradients = [item.grad for group in groups for item in group["params"] if item.grad is not None]
         # The norm of a DTensor would need all processes of a worker.
         plain = [item for item in gradients if type(item) is torch.Tensor and not item.is_sparse]
@@ -73,6 +73,8 @@ class Readings:
     def taken(self) -> dict[str, float]:
         """Returns all current values, by name."""
         found = {**self._values, **self._recorded, "memory_bytes": float(HERE.memory())}
+        if self.optimizer is not None and (groups := self.optimizer.param_groups):
+            found["learning_rate"] = float(groups[0].get("lr", math.nan))
         if torch.cuda.is_initialized():  # nothing of a GPU before the process uses one
             found["gpu_bytes"] = float(torch.cuda.memory_reserved())
             with suppress(ImportError, RuntimeError):  # no nvidia-ml-py, or a driver without it

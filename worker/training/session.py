@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -73,7 +74,7 @@ class Session(RunMember):
         While a loop uses up batches that it had fetched before the run moved, it is the step that those were for.
         """
         self._restarted.knows_step = True
-        return self._position if self._steps is None else self._steps.step
+        return self._progress.position if self._steps is None else self._steps.step
 
     @property
     def epoch(self) -> int:
@@ -242,7 +243,7 @@ class Session(RunMember):
         steps_alone = kind.worker_steps and not kind.has_peers
         if self.resumed and steps_alone and isinstance(model, Pipeline) and not self.group_rank:
             meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
-            log.warning("optimizer_state_anew", step=self._position, meaning=meaning)
+            log.warning("optimizer_state_anew", step=self._progress.position, meaning=meaning)
         slows = self._config.slowdown != SlowdownConfig()
         slowdown = Slowdown(self._config.slowdown, self.rank, self.settings.seed) if slows else None
         others = (self._tables, self.evaluation, self._restarted, self._scaling)
@@ -253,7 +254,8 @@ class Session(RunMember):
         self.evaluation.run = self._evaluate
         for table in self._tables:
             table.follow(optimizers[0])
-        if not (self.group_rank or self.resumed):  # once per run, not in each process
+        has_norms = any(isinstance(module, _BatchNorm) for module in model.modules())
+        if has_norms and not (self.group_rank or self.resumed):  # once per run, not in each process
             steps.notice = self._notice_batch_norm
         found = tuple(ExchangeOptimizer(optimizer, steps) for optimizer in optimizers)
         strategy.ready(optimizers[0], found[0].step_inner)
@@ -499,7 +501,8 @@ class Session(RunMember):
         num_samples = check_count("record(num_samples=", num_samples)
         loss = None if loss is None else number_of(loss, "session.record(loss=...)")
         self._steps.record(num_samples, loss)
-        self.readings.record(metrics)
+        if metrics:
+            self.readings.record(metrics)
         if loss is not None:
-            self.losses.note(self._position, loss)
+            self.losses.note(self._strategy.progress.position, loss)
         self._shown.look_again()

@@ -90,8 +90,9 @@ class DataPosition:
     @property
     def is_void(self) -> bool:
         """Whether batches in hand were yielded before the run moved."""
-        self.apply_start()
-        return any(cursor.num_void or cursor.num_fill for cursor in self.cursors)
+        if self._num_starts != self.progress.num_starts:
+            self.apply_start()
+        return self.uses_shard and any(cursor.num_void or cursor.num_fill for cursor in self.cursors)
 
     @property
     def has_in_hand(self) -> bool:
@@ -265,7 +266,10 @@ class DataPosition:
         return found
 
     def prepare_step(self) -> int:
-        """Returns the samples of the next step. Raises UsageError if it uses other batches than were stated."""
+        """Returns the samples of the next step; 0 if no batch came from `session.shard()`.
+
+        Raises UsageError if it uses other batches than were stated.
+        """
         self._next = self._due()
         return sum([item.num_samples for cursor, num in self._next for item in list(cursor.in_hand)[:num]])
 
@@ -278,8 +282,10 @@ class DataPosition:
         """Count the prepared training step. Returns its samples; 0 if no batch came from `session.shard()`."""
         if self.uses_shard:
             return sum([cursor.use(num) for cursor, num in self._next])
-        self.apply_start()
-        self.set_run_length(1)
+        if self._num_starts != self.progress.num_starts:
+            self.apply_start()
+        if not self._has_run_length:
+            self.set_run_length(1)
         self.cursors[0].position = self.cursors[0].next = self.cursors[0].position + 1
         return 0
 

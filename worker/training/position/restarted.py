@@ -37,21 +37,18 @@ class Restarted:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer] = (), accepts: bool = False) -> None:
         self.optimizers, self._accepts = optimizers, accepts
         self.has_state = self.knows_step = self.has_epochs = False  # parts of the session that the script has used
-        self._position: int | None = None  # training steps behind the rank, as counted by this process
-        self._num_starts = -1  # at the newest check
         self._has_warned = False
 
-    def look(self, progress: Progress) -> None:
-        """Check the script before a training step, once per START. Raises UsageError for a restarted schedule."""
-        before, self._position = self._position, progress.position + 1
-        if self._num_starts == progress.num_starts:
-            return
-        self._num_starts = progress.num_starts
+    def look(self, progress: Progress, expected: int | None) -> None:
+        """Check the script before its first training step after a START. Raises UsageError for a restarted schedule.
+
+        `expected`: the step after this process's newest one; None: it has taken none.
+        """
         if self.has_state or self._accepts:
             return
         is_aware, change = self.knows_step or self.has_epochs, ""
-        if before is not None:  # a server went back to a snapshot, or the run went on without this rank for a while
-            if not (moved := progress.position - before):
+        if expected is not None:  # a server went back to a snapshot, or the run went on without this rank for a while
+            if not (moved := progress.position - expected):
                 return
             change = f"the run has moved this process by {moved:+d} training steps"
         elif not progress.row.steps:

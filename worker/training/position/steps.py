@@ -81,6 +81,8 @@ class Steps:
         self._iteration = 0  # training steps that this process began, taken or not: where its schedules are
         self._begins = True  # whether the current step() begins a training step
         self._newest_step = -1  # number of the newest training step that began, or that was skipped as void
+        self._after_newest: int | None = None  # the step after the newest one that began; None: none began
+        self._looked_at = -1  # `num_starts` when the script was compared with the rank
         # The optimizer that began the newest training step; None: this process has not taken a step.
         self.newest: torch.optim.Optimizer | None = None
         self._unsent: torch.optim.Optimizer | None = None  # one that has stepped since the newest contribution
@@ -129,17 +131,25 @@ class Steps:
             if self._is_void():
                 self._skips_step = self.data.is_parted
                 return False
+            data = self.data
             self._newest_step = progress.position
-            self._restarted.look(progress)
+            if self._looked_at != progress.num_starts:
+                self._looked_at = progress.num_starts
+                self._restarted.look(progress, self._after_newest)
+            self._after_newest = self._newest_step + 1
             if self._first_rates is None:
                 self._first_rates = rates_of(self._restarted.optimizers)
-            self.memory.note()
+            data.has_begun = True
+            if data.is_sent:
+                self.memory.note()
             if self._evaluation.every is not None:
-                self._evaluation.begin(progress, self.data)
-            drawn = self.data.prepare_step()
-            num_samples = num_samples or drawn
-        self.strategy.before_step(num_samples, _mean(self._fresh_losses), parameters_of(part))
-        self._fresh_losses = []
+                self._evaluation.begin(progress, data)
+            if data.uses_shard:
+                drawn = data.prepare_step()
+                num_samples = num_samples or drawn
+        self.strategy.before_step(num_samples, self._fresh_losses, part.param_groups)
+        if self._fresh_losses:
+            self._fresh_losses = []
         return True
 
     def _is_void(self) -> bool:
@@ -190,7 +200,8 @@ class Steps:
                 gradients = [parameter.grad for parameter in parameters_of(part) if parameter.grad is not None]
                 self._digest = 0 if self.data.uses_shard else digest_of(gradients)
             if self.readings is not None:
-                self.readings.note_step(part.param_groups)
+                self.readings.optimizer = part
+                self.readings.note_step()
             self._iteration += 1
             drawn = self.data.step()
             self._fresh_samples = self._fresh_samples or drawn
@@ -202,15 +213,21 @@ class Steps:
             time.sleep(self._slowdown.delay_s(self._newest_step + 1, now - self._resumed_at))
             now = time.perf_counter()
         self._compute_s += now - self._resumed_at
-        if self._is_due():
+        if self._begins:
+            is_due = self.progress.took_step()
+        else:
+            # With local steps, the other optimizers' steps go with the next contribution. After the last training step
+            # there is none, so they are sent now.
+            is_due = not self.strategy.kind.worker_steps or self.progress.is_last
+        if is_due:
             if not self.progress.is_replaying:
                 self._contribute(part, clip_norm)
             else:
                 self._replays_left -= 1
                 if not self._replays_left:
                     self.data.replayed()
-                    # an evaluation that was due then has taken place
-                    self._evaluation.is_due(self.progress, self.data)
+                    if self._evaluation.every is not None:  # an evaluation that was due then has taken place
+                        self._evaluation.is_due(self.progress, self.data)
                 self._begin_anew()
                 self.strategy.note()
         else:
@@ -220,13 +237,6 @@ class Steps:
                 self._unsent = part
             self.strategy.note()
         self._resumed_at = time.perf_counter()
-
-    def _is_due(self) -> bool:
-        if self._begins:
-            return self.progress.took_step()
-        # With local steps, the other optimizers' steps go with the next contribution. After the last training step
-        # there is none, so they are sent now.
-        return not self.strategy.kind.worker_steps or self.progress.is_last
 
     def _contribute(self, part: torch.optim.Optimizer, clip_norm: float = 0.0) -> None:
         self._unsent = None
@@ -238,9 +248,10 @@ class Steps:
         is_due = False
         if self._begins:
             self._began = self.memory.take() if self.data.is_sent else None
-            is_due = self._evaluation.is_due(self.progress, self.data)
             if self._evaluation.every is not None:
-                is_due = self.strategy.agreed(is_due)
+                is_due = self.strategy.agreed(self._evaluation.is_due(self.progress, self.data))
+            elif self._evaluation.is_missing:
+                self._evaluation.say_missing()
         number = self.parts.index(part) + 1 if self.data.is_parted else 0
         num_steps = self.progress.local_steps if self._begins else 0  # else the previous part has counted it
         num_batches = self.data.take_reported() if self._begins and self.data.uses_shard else num_steps
@@ -253,9 +264,7 @@ class Steps:
             first=self._first() if self._sent_first_for != self.progress.num_starts else None,
             position=began.position if began is not None else None,
         )
-        # The gradients of the tables' rows for this contribution.
-        found = [(at, table.take()) for at, table in enumerate(self.tables)] if self.tables else ()
-        rows = tuple([RowGradients(at, *taken) for at, taken in found if taken is not None])
+        rows = self._take_rows() if self.tables else ()
         outgoing = Outgoing(contribution, began.payload if began is not None else None, rows)
         num_counted = self.progress.row.seq
         self.strategy.contribute(outgoing, parameters_of(part) if number else None)
@@ -270,6 +279,11 @@ class Steps:
         if is_due and not self.progress.is_done:  # at the end `session.finish()` evaluates the final weights
             self._evaluation.run()
             self.strategy.note()
+
+    def _take_rows(self) -> tuple[RowGradients, ...]:
+        """The gradients of the tables' rows for this contribution."""
+        found = [(at, table.take()) for at, table in enumerate(self.tables)]
+        return tuple(RowGradients(at, *taken) for at, taken in found if taken is not None)
 
     def _begin_anew(self) -> None:
         if self._begins:
@@ -292,14 +306,15 @@ class Steps:
 
     def _current_hyperparameters(self) -> tuple[Hyperparameters, ...]:
         """Hyperparameters of all groups, then of all tables. They are computed only when a value changes."""
-        groups = [group for optimizer in self.data.optimizers for group in optimizer.param_groups]
         values: list[Any] = [table.lr for table in self.tables] if self.tables else []
-        for group in groups:
-            for key, value in group.items():
-                if key != "params":  # a learning rate may be a tensor that a scheduler changes in place
-                    values.append(value.tolist() if isinstance(value, torch.Tensor) else value)
+        for optimizer in self.data.optimizers:
+            for group in optimizer.param_groups:
+                for key, value in group.items():
+                    if key != "params":  # a learning rate may be a tensor that a scheduler changes in place
+                        values.append(value.tolist() if isinstance(value, torch.Tensor) else value)
         if values != self._last_values:
             self._last_values = values
+            groups = [group for optimizer in self.data.optimizers for group in optimizer.param_groups]
             of_tables = [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]
             self._hyperparameters = (*map(current_hyperparameters, groups), *of_tables)
         return self._hyperparameters

@@ -109,7 +109,8 @@ class EvaluatorSession(Session):
         return Strategy(cast(Any, SimpleNamespace(settings=settings, progress=progress, begun=None)))
 
     @property
-    def _position(self) -> int:
+    def step(self) -> int:
+        """Training steps of the run's slowest worker."""
         return self._evaluator.look()[0]
 
     @property
