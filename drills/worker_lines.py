@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 
 from .history_lines import Follower, Line, Problem
-from .replay import Replay
+from .replay import Replay, Served
 from .seats import Seat, may_have
 
 _COUNTED = ("applied", "repeated")
@@ -54,6 +54,10 @@ class _Worker(Follower):
                 self._report(f"rank {line['rank']}: {line.op} after its end")
         super().feed(line)
 
+    @property
+    def _server(self) -> Served:
+        return self._replay.servers.get(self._seat[:2], Served())
+
     def _sits(self, line: Line, server: int) -> None:
         """Take a new incarnation, of a worker that starts or resumes."""
         seat = self.run or "", server, line["rank"], line["incarnation"]
@@ -92,10 +96,10 @@ class _Worker(Follower):
         if outcome.lower() in _COUNTED:
             if number not in self._sent:
                 self._report(f"rank {rank} is told that contribution {number} was applied, and never sent it")
-            numbers = self._replay.cut.get(self._seat[:2])
+            numbers = self._server.cut
             # A server that was killed, or whose disk was full, may not have written the line of this commit.
             may_be_cut = numbers is not None and number > numbers.get(rank, 0)
-            if (rank, number) not in self._replay.ever_committed and not may_be_cut:
+            if (self._seat[0], rank, number) not in self._replay.ever_committed and not may_be_cut:
                 message = f"rank {rank} is told that contribution {number} was applied: the server never committed it"
                 self._report(message)
         self._received(line, outcome)
@@ -109,14 +113,14 @@ class _Worker(Follower):
 
     def _received(self, line: Line, outcome: str) -> None:
         """Compare a reply with the one that the server sent."""
-        rank, server, version = line["rank"], self._seat[:2], line["version"]
+        rank, version, server = line["rank"], line["version"], self._server
         sent = self._replay.replies.get(self._seat, [])
-        is_cut, newest, has_weights = server in self._replay.cut, self._replay.newest.get(server, 0), True
+        is_cut, has_weights = server.cut is not None, True
         text = f"rank {rank} received the reply {outcome} for contribution {line['seq']}, version {version}"
         if self._num_received < len(sent):
             was = sent[self._num_received]
             has_weights = was.fields.get("weights", True)
-            is_version = may_have(was, version, version if is_cut else newest)
+            is_version = may_have(was, version, version if is_cut else server.newest)
             if (line["seq"], outcome) != (was["seq"], was["outcome"]) or not is_version:
                 theirs = f"{was['outcome']} for contribution {was['seq']}, version {was['version']}"
                 self._report(f"{text}: the server sent {theirs}")
@@ -126,7 +130,7 @@ class _Worker(Follower):
         if outcome == "START":
             self._bases = [version]
         elif has_weights:
-            self._bases = [*self._bases, version][-1 - self._replay.num_late.get(server, 0) :]
+            self._bases = [*self._bases, version][-1 - server.num_late :]
         before = self._highest.get(self._seat[1], 0)
         if version < before:
             self._report(f"rank {rank} sees version {version} after version {before} of the same server")

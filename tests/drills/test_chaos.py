@@ -18,8 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from paramserver.common.errors import OutputError
+from paramserver.drills.chaos import faults
+from paramserver.drills.chaos.faults import Injector
 from paramserver.drills.chaos.job import Ending
 from paramserver.drills.chaos.ledger import Epoch, audit, read_floats
+from paramserver.drills.chaos.plan import Fault
 from paramserver.drills.chaos.processes import Handle, child_of_port, children_of
 from paramserver.drills.chaos.proxy import DOWN, UP, Network
 from paramserver.drills.chaos.trial import judge, make_setup
@@ -227,6 +230,19 @@ def test_a_process_is_stopped_goes_on_and_its_number_is_no_matter(wait_until) ->
     assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
     handle.send(signal.SIGKILL)  # nobody has it any more
     handle.close()
+
+
+def test_a_fault_that_meets_a_process_which_has_ended_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the processes and the fault a process may end, and its parent may wait for it."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(faults, "job_processes", lambda launcher: {WORKER: (gone.pid, "S")})
+    said: list[str] = []
+    injector = Injector(0, Network(lambda port: None, 1), 1, said.append, lambda shard: None, 2)
+    for kind in ("kill_worker", "freeze_worker", "full_disk"):
+        injector.inject(Fault(0, kind, rank=0, for_s=1.0))
+    injector.inject(Fault(0, "kill_worker", rank=1))
+    assert injector.killed == [] and [text.rpartition(": ")[2] for text in said] == ["it is not running"] * 4
 
 
 def test_a_port_nobody_has_is_nobodys() -> None:

@@ -5,8 +5,20 @@ from __future__ import annotations
 import pytest
 
 from paramserver.common.registry import MODES
+from paramserver.common.reporting.history import region_run
+from paramserver.drills.check import check
 from paramserver.ps.policies.rules import Rule
-from paramserver.tests.drills.histories import Line, applied, joined, messages, op, options_of, start, verdict_of
+from paramserver.tests.drills.histories import (
+    Line,
+    applied,
+    encoded,
+    joined,
+    messages,
+    op,
+    options_of,
+    start,
+    verdict_of,
+)
 
 
 def test_ssp_lets_nobody_run_ahead() -> None:
@@ -150,6 +162,28 @@ def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> N
     assert messages(lines) == ""
     lines.append(op("end", version=1, seqs={"0": 1}))
     assert "rank 0 is told that contribution 2 was applied: the server never committed it" in messages(lines)
+
+
+def test_a_contribution_of_another_run_is_not_the_one_that_a_worker_was_told_of() -> None:
+    worker = {"role": "worker", "rank": 0, "incarnation": 1}
+    lines = [start("async"), *joined(0), *applied(0, 1, 1, 0), start("async", run="other"), *joined(0)]
+    lines += [
+        {"op": "start", **worker, "run": "other", "server_incarnation": 1, "seq": 0, "version": 0},
+        {"op": "send", **worker, "seq": 1, "base_version": 0, "num_steps": 1, "num_batches": 1},
+        {"op": "replied", **worker, "seq": 1, "version": 0, "outcome": "APPLIED"},
+        op("end", version=0, seqs={"0": 0}),
+    ]
+    found = "rank 0 is told that contribution 1 was applied: the server never committed it"
+    assert found in messages(lines)
+
+
+def test_samples_that_another_run_set_aside_are_not_counted_in_a_region() -> None:
+    above = [start("async"), *joined(0), {**applied(0, 1, 1, 0)[0], "outcome": "dropped", "samples": 4}]
+    region = [start("async", run=region_run("r", 0)), *joined(0)]
+    for lines, run in ((above, "s"), (region, region_run("s", 0))):
+        lines += [start("async", run=run), *joined(0), *applied(0, 1, 1, 0)]
+        lines[-3]["samples"] = 8
+    assert list(map(str, check({"above": encoded(*above), "region": encoded(*region)}).problems)) == []
 
 
 def test_a_new_run_in_the_same_file_begins_anew() -> None:
