@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 
 from .history_lines import Follower, Line, Problem
-from .replay import Replay, Served
 from .seats import Seat, may_have
+from .server_lines import Served, ServerLines
 
 _COUNTED = ("applied", "repeated")
 _AGAIN = ("REPEATED", "REJECTED")  # possible replies to a worker that asks again, which sends no contribution
@@ -30,10 +30,10 @@ def _work(line: Line) -> tuple[int | None, ...]:
 class _Worker(Follower):
     """One rank of one run, over all its processes."""
 
-    def __init__(self, server: Replay) -> None:
+    def __init__(self, server: ServerLines) -> None:
         super().__init__()
         self.run: str | None = None  # from its start line on
-        self._replay = server
+        self._history = server
         self._seat: Seat = ("", 0, 0, 0)
         self._number: int | None = None  # contributions that count; None: unknown, as its first lines are missing
         self._waits = False  # it has sent a contribution, and received no reply
@@ -56,7 +56,7 @@ class _Worker(Follower):
 
     @property
     def _server(self) -> Served:
-        return self._replay.servers.get(self._seat[:2], Served())
+        return self._history.servers.get(self._seat[:2], Served())
 
     def _sits(self, line: Line, server: int) -> None:
         """Take a new incarnation, of a worker that starts or resumes."""
@@ -99,7 +99,7 @@ class _Worker(Follower):
             numbers = self._server.cut
             # A server that was killed, or whose disk was full, may not have written the line of this commit.
             may_be_cut = numbers is not None and number > numbers.get(rank, 0)
-            if (self._seat[0], rank, number) not in self._replay.ever_committed and not may_be_cut:
+            if (self._seat[0], rank, number) not in self._history.ever_committed and not may_be_cut:
                 message = f"rank {rank} is told that contribution {number} was applied: the server never committed it"
                 self._report(message)
         self._received(line, outcome)
@@ -114,7 +114,7 @@ class _Worker(Follower):
     def _received(self, line: Line, outcome: str) -> None:
         """Compare a reply with the one that the server sent."""
         rank, version, server = line["rank"], line["version"], self._server
-        sent = self._replay.replies.get(self._seat, [])
+        sent = self._history.replies.get(self._seat, [])
         is_cut, has_weights = server.cut is not None, True
         text = f"rank {rank} received the reply {outcome} for contribution {line['seq']}, version {version}"
         if self._num_received < len(sent):
@@ -140,7 +140,7 @@ class _Worker(Follower):
         """Returns the problems, with those of contributions that the server took and this worker did not send."""
         for seat, sends in self._sends.items():
             last = max(seq for seq, *_ in sends if seq is not None)
-            for accept in self._replay.accepts.get(seat, []):
+            for accept in self._history.accepts.get(seat, []):
                 number, base, samples, _, num_steps, num_batches = work = _work(accept)
                 if sends[work] > 0:
                     sends[work] -= 1
@@ -152,7 +152,7 @@ class _Worker(Follower):
         return self.problems
 
 
-def check_workers(lines: list[Line], server: Replay) -> list[Problem]:
+def check_workers(lines: list[Line], server: ServerLines) -> list[Problem]:
     """Returns the problems of the workers' lines, given the server's."""
     workers: dict[int, _Worker] = {}
     problems: list[Problem] = []

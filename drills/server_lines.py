@@ -1,4 +1,4 @@
-"""Replays a server's history and reports each broken guarantee. Pure.
+"""Follows a server's history and reports each broken guarantee. Pure.
 
 The rules (I1 to I9 are the invariants of docs/robustness.md):
 
@@ -10,10 +10,10 @@ The rules (I1 to I9 are the invariants of docs/robustness.md):
 - Versions grow by one per commit, and no worker gets older weights than it has (I9).
 - The mode's own rules (`Policy.rules`), e.g. that a round contains the live workers (I7).
 
-A server that was killed, or whose disk was full, may lack its last lines (`_is_cut`). The replay then
+A server that was killed, or whose disk was full, may lack its last lines (`_is_cut`). The check then
 trusts the snapshot of the next start, and reports no problem that only the workers' lines could prove.
 
-After a problem the replay continues from the state in the history, so that each problem is reported once.
+After a problem the check continues from the state in the history, so that each problem is reported once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Served(NamedTuple):
     cut: dict[int, int] | None = None  # numbers by rank, where its last lines may be missing
 
 
-class Replay(Seats):
+class ServerLines(Seats):
     """Checks the server's lines: `feed` them in order, then `finish`."""
 
     def __init__(self, modes: Iterable[str] = (), is_relay: bool = False) -> None:
