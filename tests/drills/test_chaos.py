@@ -285,28 +285,22 @@ def test_large_fragments_that_are_cut_are_continued(marked, codec: str) -> None:
     assert '"continued"' in (marked.folder / "kept" / "job.log").read_text()
 
 
+KILLS = ("--faults", "kill_worker,kill_server,kill_shard,freeze_worker,freeze_server,freeze_shard")
+SHARDS = ("-n", "2", "--shards", "3")
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("mode", "transport"), [("ssp", "direct"), ("sync", "direct"), ("async", "shared"), ("localsgd", "grpc")]
-)
-def test_a_minute_of_everything(marked, mode: str, transport: str) -> None:
-    run = chaos(marked, "--seconds", "60", "--mode", mode, "--transport", transport, deadline_s=800)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.rstrip().endswith("passed")
-
-
-KILLS = "kill_worker,kill_server,kill_shard,freeze_worker,freeze_server,freeze_shard"
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("mode", "faults"), [("sync", KILLS), ("sync", None), ("ssp", None), ("async", KILLS)])
-def test_a_minute_of_everything_at_three_shards(marked, mode: str, faults: str | None) -> None:
+    ("mode", "flags"),
+    [
+        ("ssp", ()), ("sync", ()), ("async", ("--transport", "shared")), ("localsgd", ("--transport", "grpc")),
+        ("sync", (*SHARDS, *KILLS)), ("sync", SHARDS), ("ssp", SHARDS), ("async", (*SHARDS, *KILLS)),
+    ],
+)  # fmt: skip
+def test_a_minute_of_everything(marked, mode: str, flags: tuple[str, ...]) -> None:
     """The ledger's clock counts commits and lies on all shards: one that kept what others went back from would show."""
-    kinds = ("--faults", faults) if faults else ()
-    argv = ("--seconds", "60", "--mode", mode, "-n", "2", "--shards", "3")
-    run = chaos(marked, *argv, *kinds, deadline_s=800)
+    run = chaos(marked, "--seconds", "60", "--mode", mode, *flags, deadline_s=800)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.rstrip().endswith("passed")
 
