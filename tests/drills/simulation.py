@@ -86,7 +86,7 @@ class Simulation:
                 case effects.AskForWeights(rank, incarnation):
                     self.happens(events.Brought(rank, incarnation))
                 case effects.Refuse(rank, incarnation) if incarnation == self.workers[rank].incarnation:
-                    self.workers[rank].state = "gone"  # evicted
+                    self.workers[rank].state = "gone"
 
     def replied(self, effect: effects.SendReply) -> None:
         worker, result, group = self.workers[effect.rank], effect.reply.result, effect.reply.group
@@ -173,7 +173,7 @@ class Simulation:
 
 
 _STATES = ("gone", "joining", "waiting", "computing")
-_CONTROLS = ("pause", "resume", "evict", "set", "snapshot")
+_CONTROLS = ("pause", "resume", "set", "snapshot")
 _CHANGES = [("lr_scale", 0.5), ("staleness", 2), ("buffer", 1), ("straggler_timeout_s", 0.5), ("backup_workers", 1)]
 
 
