@@ -98,8 +98,7 @@ class Injector:
 
     def _full_disk(self, fault: Fault) -> str:
         """Limit the size of every file that the process writes to a few bytes."""
-        pid = self._pid(fault)
-        soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        soft, hard = resource.prlimit(pid := self._pid(fault), resource.RLIMIT_FSIZE)
         if soft == _FULL_BYTES:
             return "it is full already"
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
