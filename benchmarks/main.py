@@ -35,8 +35,6 @@ import os
 import signal
 from typing import Annotated
 
-import typer
-
 from ..common.config.cli import Drained, make_app, run_app
 from ..common.errors import UsageError, did_you_mean
 from .options import (
@@ -56,23 +54,19 @@ from .options import (
     checked,
     fractions,
     numbers,
+    of_output,
+    of_run,
+    of_size,
     prepare,
     quantity,
     show,
 )
 
-_SIZE, _RUN, _OUTPUT = "Size", "Run", "Output"
-RunsOption = Annotated[
-    int, typer.Option("--runs", min=1, help="Turns measured, after 3 to warm up.", rich_help_panel=_RUN)
-]
-FloatsOption = Annotated[int, typer.Option("--floats", min=1, help="Parameters of the model.", rich_help_panel=_SIZE)]
+RunsOption = Annotated[int, of_run("--runs", min=1, help="Turns measured, after 3 to warm up.")]
+FloatsOption = Annotated[int, of_size("--floats", min=1, help="Parameters of the model.")]
 
-StoreOption = Annotated[
-    bool, typer.Option("--store", help="Also with servers that record the run.", rich_help_panel=_RUN)
-]
-DashboardOption = Annotated[
-    bool, typer.Option("--dashboard", help="Also with servers that have a dashboard.", rich_help_panel=_RUN)
-]
+StoreOption = Annotated[bool, of_run("--store", help="Also with servers that record the run.")]
+DashboardOption = Annotated[bool, of_run("--dashboard", help="Also with servers that have a dashboard.")]
 
 
 def variants(store: bool, dashboard: bool) -> tuple[str, ...]:
@@ -92,26 +86,21 @@ def bench() -> None:
 def exchange(
     mb: MbOption = 100,
     sweep: Annotated[
-        bool,
-        typer.Option(
-            "--sweep", help="Sizes from --min-kb to --max-mb, each four times the last.", rich_help_panel=_SIZE
-        ),
+        bool, of_size("--sweep", help="Sizes from --min-kb to --max-mb, each four times the last.")
     ] = False,
-    min_kb: Annotated[int, typer.Option(min=1, help="Smallest size of a sweep.", rich_help_panel=_SIZE)] = 4,
-    max_mb: Annotated[int, typer.Option(min=1, help="Largest size of a sweep.", rich_help_panel=_SIZE)] = 1100,
+    min_kb: Annotated[int, of_size(min=1, help="Smallest size of a sweep.")] = 4,
+    max_mb: Annotated[int, of_size(min=1, help="Largest size of a sweep.")] = 1100,
     runs: RunsOption = 7,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
-    codec: Annotated[str, typer.Option(help="How contributions are encoded.", rich_help_panel=_RUN)] = "raw",
+    codec: Annotated[str, of_run(help="How contributions are encoded.")] = "raw",
     transport: TransportOption = "all",
-    tls: Annotated[bool, typer.Option("--tls", help="Over the network in TLS too.", rich_help_panel=_RUN)] = False,
+    tls: Annotated[bool, of_run("--tls", help="Over the network in TLS too.")] = False,
     store: StoreOption = False,
     dashboard: DashboardOption = False,
     device: DeviceOption = "cpu",
     baselines: BaselinesOption = None,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="Draw the sweep.", rich_help_panel=_OUTPUT)
-    ] = None,
+    plot: Annotated[str | None, of_output(metavar="FILE.png", help="Draw the sweep.")] = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
@@ -136,7 +125,7 @@ def exchange(
 @app.command("round", help="Several workers: a synchronous round of a large model, until the slowest has the weights.")
 def one_round(
     mb: MbOption = 100,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 2,
+    workers: Annotated[int, of_run(min=1, max=64, help="Worker processes.")] = 2,
     runs: RunsOption = 7,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
@@ -159,18 +148,15 @@ def one_round(
 def allreduce(
     mb: MbOption = 100,
     sweep: Annotated[
-        bool,
-        typer.Option(
-            "--sweep", help="Sizes from --min-kb to --max-mb, each ten times the last.", rich_help_panel=_SIZE
-        ),
+        bool, of_size("--sweep", help="Sizes from --min-kb to --max-mb, each ten times the last.")
     ] = False,
-    min_kb: Annotated[int, typer.Option(min=1, help="Smallest size of a sweep.", rich_help_panel=_SIZE)] = 1,
-    max_mb: Annotated[int, typer.Option(min=1, help="Largest size of a sweep.", rich_help_panel=_SIZE)] = 100,
-    layers: Annotated[int, typer.Option(min=1, help="Of the transformer.", rich_help_panel=_SIZE)] = 8,
-    width: Annotated[int, typer.Option(min=16, help="Of its layers, by 16.", rich_help_panel=_SIZE)] = 512,
-    context: Annotated[int, typer.Option(min=1, help="Bytes it reads of a sample.", rich_help_panel=_SIZE)] = 64,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 2,
-    workers: Annotated[int, typer.Option(min=2, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 2,
+    min_kb: Annotated[int, of_size(min=1, help="Smallest size of a sweep.")] = 1,
+    max_mb: Annotated[int, of_size(min=1, help="Largest size of a sweep.")] = 100,
+    layers: Annotated[int, of_size(min=1, help="Of the transformer.")] = 8,
+    width: Annotated[int, of_size(min=16, help="Of its layers, by 16.")] = 512,
+    context: Annotated[int, of_size(min=1, help="Bytes it reads of a sample.")] = 64,
+    batch_size: Annotated[int, of_run(min=1, help="Samples per worker and step.")] = 2,
+    workers: Annotated[int, of_run(min=2, max=64, help="Worker processes.")] = 2,
     runs: RunsOption = 7,
     baselines: BaselinesOption = "gloo,ddp",
     json_path: JsonOption = None,
@@ -191,7 +177,7 @@ def allreduce(
 @app.command(help="A small model: microseconds per exchange, beside a bare gRPC ping-pong of the same size.")
 def latency(
     floats: FloatsOption = 203,
-    exchanges: Annotated[int, typer.Option(min=10, help="Exchanges measured.", rich_help_panel=_RUN)] = 2000,
+    exchanges: Annotated[int, of_run(min=10, help="Exchanges measured.")] = 2000,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
     transport: TransportOption = "all",
@@ -212,12 +198,10 @@ def latency(
 
 @app.command(help="Many workers at once, played by few processes: exchanges per second, and the server's CPU share.")
 def scale(
-    workers: Annotated[
-        str, typer.Option(help="How many, one after another.", rich_help_panel=_RUN)
-    ] = "1,2,4,8,16,32,64",
+    workers: Annotated[str, of_run(help="How many, one after another.")] = "1,2,4,8,16,32,64",
     floats: FloatsOption = 203,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Measured for each number.", rich_help_panel=_RUN)] = 4.0,
-    generators: Annotated[int, typer.Option(min=1, max=16, help="Processes that play them.", rich_help_panel=_RUN)] = 1,
+    seconds: Annotated[float, of_run(min=0.1, help="Measured for each number.")] = 4.0,
+    generators: Annotated[int, of_run(min=1, max=16, help="Processes that play them.")] = 1,
     mode: ModeOption = "async",
     optimizer: OptimizerOption = "sgd",
     transport: TransportOption = "direct",
@@ -234,12 +218,12 @@ def scale(
 
 @app.command("dashboard", help="Measure the CPU time of a server for the run store, the dashboard and viewers.")
 def watched(
-    workers: Annotated[int, typer.Option(min=1, max=4096, help="Played by one process.", rich_help_panel=_RUN)] = 64,
-    viewers: Annotated[int, typer.Option(min=0, max=32, help="Viewers of the dashboard.", rich_help_panel=_RUN)] = 4,
-    per_s: Annotated[float, typer.Option(min=1, help="Exchanges, of all workers.", rich_help_panel=_RUN)] = 640,
+    workers: Annotated[int, of_run(min=1, max=4096, help="Played by one process.")] = 64,
+    viewers: Annotated[int, of_run(min=0, max=32, help="Viewers of the dashboard.")] = 4,
+    per_s: Annotated[float, of_run(min=1, help="Exchanges, of all workers.")] = 640,
     floats: FloatsOption = 203,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Measured each time.", rich_help_panel=_RUN)] = 10.0,
-    runs: Annotated[int, typer.Option(min=1, help="Times, in turns.", rich_help_panel=_RUN)] = 5,
+    seconds: Annotated[float, of_run(min=0.1, help="Measured each time.")] = 10.0,
+    runs: Annotated[int, of_run(min=1, help="Times, in turns.")] = 5,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
@@ -251,10 +235,10 @@ def watched(
 
 @app.command(help="A step of a real task: compute, transfer, wait and apply, beside what bandwidth alone predicts.")
 def step(
-    task: Annotated[str, typer.Option(help="A built-in task, or FILE.py:NAME.", rich_help_panel=_RUN)] = "digits",
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 2,
-    steps: Annotated[int, typer.Option(min=2, help="Steps of each worker.", rich_help_panel=_RUN)] = 50,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 32,
+    task: Annotated[str, of_run(help="A built-in task, or FILE.py:NAME.")] = "digits",
+    workers: Annotated[int, of_run(min=1, max=64, help="Worker processes.")] = 2,
+    steps: Annotated[int, of_run(min=2, help="Steps of each worker.")] = 50,
+    batch_size: Annotated[int, of_run(min=1, help="Samples per worker and step.")] = 32,
     mode: ModeOption = "sync",
     optimizer: OptimizerOption = "sgd",
     transport: TransportOption = "direct",
@@ -271,16 +255,14 @@ def step(
 
 @app.command(help="ps-serve: tokens/s with and without a cache, versions that change under load, what following costs.")
 def serve(
-    parts: Annotated[
-        str, typer.Option(help="speed,swaps,training,equal", rich_help_panel=_RUN)
-    ] = "speed,swaps,training,equal",
-    tokens: Annotated[int, typer.Option(min=16, max=4096, help="Of a reply.", rich_help_panel=_SIZE)] = 512,
-    clients: Annotated[int, typer.Option(min=2, max=32, help="At once.", rich_help_panel=_RUN)] = 8,
-    swaps: Annotated[int, typer.Option(min=1, help="Versions that are swapped.", rich_help_panel=_RUN)] = 100,
+    parts: Annotated[str, of_run(help="speed,swaps,training,equal")] = "speed,swaps,training,equal",
+    tokens: Annotated[int, of_size(min=16, max=4096, help="Of a reply.")] = 512,
+    clients: Annotated[int, of_run(min=2, max=32, help="At once.")] = 8,
+    swaps: Annotated[int, of_run(min=1, help="Versions that are swapped.")] = 100,
     mb: MbOption = 100,
-    seconds: Annotated[float, typer.Option(min=1, help="Of each turn without swaps.", rich_help_panel=_RUN)] = 30,
-    prompts: Annotated[int, typer.Option(min=1, help="Compared with and without a cache.", rich_help_panel=_RUN)] = 200,
-    runs: Annotated[int, typer.Option(min=1, help="Turns.", rich_help_panel=_RUN)] = 5,
+    seconds: Annotated[float, of_run(min=1, help="Of each turn without swaps.")] = 30,
+    prompts: Annotated[int, of_run(min=1, help="Compared with and without a cache.")] = 200,
+    runs: Annotated[int, of_run(min=1, help="Turns.")] = 5,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
@@ -296,11 +278,11 @@ def serve(
 @app.command(help="A server of one and of several shards: time of a step, and what each shard holds.")
 def shards(
     mb: MbOption = 400,
-    shards: Annotated[str, typer.Option(help="Server processes, e.g. 1,2,4.", rich_help_panel=_RUN)] = "1,2,4",
-    workers: Annotated[str, typer.Option(help="Worker processes, e.g. 1,2,4.", rich_help_panel=_RUN)] = "1,2,4",
-    mode: Annotated[str, typer.Option("--mode", help="e.g. sync,async", rich_help_panel=_RUN)] = "sync,async",
+    shards: Annotated[str, of_run(help="Server processes, e.g. 1,2,4.")] = "1,2,4",
+    workers: Annotated[str, of_run(help="Worker processes, e.g. 1,2,4.")] = "1,2,4",
+    mode: Annotated[str, of_run("--mode", help="e.g. sync,async")] = "sync,async",
     optimizer: OptimizerOption = "sgd",
-    transport: Annotated[str, typer.Option(help="grpc, direct or shared", rich_help_panel=_RUN)] = "direct",
+    transport: Annotated[str, of_run(help="grpc, direct or shared")] = "direct",
     runs: RunsOption = 5,
     json_path: JsonOption = None,
     keep: KeepOption = False,
@@ -317,8 +299,8 @@ def shards(
 @app.command(help="The server's peak memory beside what it has to hold, and the worker's beside a bare one.")
 def memory(
     mb: MbOption = 100,
-    workers: Annotated[str, typer.Option(help="Worker processes, e.g. 1,4,16.", rich_help_panel=_RUN)] = "4",
-    mode: Annotated[str, typer.Option("--mode", help="e.g. sync,async,ssp,localsgd", rich_help_panel=_RUN)] = "sync",
+    workers: Annotated[str, of_run(help="Worker processes, e.g. 1,4,16.")] = "4",
+    mode: Annotated[str, of_run("--mode", help="e.g. sync,async,ssp,localsgd")] = "sync",
     optimizer: OptimizerOption = "adam",
     transport: TransportOption = "all",
     json_path: JsonOption = None,
@@ -338,8 +320,8 @@ def memory(
 @app.command(help="What each process holds of a model that Adam trains, by stage of ZeRO, beside 1/N.")
 def zero(
     mb: MbOption = 40,
-    workers: Annotated[str, typer.Option(help="Processes, e.g. 1,2,4.", rich_help_panel=_RUN)] = "1,2,4",
-    stages: Annotated[str, typer.Option(help="0,1: of allreduce; 3: in one worker.", rich_help_panel=_RUN)] = "0,1,3",
+    workers: Annotated[str, of_run(help="Processes, e.g. 1,2,4.")] = "1,2,4",
+    stages: Annotated[str, of_run(help="0,1: of allreduce; 3: in one worker.")] = "0,1,3",
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
@@ -354,12 +336,12 @@ def zero(
 
 @app.command(help="Stages of a pipeline: a step beside one process and bare torch, and a stage that is killed.")
 def pipeline(
-    parts: Annotated[str, typer.Option(help="One or both.", rich_help_panel=_RUN)] = "speed,faults",
-    width: Annotated[int, typer.Option(min=1, help="Of a layer, in speed.", rich_help_panel=_SIZE)] = 1024,
-    layers: Annotated[int, typer.Option(min=2, help="An even number.", rich_help_panel=_SIZE)] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help="In speed.", rich_help_panel=_SIZE)] = 128,
-    microbatches: Annotated[int, typer.Option(min=2, help="That divide the batch.", rich_help_panel=_SIZE)] = 8,
-    schedule: Annotated[str, typer.Option(help="1F1B or GPipe, in speed.", rich_help_panel=_RUN)] = "1F1B",
+    parts: Annotated[str, of_run(help="One or both.")] = "speed,faults",
+    width: Annotated[int, of_size(min=1, help="Of a layer, in speed.")] = 1024,
+    layers: Annotated[int, of_size(min=2, help="An even number.")] = 8,
+    batch_size: Annotated[int, of_size(min=1, help="In speed.")] = 128,
+    microbatches: Annotated[int, of_size(min=2, help="That divide the batch.")] = 8,
+    schedule: Annotated[str, of_run(help="1F1B or GPipe, in speed.")] = "1F1B",
     runs: RunsOption = 15,
     json_path: JsonOption = None,
     keep: KeepOption = False,
@@ -383,10 +365,10 @@ def pipeline(
 @app.command(help="The same training with and without snapshots: by how much they slow it down.")
 def checkpoint(
     mb: MbOption = 500,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between snapshots.", rich_help_panel=_RUN)] = 10.0,
-    compute_ms: Annotated[float, typer.Option(min=0, help="Computing in a step.", rich_help_panel=_RUN)] = 200.0,
-    steps: Annotated[int, typer.Option(min=10, help="Steps of a run.", rich_help_panel=_RUN)] = 100,
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each, in turns.", rich_help_panel=_RUN)] = 2,
+    every: Annotated[float, of_run(min=0.1, help="Seconds between snapshots.")] = 10.0,
+    compute_ms: Annotated[float, of_run(min=0, help="Computing in a step.")] = 200.0,
+    steps: Annotated[int, of_run(min=10, help="Steps of a run.")] = 100,
+    runs: Annotated[int, of_run(min=1, help="Runs of each, in turns.")] = 2,
     optimizer: OptimizerOption = "sgd",
     json_path: JsonOption = None,
     keep: KeepOption = False,
@@ -399,7 +381,7 @@ def checkpoint(
 
 @app.command(help="Codecs alone, on one core: GB/s encoded and decoded, and on links up to which speed that pays.")
 def codecs(
-    codec: Annotated[str, typer.Option(help="e.g. int8,q4; all", rich_help_panel=_RUN)] = "all",
+    codec: Annotated[str, of_run(help="e.g. int8,q4; all")] = "all",
     mb: MbOption = 100,
     runs: RunsOption = 7,
     json_path: JsonOption = None,
@@ -416,11 +398,9 @@ def codecs(
 
 @app.command(help="Deciding alone: microseconds of the run and the mode's policy for an event, without network.")
 def policies(
-    workers: Annotated[str, typer.Option(help="How many, e.g. 1,64,10000.", rich_help_panel=_RUN)] = "1,64,1000,10000",
-    contributions: Annotated[
-        int, typer.Option(min=1, help="Measured at least, of all together.", rich_help_panel=_RUN)
-    ] = 20_000,
-    mode: Annotated[str | None, typer.Option("--mode", help="e.g. sync,async; all", rich_help_panel=_RUN)] = None,
+    workers: Annotated[str, of_run(help="How many, e.g. 1,64,10000.")] = "1,64,1000,10000",
+    contributions: Annotated[int, of_run(min=1, help="Measured at least, of all together.")] = 20_000,
+    mode: Annotated[str | None, of_run("--mode", help="e.g. sync,async; all")] = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:
@@ -436,10 +416,10 @@ def policies(
 
 @app.command(help="A task too small for its arithmetic to matter: worker-steps per second of whole runs.")
 def xor(
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Worker processes.", rich_help_panel=_RUN)] = 4,
-    steps: Annotated[int, typer.Option(min=2, help="Steps of each worker.", rich_help_panel=_RUN)] = 300,
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each, in turns.", rich_help_panel=_RUN)] = 3,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples per worker and step.", rich_help_panel=_RUN)] = 32,
+    workers: Annotated[int, of_run(min=1, max=64, help="Worker processes.")] = 4,
+    steps: Annotated[int, of_run(min=2, help="Steps of each worker.")] = 300,
+    runs: Annotated[int, of_run(min=1, help="Runs of each, in turns.")] = 3,
+    batch_size: Annotated[int, of_run(min=1, help="Samples per worker and step.")] = 32,
     mode: ModeOption = "async",
     optimizer: OptimizerOption = "adam",
     baselines: BaselinesOption = None,
@@ -455,39 +435,26 @@ def xor(
 
 @app.command(help="A training on slow links by our modes and by baselines: held-out loss over time and bytes. As root.")
 def race(
-    bandwidth: Annotated[str, typer.Option(help="Of each worker's link, each way.", rich_help_panel=_RUN)] = "100mbit",
-    latency: Annotated[str, typer.Option(help="From host to host and back.", rich_help_panel=_RUN)] = "20ms",
+    bandwidth: Annotated[str, of_run(help="Of each worker's link, each way.")] = "100mbit",
+    latency: Annotated[str, of_run(help="From host to host and back.")] = "20ms",
     server_bandwidth: Annotated[
-        str | None,
-        typer.Option(help="A host of its own for the server, with this link; 0: unlimited.", rich_help_panel=_RUN),
+        str | None, of_run(help="A host of its own for the server, with this link; 0: unlimited.")
     ] = None,
-    shards: Annotated[
-        int,
-        typer.Option(min=0, max=16, help="Of a server on the workers' hosts; 0: one on each.", rich_help_panel=_RUN),
-    ] = 0,
-    workers: Annotated[int, typer.Option(min=2, max=16, help="Worker processes.", rich_help_panel=_RUN)] = 2,
-    unequal: Annotated[
-        bool, typer.Option("--unequal", help="The last worker is three times slower.", rich_help_panel=_RUN)
-    ] = False,
-    regions: Annotated[
-        int, typer.Option(min=0, max=8, help="Hosts that the workers share, each a region.", rich_help_panel=_RUN)
-    ] = 0,
-    seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Of each run.", rich_help_panel=_RUN)] = 120,
-    lr: Annotated[str, typer.Option(help="Tried by every side.", rich_help_panel=_RUN)] = "0.001,0.002,0.004",
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs with the best rate.", rich_help_panel=_RUN)] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="The middle rate and one seed.", rich_help_panel=_RUN)] = False,
-    target: Annotated[
-        float | None, typer.Option(min=0, help="Held-out loss; none: plain DDP's best.", rich_help_panel=_RUN)
-    ] = None,
-    mode: Annotated[str, typer.Option("--mode", help="Ours, e.g. sync,diloco-q4.", rich_help_panel=_RUN)] = "all",
+    shards: Annotated[int, of_run(min=0, max=16, help="Of a server on the workers' hosts; 0: one on each.")] = 0,
+    workers: Annotated[int, of_run(min=2, max=16, help="Worker processes.")] = 2,
+    unequal: Annotated[bool, of_run("--unequal", help="The last worker is three times slower.")] = False,
+    regions: Annotated[int, of_run(min=0, max=8, help="Hosts that the workers share, each a region.")] = 0,
+    seconds: Annotated[float, of_run(min=5, max=86_400, help="Of each run.")] = 120,
+    lr: Annotated[str, of_run(help="Tried by every side.")] = "0.001,0.002,0.004",
+    seeds: Annotated[int, of_run(min=1, max=100, help="Runs with the best rate.")] = 3,
+    quick: Annotated[bool, of_run("--quick", help="The middle rate and one seed.")] = False,
+    target: Annotated[float | None, of_run(min=0, help="Held-out loss; none: plain DDP's best.")] = None,
+    mode: Annotated[str, of_run("--mode", help="Ours, e.g. sync,diloco-q4.")] = "all",
     peers: BaselinesOption = "ddp,ddp-bf16,ddp-powersgd,ddp-localsgd,torchft,hivemind",
     resume: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Keep each run there; go on with an interrupted race.", rich_help_panel=_RUN),
+        str | None, of_run(metavar="FILE", help="Keep each run there; go on with an interrupted race.")
     ] = None,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE.svg|png", help="Draw the curves.", rich_help_panel=_OUTPUT)
-    ] = None,
+    plot: Annotated[str | None, of_output(metavar="FILE.svg|png", help="Draw the curves.")] = None,
     json_path: JsonOption = None,
     keep: KeepOption = False,
 ) -> None:

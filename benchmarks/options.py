@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,26 +15,21 @@ from ..common.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from .output.report import Report
 
-_SIZE, _RUN, _OUTPUT = "Size", "Run", "Output"
+# Options by their panel in --help.
+of_size = partial(typer.Option, rich_help_panel="Size")
+of_run = partial(typer.Option, rich_help_panel="Run")
+of_output = partial(typer.Option, rich_help_panel="Output")
 
-MbOption = Annotated[int, typer.Option("--mb", min=1, help="Size of the model, float32, MB.", rich_help_panel=_SIZE)]
-ModeOption = Annotated[str, typer.Option("--mode", help="sync, async, ssp or localsgd", rich_help_panel=_RUN)]
-OptimizerOption = Annotated[str, typer.Option("--optimizer", help="sgd, adam, adamw, ...", rich_help_panel=_RUN)]
-TransportOption = Annotated[
-    str, typer.Option("--transport", help="grpc, direct, shared (memory, same host) or all", rich_help_panel=_RUN)
-]
-DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="cpu|cuda[:I]", help="Where the worker's model is.", rich_help_panel=_RUN)
-]
+MbOption = Annotated[int, of_size("--mb", min=1, help="Size of the model, float32, MB.")]
+ModeOption = Annotated[str, of_run("--mode", help="sync, async, ssp or localsgd")]
+OptimizerOption = Annotated[str, of_run("--optimizer", help="sgd, adam, adamw, ...")]
+TransportOption = Annotated[str, of_run("--transport", help="grpc, direct, shared (memory, same host) or all")]
+DeviceOption = Annotated[str, of_run("--device", metavar="cpu|cuda[:I]", help="Where the worker's model is.")]
 BaselinesOption = Annotated[
-    str | None,
-    typer.Option("--baselines", metavar="NAMES", help="Measured too, e.g. gloo,ray; all.", rich_help_panel=_RUN),
+    str | None, of_run("--baselines", metavar="NAMES", help="Measured too, e.g. gloo,ray; all.")
 ]
-JsonOption = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE", help="Write metrics, machine and versions too.", rich_help_panel=_OUTPUT),
-]
-KeepOption = Annotated[bool, typer.Option("--keep", help="Write them to benchmarks/results.", rich_help_panel=_OUTPUT)]
+JsonOption = Annotated[str | None, of_output("--json", metavar="FILE", help="Write metrics, machine and versions too.")]
+KeepOption = Annotated[bool, of_output("--keep", help="Write them to benchmarks/results.")]
 
 
 def check_bench_device(name: str) -> None:

@@ -72,26 +72,6 @@ def link(rate: float, delay_ms: float, loss: float) -> Iterator[tuple[list[str],
             os.close(end)
 
 
-@contextlib.contextmanager
-def limited(rate: float) -> Iterator[tuple[list[str], list[str]]]:
-    """As `link`, without delay: a token bucket of the kernel each way (`tc`, tbf, a burst of 256 KB)."""
-    names = [f"tbf{os.getpid()}{end}" for end in "ab"]
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for name, here in zip(names, (HOST, PEER), strict=True):
-            _run("ip", "-n", name, "address", "add", f"{here}/24", "dev", "eth0")
-            for each in ("lo", "eth0"):
-                _run("ip", "-n", name, "link", "set", each, "up")
-            bucket = ["tbf", "rate", f"{rate:g}mbit", "burst", "256kb", "latency", "100ms"]
-            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *bucket)
-        yield ["ip", "netns", "exec", names[0]], ["ip", "netns", "exec", names[1]]
-    finally:
-        for name in names:
-            subprocess.run(("ip", "netns", "delete", name), stderr=subprocess.DEVNULL, check=False)
-
-
 def iperf(near: list[str], far: list[str]) -> float:
     """Returns Mbit/s one way."""
     server = subprocess.Popen(

@@ -1,6 +1,6 @@
 """Checks in history files that every contribution was applied exactly once and nothing durable was lost. Pure.
 
-`drills/replay.py` and `drills/seats.py` have the rules for the server, `drills/worker_lines.py` those for workers.
+The rules for the server are in `server_lines.py` and `seats.py`, those for workers in `worker_lines.py`.
 Their lines may be in the same file or in other files.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..common.reporting.history import region_run
 from .history_lines import Line, Problem, read_lines
 from .lineage import Lineage, Tally
-from .replay import Replay
+from .server_lines import ServerLines
 from .worker_lines import check_workers
 
 
@@ -64,28 +64,28 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
     if not servers:
         problems.append(Problem(", ".join(files), 0, "no file has lines of a server: give the server's history"))
     first, relays = _tiers(servers)
-    replays: dict[str, Replay] = {}
+    checked: dict[str, ServerLines] = {}
     for name, lines in servers.items():
         if name != first and name not in relays:
             message = f"a second server's history, of no region of the first, {first}"
             problems.append(Problem(name, lines[0].number, message))
             continue
-        replays[name] = replay = Replay(modes, is_relay=name in relays)
+        checked[name] = server = ServerLines(modes, is_relay=name in relays)
         for line in _from_above(lines) if name in relays else lines:
-            replay.feed(line)
-        replay.finish()
+            server.feed(line)
+        server.finish()
         others = {run for other, of_other in servers.items() if other != name for run in _runs(of_other)}
         is_mine = _runs(lines).__contains__ if name != first else lambda run, others=others: run not in others
-        problems += replay.problems + check_workers([line for run, line in of_workers if is_mine(run)], replay)
+        problems += server.problems + check_workers([line for run, line in of_workers if is_mine(run)], server)
     regions = {}
     for name, rank in relays.items():
-        regions[name], message = _of_region(rank, replays[first], replays[name])
+        regions[name], message = _of_region(rank, checked[first], checked[name])
         problems += [Problem(name, 0, message)] if message else []
     order = {name: index for index, name in enumerate(files)}
     problems.sort(key=lambda problem: (order.get(problem.file, -1), problem.number))
-    found = replays.get(first, Replay())
-    unchecked = tuple(dict.fromkeys(mode for replay in replays.values() for mode in replay.unchecked_modes))
-    deleted = tuple(text for replay in replays.values() for text in replay.deleted)
+    found = checked.get(first, ServerLines())
+    unchecked = tuple(dict.fromkeys(mode for server in checked.values() for mode in server.unchecked_modes))
+    deleted = tuple(text for server in checked.values() for text in server.deleted)
     return Verdict(
         problems, found.tally, num_lines, found.lineage, unchecked, deleted, found.samples,
         servers[first][-1].op if servers else "end", regions,
@@ -134,7 +134,7 @@ def _tiers(servers: Mapping[str, list[Line]]) -> tuple[str, dict[str, int]]:
     return next(iter(servers), ""), {}
 
 
-def _of_region(rank: int, above: Replay, region: Replay) -> tuple[Region, str]:
+def _of_region(rank: int, above: ServerLines, region: ServerLines) -> tuple[Region, str]:
     """Returns a region, and a message unless the samples that count above are those up to one of its versions.
 
     Later versions of a region may come after the end of the run above.

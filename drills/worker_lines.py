@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import Counter
 
 from .history_lines import Follower, Line, Problem
-from .replay import Replay
 from .seats import Seat, may_have
+from .server_lines import Served, ServerLines
 
 _COUNTED = ("applied", "repeated")
 _AGAIN = ("REPEATED", "REJECTED")  # possible replies to a worker that asks again, which sends no contribution
@@ -30,10 +30,10 @@ def _work(line: Line) -> tuple[int | None, ...]:
 class _Worker(Follower):
     """One rank of one run, over all its processes."""
 
-    def __init__(self, server: Replay) -> None:
+    def __init__(self, server: ServerLines) -> None:
         super().__init__()
         self.run: str | None = None  # from its start line on
-        self._replay = server
+        self._history = server
         self._seat: Seat = ("", 0, 0, 0)
         self._number: int | None = None  # contributions that count; None: unknown, as its first lines are missing
         self._waits = False  # it has sent a contribution, and received no reply
@@ -53,6 +53,10 @@ class _Worker(Follower):
             if self._has_ended:
                 self._report(f"rank {line['rank']}: {line.op} after its end")
         super().feed(line)
+
+    @property
+    def _server(self) -> Served:
+        return self._history.servers.get(self._seat[:2], Served())
 
     def _sits(self, line: Line, server: int) -> None:
         """Take a new incarnation, of a worker that starts or resumes."""
@@ -92,10 +96,10 @@ class _Worker(Follower):
         if outcome.lower() in _COUNTED:
             if number not in self._sent:
                 self._report(f"rank {rank} is told that contribution {number} was applied, and never sent it")
-            numbers = self._replay.cut.get(self._seat[:2])
+            numbers = self._server.cut
             # A server that was killed, or whose disk was full, may not have written the line of this commit.
             may_be_cut = numbers is not None and number > numbers.get(rank, 0)
-            if (rank, number) not in self._replay.ever_committed and not may_be_cut:
+            if (self._seat[0], rank, number) not in self._history.ever_committed and not may_be_cut:
                 message = f"rank {rank} is told that contribution {number} was applied: the server never committed it"
                 self._report(message)
         self._received(line, outcome)
@@ -109,14 +113,14 @@ class _Worker(Follower):
 
     def _received(self, line: Line, outcome: str) -> None:
         """Compare a reply with the one that the server sent."""
-        rank, server, version = line["rank"], self._seat[:2], line["version"]
-        sent = self._replay.replies.get(self._seat, [])
-        is_cut, newest, has_weights = server in self._replay.cut, self._replay.newest.get(server, 0), True
+        rank, version, server = line["rank"], line["version"], self._server
+        sent = self._history.replies.get(self._seat, [])
+        is_cut, has_weights = server.cut is not None, True
         text = f"rank {rank} received the reply {outcome} for contribution {line['seq']}, version {version}"
         if self._num_received < len(sent):
             was = sent[self._num_received]
             has_weights = was.fields.get("weights", True)
-            is_version = may_have(was, version, version if is_cut else newest)
+            is_version = may_have(was, version, version if is_cut else server.newest)
             if (line["seq"], outcome) != (was["seq"], was["outcome"]) or not is_version:
                 theirs = f"{was['outcome']} for contribution {was['seq']}, version {was['version']}"
                 self._report(f"{text}: the server sent {theirs}")
@@ -126,7 +130,7 @@ class _Worker(Follower):
         if outcome == "START":
             self._bases = [version]
         elif has_weights:
-            self._bases = [*self._bases, version][-1 - self._replay.num_late.get(server, 0) :]
+            self._bases = [*self._bases, version][-1 - server.num_late :]
         before = self._highest.get(self._seat[1], 0)
         if version < before:
             self._report(f"rank {rank} sees version {version} after version {before} of the same server")
@@ -136,7 +140,7 @@ class _Worker(Follower):
         """Returns the problems, with those of contributions that the server took and this worker did not send."""
         for seat, sends in self._sends.items():
             last = max(seq for seq, *_ in sends if seq is not None)
-            for accept in self._replay.accepts.get(seat, []):
+            for accept in self._history.accepts.get(seat, []):
                 number, base, samples, _, num_steps, num_batches = work = _work(accept)
                 if sends[work] > 0:
                     sends[work] -= 1
@@ -148,7 +152,7 @@ class _Worker(Follower):
         return self.problems
 
 
-def check_workers(lines: list[Line], server: Replay) -> list[Problem]:
+def check_workers(lines: list[Line], server: ServerLines) -> list[Problem]:
     """Returns the problems of the workers' lines, given the server's."""
     workers: dict[int, _Worker] = {}
     problems: list[Problem] = []

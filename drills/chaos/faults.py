@@ -46,7 +46,10 @@ class Injector:
 
     def inject(self, fault: Fault) -> None:
         """Begin a fault; a lasting one ends by itself."""
-        done = getattr(self, f"_{fault.kind}")(fault)
+        try:
+            done = getattr(self, f"_{fault.kind}")(fault)
+        except ProcessLookupError:  # it has ended, perhaps since it was looked up
+            done = "it is not running"
         self._say(f"{fault}" + (f": {done}" if done else ""))
 
     def close(self) -> None:
@@ -65,14 +68,14 @@ class Injector:
 
     # ---- processes -------------------------------------------------------------------------
 
-    def _pid(self, fault: Fault) -> int | None:
-        pid, _ = job_processes(self._launcher).get(fault.child, (None, ""))
-        return pid
+    def _pid(self, fault: Fault) -> int:
+        """Returns the process that the fault hits. Raises ProcessLookupError if it is not running."""
+        if (found := job_processes(self._launcher).get(fault.child)) is None:
+            raise ProcessLookupError
+        return found[0]
 
     def _kill(self, fault: Fault) -> str:
-        if (pid := self._pid(fault)) is None:
-            return "it is not running"
-        handle = Handle(pid)
+        handle = Handle(pid := self._pid(fault))
         handle.send(signal.SIGKILL)
         handle.close()
         self.killed.append(fault.child)
@@ -81,9 +84,7 @@ class Injector:
     _kill_worker = _kill_server = _kill_shard = _kill
 
     def _freeze(self, fault: Fault) -> str:
-        if (pid := self._pid(fault)) is None:
-            return "it is not running"
-        handle = Handle(pid)
+        handle = Handle(pid := self._pid(fault))
         handle.send(signal.SIGSTOP)
 
         def thaw() -> None:
@@ -97,16 +98,14 @@ class Injector:
 
     def _full_disk(self, fault: Fault) -> str:
         """Limit the size of every file that the process writes to a few bytes."""
-        if (pid := self._pid(fault)) is None:
-            return "it is not running"
-        soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        soft, hard = resource.prlimit(pid := self._pid(fault), resource.RLIMIT_FSIZE)
         if soft == _FULL_BYTES:
             return "it is full already"
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, hard))
 
         def make_room() -> None:
-            if self._pid(fault) in (None, pid):
-                with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):
+                if self._pid(fault) == pid:
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
         self._for_a_while(fault.for_s, make_room)

@@ -180,8 +180,7 @@ class Chaos:
 
     def _on_line(self, child: Child, line: str) -> None:
         self._log.write(line + "\n")
-        event = parse_event(line)
-        if event is None:
+        if (event := parse_event(line)) is None:
             return
         if (status := event.status) is not None:
             if self._status is not None and status.version > self._status.version:
@@ -220,8 +219,7 @@ class Chaos:
     def _who_waits(self, text: str) -> str:
         """Returns who waits for what, and the state of the processes."""
         lines = [text]
-        status = self._status
-        if status is not None:
+        if (status := self._status) is not None:
             lines.append(f"step {status.step} of {status.steps}, version {status.version}: {status.waiting_reason()}")
             lines += [f"  worker {w.rank}: {w.state} at step {w.step}; {w.waiting_for}" for w in status.workers]
         lines += [f"  {child}: pid {pid}, {state}" for child, (pid, state) in job_processes(self._launcher).items()]

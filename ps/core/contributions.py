@@ -93,6 +93,7 @@ class Contributions:
 
         Returns the effects. The sender is a live worker. `_rejected` handles NaN and gradients that are too large."""
         rank, policy, stats, at = worker.rank, self.policy, self._roster.stats[worker.rank], event.at
+        self._undecided.pop(rank, None)  # of a connection that was lost, or of a process that has gone
         contribution = event.contribution
         training, residual = contribution.training, contribution.residual
         stats.compute_s += contribution.timing.compute_s

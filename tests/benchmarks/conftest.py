@@ -40,13 +40,21 @@ class Bench:
         return run_forked(self.folder, "-m", "paramserver.benchmarks", *argv, environ={**os.environ, **env})
 
     def measure(self, line: str, **env: str) -> tuple[dict[str, Any], str]:
-        """The JSON file and the table of a measurement that succeeds and leaves no process behind."""
+        """The JSON file and the table of a measurement that succeeds and leaves no process behind.
+
+        The file says what was measured, when, where and with what.
+        """
         # Settings of the user's mean nothing to a benchmark: this server address does not exist.
         process = self.start(*line.split(), "--json", "metrics.json", **{"PS_SERVER": "127.0.0.1:1", **env})
         output, errors = process.communicate(timeout=self.deadline_s)
         assert process.returncode == 0, errors
         assert self.left() == []
-        return json.loads((self.folder / "metrics.json").read_text()), output
+        report = json.loads((self.folder / "metrics.json").read_text())
+        assert list(report) == ["what", "date", "machine", "versions", "config", "results"]
+        assert report["what"] == line.split()[0] and report["date"].startswith("20")
+        assert list(report["machine"]) == ["cores", "clock_mhz", "model"] and report["machine"]["cores"] >= 1
+        assert all(report["versions"][name] for name in ("torch", "grpcio", "python"))
+        return report, output
 
     def left(self) -> list[psutil.Process]:
         """Processes with the mark that still run."""

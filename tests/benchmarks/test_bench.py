@@ -14,14 +14,7 @@ from typing import Any
 
 import pytest
 
-
-def check_origin(report: dict[str, Any], text: str) -> None:
-    assert list(report) == ["what", "date", "machine", "versions", "config", "results"]
-    assert report["what"] == text
-    assert list(report["machine"]) == ["cores", "clock_mhz", "model"]
-    assert report["machine"]["cores"] >= 1
-    assert all(report["versions"][name] for name in ("torch", "grpcio", "python"))
-    assert report["date"].startswith("20")
+from paramserver.benchmarks.output.plot import can_plot
 
 
 def check_numbers(value: Any) -> None:
@@ -56,6 +49,18 @@ def check_numbers(value: Any) -> None:
         ("pipeline --layers 3", "are not divided evenly"),
         ("pipeline --schedule LoopedBFS", "has no schedule 'LoopedBFS'"),
         ("xor --json nowhere/x.json", "there is no directory"),
+        ("allreduce --sweep --min-kb 2000 --max-mb 1", "--min-kb 2000 is above"),
+        ("allreduce --width 24", "of 16"),
+        ("race --baselines ddp,ddp-powersdg", "did you mean 'ddp_powersgd'?"),
+        ("race --mode sync,diloco", "did you mean 'diloco-q4'?"),
+        ("race --bandwidth 100", "--bandwidth 100mbit"),
+        ("race --bandwidth 10kbit", "below 1 Mbit/s"),
+        ("race --latency fast", "--latency 20ms"),
+        ("race --lr 0.1,0", "above 0"),
+        ("race --workers 1", "--workers"),
+        ("race --seconds 1", "--seconds"),
+        ("race --shards 3", "at most one on each worker's host"),
+        ("race --plot race.gif", "SVG or PNG" if can_plot() else "needs matplotlib"),
     ],
 )
 def test_a_wrong_flag_is_refused_before_anything_starts(bench: Any, argv: str, words: str) -> None:
@@ -94,7 +99,6 @@ def test_exchange_beside_peers(bench: Any) -> None:
     report, table = bench.measure(
         "exchange --mb 2 --runs 2 --mode bsp --codec bf16 --transport grpc --baselines unary,iperf,ddp"
     )
-    check_origin(report, "exchange")
     config = report["config"]
     assert (config["mode"], config["codec"], config["transport"], config["workers"]) == ("sync", "bf16", "grpc", 1)
     check_numbers(report["results"])
@@ -108,9 +112,6 @@ def test_exchange_beside_peers(bench: Any) -> None:
     # In every single exchange the parts are within the whole.
     assert found["gate_wait_best_ms"] + found["down_best_ms"] < found["exchange_ms"] * 1.01
     baselines, ratios = report["results"]["baselines"], report["results"]["ratios"]["grpc"]
-    assert ratios["unary"]["exchange"] == pytest.approx(
-        baselines["unary"]["exchange_ms"] / found["exchange_ms"], rel=0.01
-    )
     assert ratios.keys() == baselines.keys() == {"unary", *(["iperf"] if shutil.which("iperf3") else [])}
     assert "our rate / the baseline's" in table
     assert "ddp: has no part in exchange" in table
@@ -122,7 +123,6 @@ def test_a_sweep_and_its_picture(bench: Any) -> None:
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     plot = "--plot sweep.png" if has_matplotlib else ""
     report, table = bench.measure(f"exchange --sweep --min-kb 400 --max-mb 1 --runs 1 --transport shared {plot}")
-    check_origin(report, "exchange")
     (size,) = report["results"]["sizes"]
     assert size["size_mb"] == 0.4
     assert set(size["ours"]) == {"shared", "shared, in place"}
@@ -135,7 +135,6 @@ def test_a_sweep_and_its_picture(bench: Any) -> None:
 @pytest.mark.slow
 def test_a_round_beside_gloo_and_ddp(bench: Any) -> None:
     report, table = bench.measure("round --mb 1 --runs 2 --transport grpc --workers 2 --baselines gloo,ddp")
-    check_origin(report, "round")
     found = report["results"]
     assert set(found["baselines"]) == {"gloo", "ddp"}
     check_numbers(found)
@@ -148,7 +147,6 @@ def test_a_round_beside_gloo_and_ddp(bench: Any) -> None:
 @pytest.mark.slow
 def test_an_all_reduce_by_size_and_in_a_step(bench: Any) -> None:
     report, table = bench.measure("allreduce --sweep --min-kb 100 --max-mb 1 --layers 1 --width 16 --runs 2")
-    check_origin(report, "allreduce")
     found = report["results"]
     check_numbers(found)
     assert [size["size_kb"] for size in found["sizes"]] == [100, 1000]
@@ -169,16 +167,9 @@ def test_an_all_reduce_by_size_and_in_a_step(bench: Any) -> None:
     assert "gloo: has no part in profile" in table
 
 
-def test_a_sweep_of_all_reduces_refuses_sizes_that_mean_nothing(bench: Any) -> None:
-    for line, words in (("--sweep --min-kb 2000 --max-mb 1", "--min-kb 2000 is above"), ("--width 24", "of 16")):
-        done = bench.run("allreduce", *line.split())
-        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.campaign
 def test_what_each_worker_holds_by_stage(bench: Any) -> None:
     report, _ = bench.measure("zero --mb 1 --workers 1,2")
-    check_origin(report, "zero")
     *alone, whole, first, third = sorted(report["results"]["runs"], key=lambda run: (run["workers"], run["stage"]))
     assert [item["stage"] for item in alone] == [0, 1, 3]  # of one worker, which divides nothing
     assert len({item["held_mb"] for item in (*alone, whole)}) == 1
@@ -193,7 +184,6 @@ def test_stages_beside_one_process_and_bare_torch(bench: Any) -> None:
     report, table = bench.measure(
         "pipeline --parts speed --width 16 --layers 2 --batch-size 4 --microbatches 2 --runs 2"
     )
-    check_origin(report, "pipeline")
     check_numbers(report["results"])
     found = report["results"]["speed"]
     assert found["beside_bare"] == pytest.approx(found["stages_ms"] / found["bare_ms"], rel=1e-3)
@@ -204,7 +194,6 @@ def test_stages_beside_one_process_and_bare_torch(bench: Any) -> None:
 @pytest.mark.slow
 def test_latency_beside_torch_rpc(bench: Any) -> None:
     report, table = bench.measure("latency --exchanges 50 --optimizer adam --baselines torch-rpc")
-    check_origin(report, "latency")
     assert report["config"]["payload_bytes"] == 203 * 4
     found = report["results"]
     for name in ("grpc", "direct", "ping", "torch-rpc"):
@@ -220,7 +209,6 @@ def test_latency_beside_torch_rpc(bench: Any) -> None:
 @pytest.mark.slow
 def test_scale(bench: Any) -> None:
     report, table = bench.measure("scale --workers 3 --seconds 0.5 --generators 2 --transport all")
-    check_origin(report, "scale")
     assert report["results"]["transports"].keys() == {"grpc", "direct"}
     for transport in report["results"]["transports"].values():
         found = transport["3"]
@@ -235,7 +223,6 @@ def test_scale(bench: Any) -> None:
 @pytest.mark.slow
 def test_step(bench: Any) -> None:
     report, table = bench.measure("step --task digits --steps 5 --workers 2 --batch-size 4")
-    check_origin(report, "step")
     found = report["results"]
     workers = found["transports"]["direct"]
     assert len(workers) == 2
@@ -251,7 +238,6 @@ def test_step(bench: Any) -> None:
 @pytest.mark.slow
 def test_memory(bench: Any) -> None:
     report, table = bench.measure("memory --mb 8 --workers 1 --mode async --transport grpc")
-    check_origin(report, "memory")
     (found,) = report["results"]["runs"]
     assert (found["mode"], found["transport"], found["workers"]) == ("async", "grpc", 1)
     # Parameters, twice that for Adam, a mean, one upload (there is one worker), a reply.
@@ -265,7 +251,6 @@ def test_memory(bench: Any) -> None:
 @pytest.mark.slow
 def test_xor(bench: Any) -> None:
     report, table = bench.measure("xor --workers 1 --steps 10 --runs 1")
-    check_origin(report, "xor")
     found = report["results"]["ours"]
     assert 0 < found["steps_per_s"] == found["best_steps_per_s"]
     assert "worker-steps/s" in table

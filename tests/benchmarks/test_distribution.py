@@ -10,7 +10,6 @@ import sysconfig
 import tarfile
 import tomllib
 import venv
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -40,16 +39,6 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2_000:] + done.stderr[-2_000:]
     return folder / "dist"
-
-
-@pytest.mark.slow
-def test_the_wheel_has_one_package_with_all_it_needs(dist: Path) -> None:
-    with zipfile.ZipFile(next(dist.glob("*.whl"))) as wheel:
-        names = set(wheel.namelist())
-    assert {name.split("/")[0] for name in names} == {"paramserver", f"{NAME}.dist-info"}
-    wanted = [path.relative_to(ROOT) for path in (ROOT / "web/static").rglob("*") if path.is_file()]
-    assert {f"paramserver/{path}" for path in (*wanted, "proto/parameter_server.proto", "ps/main.py")} <= names
-    assert not [name for name in names if re.match(r"paramserver/(tests|benchmarks|docs|examples)/", name)]
 
 
 @pytest.mark.slow

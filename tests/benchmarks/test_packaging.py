@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from paramserver.tests.code_lines import PRODUCT
+
 ROOT = Path(__file__).parents[2]
 PS_BENCH = "from paramserver.launch.bench import main; main()"
 
@@ -44,22 +46,10 @@ def ps_bench(lib: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_wheel_holds_every_package_but_the_benchmarks(lib: Path) -> None:
-    products = (
-        "catalog",
-        "common",
-        "drills",
-        "integrations",
-        "launch",
-        "proto",
-        "ps",
-        "serve",
-        "relay",
-        "simulate",
-        "web",
-        "worker",
-    )
+    assert [path.name for path in lib.iterdir()] == ["paramserver"]
+    assert (lib / "paramserver/proto/parameter_server.proto").exists()
     found = {path.relative_to(lib / "paramserver").as_posix() for path in lib.rglob("*.py")}
-    wanted = {path.relative_to(ROOT).as_posix() for name in products for path in (ROOT / name).rglob("*.py")}
+    wanted = {path.relative_to(ROOT).as_posix() for name in PRODUCT for path in (ROOT / name).rglob("*.py")}
     assert found == {"__init__.py", "__main__.py", *wanted}
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "web/static").rglob("*.*")}
     assert pages == {path.relative_to(lib / "paramserver").as_posix() for path in lib.rglob("web/static/**/*.*")}

@@ -18,8 +18,11 @@ import torch
 from safetensors.torch import save_file
 
 from paramserver.common.errors import OutputError
+from paramserver.drills.chaos import faults
+from paramserver.drills.chaos.faults import Injector
 from paramserver.drills.chaos.job import Ending
 from paramserver.drills.chaos.ledger import Epoch, audit, read_floats
+from paramserver.drills.chaos.plan import Fault
 from paramserver.drills.chaos.processes import Handle, child_of_port, children_of
 from paramserver.drills.chaos.proxy import DOWN, UP, Network
 from paramserver.drills.chaos.trial import judge, make_setup
@@ -229,6 +232,19 @@ def test_a_process_is_stopped_goes_on_and_its_number_is_no_matter(wait_until) ->
     handle.close()
 
 
+def test_a_fault_that_meets_a_process_which_has_ended_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the processes and the fault a process may end, and its parent may wait for it."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(faults, "job_processes", lambda launcher: {WORKER: (gone.pid, "S")})
+    said: list[str] = []
+    injector = Injector(0, Network(lambda port: None, 1), 1, said.append, lambda shard: None, 2)
+    for kind in ("kill_worker", "freeze_worker", "full_disk"):
+        injector.inject(Fault(0, kind, rank=0, for_s=1.0))
+    injector.inject(Fault(0, "kill_worker", rank=1))
+    assert injector.killed == [] and [text.rpartition(": ")[2] for text in said] == ["it is not running"] * 4
+
+
 def test_a_port_nobody_has_is_nobodys() -> None:
     assert child_of_port(os.getpid(), 1) is None
 
@@ -269,28 +285,22 @@ def test_large_fragments_that_are_cut_are_continued(marked, codec: str) -> None:
     assert '"continued"' in (marked.folder / "kept" / "job.log").read_text()
 
 
+KILLS = ("--faults", "kill_worker,kill_server,kill_shard,freeze_worker,freeze_server,freeze_shard")
+SHARDS = ("-n", "2", "--shards", "3")
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("mode", "transport"), [("ssp", "direct"), ("sync", "direct"), ("async", "shared"), ("localsgd", "grpc")]
-)
-def test_a_minute_of_everything(marked, mode: str, transport: str) -> None:
-    run = chaos(marked, "--seconds", "60", "--mode", mode, "--transport", transport, deadline_s=800)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.rstrip().endswith("passed")
-
-
-KILLS = "kill_worker,kill_server,kill_shard,freeze_worker,freeze_server,freeze_shard"
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("mode", "faults"), [("sync", KILLS), ("sync", None), ("ssp", None), ("async", KILLS)])
-def test_a_minute_of_everything_at_three_shards(marked, mode: str, faults: str | None) -> None:
+    ("mode", "flags"),
+    [
+        ("ssp", ()), ("sync", ()), ("async", ("--transport", "shared")), ("localsgd", ("--transport", "grpc")),
+        ("sync", (*SHARDS, *KILLS)), ("sync", SHARDS), ("ssp", SHARDS), ("async", (*SHARDS, *KILLS)),
+    ],
+)  # fmt: skip
+def test_a_minute_of_everything(marked, mode: str, flags: tuple[str, ...]) -> None:
     """The ledger's clock counts commits and lies on all shards: one that kept what others went back from would show."""
-    kinds = ("--faults", faults) if faults else ()
-    argv = ("--seconds", "60", "--mode", mode, "-n", "2", "--shards", "3")
-    run = chaos(marked, *argv, *kinds, deadline_s=800)
+    run = chaos(marked, "--seconds", "60", "--mode", mode, *flags, deadline_s=800)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.rstrip().endswith("passed")
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paramserver.common.registry import MODES
+from paramserver.common.reporting.history import region_run
+from paramserver.drills.check import check
 from paramserver.ps.policies.rules import Rule
-from paramserver.tests.drills.histories import Line, applied, joined, messages, op, options_of, start, verdict_of
+from paramserver.tests.drills.histories import applied, encoded, joined, messages, op, options_of, start, verdict_of
 
 
 def test_ssp_lets_nobody_run_ahead() -> None:
@@ -37,13 +39,6 @@ def test_a_round_may_close_without_stragglers_only_where_that_is_allowed() -> No
     lines = [start("sync"), *joined(0, 1), *applied(0, 1, 1, 0, 1)]
     assert "h:9: version 1 was made without the live rank 1" in messages(lines)
     lines[0]["options"] = options_of("sync", backup_workers=1)
-    assert messages(lines) == ""
-
-
-def test_a_contribution_of_a_worker_that_left_stays_in_its_round() -> None:
-    lines = [start("sync"), *joined(0, 1)]
-    lines += [op("accept", rank, seq=1, base_version=0, version=0, outcome="accepted") for rank in (0, 1)]
-    lines += [op("leave", 1, how="closed"), op("commit", version=1, contributions=[[0, 1, 1], [1, 1, 1]], members=[0])]
     assert messages(lines) == ""
 
 
@@ -81,30 +76,20 @@ def test_the_samples_of_a_contribution_that_was_made_again_are_those_of_the_newe
     assert verdict_of(lines).samples == {(0, 1): 4}
 
 
-def test_an_older_snapshot_is_a_loss_unless_the_newer_was_unusable() -> None:
+def test_an_older_snapshot_is_a_loss_unless_the_newer_was_unusable_or_deleted() -> None:
     lines = [start("async"), *joined(0)]
     for seq in (1, 2):
         lines += [*applied(0, seq, seq, 0), op("snapshot", version=seq, seqs={"0": seq}, path=f"s{seq}")]
-    lines.append(start("async", incarnation=2, version=1, seqs={"0": 1}))
-    assert "h:13: the server starts at version 1, but version 2 was in a snapshot: 1 durable contributions" in messages(
-        lines
-    )
-    lines[-1]["skipped"] = ["s2"]
-    assert messages(lines) == ""
-
-
-def test_snapshots_that_were_deleted_are_no_mistake_of_the_server() -> None:
-    lines = [start("async"), *joined(0)]
-    for seq in (1, 2):
-        lines += [*applied(0, seq, seq, 0), op("snapshot", version=seq, seqs={"0": seq}, path=f"s{seq}")]
-    lines.append(start("async", incarnation=2, version=1, seqs={"0": 1}, found=[1]))
-    verdict = verdict_of(lines)
+    again = start("async", incarnation=2, version=1, seqs={"0": 1})
+    loss = "h:13: the server starts at version 1, but version 2 was in a snapshot: 1 durable contributions are lost"
+    for there in ({}, {"found": [2, 1]}):
+        assert messages([*lines, {**again, **there}]) == loss
+        assert not verdict_of([*lines, {**again, **there}]).deleted
+    assert messages([*lines, {**again, "skipped": ["s2"]}]) == ""
+    verdict = verdict_of([*lines, {**again, "found": [1]}])
     assert verdict.is_good
     (message,) = verdict.deleted
     assert message.startswith("h:13: the server starts at version 1: the newer snapshot of version 2 was deleted")
-    lines[-1]["found"] = [2, 1]
-    assert "1 durable contributions are lost" in messages(lines)
-    assert not verdict_of(lines).deleted
 
 
 def test_a_server_that_is_stopped_before_its_run_begins_ends_nothing() -> None:
@@ -114,12 +99,6 @@ def test_a_server_that_is_stopped_before_its_run_begins_ends_nothing() -> None:
     assert messages([*begun, op("end", version=1, seqs={"0": 1}), early]) == ""
     assert messages([early, *begun]) == ""
     assert "the run ends at version 0, but version 1 was committed last" in messages([*begun, late])
-
-
-def test_a_snapshot_that_the_server_could_not_mention_is_no_loss() -> None:
-    """Killed between the snapshot's rename and its line in the history."""
-    lines = [start("async"), *joined(0), *applied(0, 1, 1, 0), start("async", incarnation=2, version=1, seqs={"0": 1})]
-    assert messages(lines) == ""
 
 
 def test_commits_that_only_the_snapshot_knows_are_counted() -> None:
@@ -152,6 +131,28 @@ def test_what_a_worker_was_told_by_a_server_that_was_cut_short_is_no_loss() -> N
     assert "rank 0 is told that contribution 2 was applied: the server never committed it" in messages(lines)
 
 
+def test_a_contribution_of_another_run_is_not_the_one_that_a_worker_was_told_of() -> None:
+    worker = {"role": "worker", "rank": 0, "incarnation": 1}
+    lines = [start("async"), *joined(0), *applied(0, 1, 1, 0), start("async", run="other"), *joined(0)]
+    lines += [
+        {"op": "start", **worker, "run": "other", "server_incarnation": 1, "seq": 0, "version": 0},
+        {"op": "send", **worker, "seq": 1, "base_version": 0, "num_steps": 1, "num_batches": 1},
+        {"op": "replied", **worker, "seq": 1, "version": 0, "outcome": "APPLIED"},
+        op("end", version=0, seqs={"0": 0}),
+    ]
+    found = "rank 0 is told that contribution 1 was applied: the server never committed it"
+    assert found in messages(lines)
+
+
+def test_samples_that_another_run_set_aside_are_not_counted_in_a_region() -> None:
+    above = [start("async"), *joined(0), {**applied(0, 1, 1, 0)[0], "outcome": "dropped", "samples": 4}]
+    region = [start("async", run=region_run("r", 0)), *joined(0)]
+    for lines, run in ((above, "s"), (region, region_run("s", 0))):
+        lines += [start("async", run=run), *joined(0), *applied(0, 1, 1, 0)]
+        lines[-3]["samples"] = 8
+    assert list(map(str, check({"above": encoded(*above), "region": encoded(*region)}).problems)) == []
+
+
 def test_a_new_run_in_the_same_file_begins_anew() -> None:
     lines = [start("async"), *joined(0), *applied(0, 1, 1, 0), start("async", run="other"), *joined(0)]
     assert messages(lines) == ""
@@ -167,15 +168,7 @@ def test_a_mode_of_ones_own_brings_its_rules(monkeypatch: pytest.MonkeyPatch) ->
     kind = type("OwnPolicy", (MODES.load("async"),), {"rules": (_NeverSoFarAhead,)})
     monkeypatch.setattr(type(MODES), "names", lambda self: ["own"])
     monkeypatch.setattr(type(MODES), "load", lambda self, name: kind)
-    lines: list[Line] = [
-        {"op": "start", "role": "server", "t": 0.0, "run": "r", "server_incarnation": 1, "mode": "own", "workers": None,
-         "staleness": None, "version": 0, "rows": {}, "source": None, "options": options_of("async"), "common": {},
-         "options_of_ours": 0},
-        {"op": "join", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "seq": 0, "resumed": False},
-        {"op": "enter", "role": "server", "t": 1.0, "rank": 0, "incarnation": 1, "seq": 0},
-        {"op": "reply", "role": "server", "t": 2.0, "rank": 0, "incarnation": 1, "seq": 0, "version": 0,
-         "outcome": "START", "training_steps": 0},
-    ]  # fmt: skip
+    lines = [start("async", options_of_ours=0) | {"mode": "own"}, *joined(0)]
     assert "rank 0 is as far ahead as it must not be" in messages(lines)
     lines[0]["options_of_ours"] = 3
     assert "as far ahead as it must not be" not in messages(lines)

@@ -14,6 +14,7 @@ import pytest
 
 from paramserver.common.registry import MODES
 from paramserver.drills.check import check
+from paramserver.tests.combinations.run import run
 from paramserver.tests.drills.histories import (
     Line,
     applied,
@@ -58,21 +59,35 @@ def run_of(folder: Path, mode: str, *flags: str) -> list[Line]:
 
 
 @pytest.mark.slow
-def test_mutations_of_a_real_history_are_found(tmp_path: Path) -> None:
-    lines = run_of(tmp_path, "ssp", "--steps", "12", "--checkpoint-dir", "snapshots")
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_mutations_of_a_real_history_of_each_mode_are_found(mode: str, tmp_path: Path) -> None:
+    has_local_steps = "local_steps" in options_of(mode)
+    flags = ["--set", "policy.local_steps=4"] if has_local_steps else []
+    lines = run_of(tmp_path, mode, "--steps", "24", "--checkpoint-dir", "snapshots", *flags)
     assert verdict_of(lines).problems == []
-    share, missed = found(lines, 400)
+    share, missed = found(lines, 4000)
     assert share >= WANTED, missed
 
 
 @pytest.mark.slow
+def test_weights_of_an_older_version_are_accepted(tmp_path: Path) -> None:
+    """Of async, as a codec of differences sends them. The row is well only if its history is."""
+    row = run({"mode": "async", "workers": "2", "reply_codec": "q4"}, tmp_path / "run")
+    assert row.is_well, (row.problems, row.output[-2000:])
+    assert '"reference":' in (tmp_path / "run" / "history.jsonl").read_text()
+
+
 @pytest.mark.parametrize("mode", ALL_MODES)
-def test_mutations_of_a_real_history_of_each_mode_are_found(mode: str, tmp_path: Path) -> None:
-    has_local_steps = "local_steps" in options_of(mode)
-    lines = run_of(tmp_path, mode, "--steps", "24", *(["--set", "policy.local_steps=4"] if has_local_steps else []))
-    assert verdict_of(lines).problems == []
-    share, missed = found(lines, 4000)
-    assert share >= WANTED, missed
+def test_mutations_of_simulated_histories_are_found(mode: str) -> None:
+    missed, num = [], 0
+    for seed in range(6):
+        chance = random.Random(seed)
+        every = list(mutations(simulate(mode, chance)))
+        for mutation in chance.sample(every, min(30, len(every))):
+            num += 1
+            if verdict_of(mutation.lines).is_good:
+                missed.append(f"line {mutation.line + 1}: {mutation.name}")
+    assert 1 - len(missed) / num >= 0.95, missed  # the rest a server did not write before it was killed
 
 
 @pytest.mark.parametrize("mode", SIMULATED)
@@ -81,13 +96,6 @@ def test_simulated_histories_with_faults_are_accepted(mode: str) -> None:
         settings: dict[str, Any] = {"jitter": 0.4, "mtbf_s": 20.0, "back_s": 2.0, "latency_s": 0.02, "seed": seed}
         lines = recorded(mode, 4, 20, **settings)
         assert messages([line.fields for line in lines]) == ""
-
-
-@pytest.mark.slow
-def test_five_hundred_simulated_histories_are_accepted() -> None:
-    for number in range(500):
-        mode = ALL_MODES[number % len(ALL_MODES)]
-        assert messages(simulate(mode, random.Random(number))) == "", (mode, number)
 
 
 # ---- the forged histories of a review: not single mutations ---------------------------------------

@@ -10,13 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paramserver.common.errors import UsageError
 from paramserver.common.reporting.report import report_console
 from paramserver.drills.doctor import advice, results, run
+from paramserver.drills.doctor.main import doctor
 from paramserver.drills.doctor.measure import Link, Measured, Measurements, Plan, measure
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.hosts import why_not
@@ -102,6 +105,8 @@ def test_advice_by_link(megabit: float, says: str, first: str) -> None:
     assert all(text.of_ideal >= 0.77 for text in diloco.values())
     advised = "\n".join(advice.sentences(foreseen, link, trip_s, 0.1, 10.0))
     assert says in advised and first in advised.partition("First try")[2]
+    best = advice.first_try(foreseen, uneven=True)
+    assert best.mode not in ("sync", "buffered") or best.local_steps > 1
 
 
 @st.composite
@@ -149,22 +154,6 @@ def test_no_two_sentences_contradict_each_other(foreseen: list[advice.Foreseen],
     assert contradiction(foreseen, Link(-1, "direct", 1e7, 1e7, 0.0), loaded, uneven=uneven) == ""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mb", "trip_s", "workers"), [(0.1, 0.02, 2), (1, 0.0005, 4), (100, 0.02, 2)])
-def test_simulated_grids_contradict_nothing(mb: float, trip_s: float, workers: int) -> None:
-    """At 0.1 MB, 100 ms of computing, 30 Mbit/s and 20 ms, q4 computes 79 % of the time: between two limits once."""
-    found = {}
-    for compute_s in (0.005, 0.1, 0.5):
-        for megabit in (5, 30, 300):
-            link = Link(-1, "direct", megabit * 1e6 / 8, megabit * 1e6 / 8, 1.0)
-            foreseen = advice.foresee(None, workers, mb, compute_s, link, trip_s)
-            for uneven in (False, True):
-                found[compute_s, megabit, uneven] = contradiction(foreseen, link, {0: HEALTHY}, uneven=uneven)
-            best = advice.first_try(foreseen, uneven=True)
-            assert best.mode not in ("sync", "buffered") or best.local_steps > 1
-    assert {at: why for at, why in found.items() if why} == {}
-
-
 def test_workers_that_share_a_link() -> None:
     """What is foreseen is for all at once: of two, each has half of what it had alone."""
     alone = [Link(rank, "direct", 10e6, 20e6, 0.3) for rank in range(2)]
@@ -177,18 +166,20 @@ def test_workers_that_share_a_link() -> None:
     assert rates[0] == pytest.approx(2 * rates[1], rel=0.05)
 
 
-@pytest.mark.slow
-def test_neither_a_file_nor_what_it_would_say(cluster: Cluster) -> None:
-    result = cluster.command("launch", "doctor", "--mb", "4")
-    assert result.returncode == 2
-    assert "the model's size and the time of a step" in result.stderr
-    assert cluster.command("launch", "doctor", "--mb", "4", "--compute", "0ms").returncode == 2
-    result = cluster.command("launch", "doctor", "--mb", "-4", "--compute", "10ms")
-    assert (result.returncode, "the model has -4 MB" in result.stderr) == (2, True)
-    result = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--verify")
-    assert (result.returncode, "needs a task to run" in result.stderr) == (2, True)
-    result = cluster.command("launch", "doctor", "nowhere.yaml")
-    assert (result.returncode, result.stderr[:56]) == (2, "ps-launch doctor: cannot read the configuration nowhere.")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"megabytes": 4}, "the model's size and the time of a step are unknown"),
+        ({"megabytes": 4, "compute": "0ms"}, "the time of a step must be positive"),
+        ({"megabytes": -4, "compute": "10ms"}, "the model has -4 MB"),
+        ({"megabytes": 4, "compute": "10ms", "verify": True}, "needs a task to run"),
+        ({"megabytes": 4, "compute": "10ms", "transports": "tin"}, "there is no transport 'tin'"),
+        ({"config": "nowhere.yaml"}, "cannot read the configuration nowhere.yaml"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        doctor(**flags)
 
 
 class Clock:
@@ -352,11 +343,6 @@ def test_why_a_transport_is_not_there_is_said(cluster: Cluster) -> None:
     assert any("has no transport shared: " in text and "server" in text for text in output), output
     result = cluster.command("launch", "doctor", *flags, "--transports", "shared")
     assert (result.returncode, "no worker has a transport of shared: " in result.stderr) == (2, True), result.stderr
-
-
-def test_a_transport_that_is_none(cluster: Cluster) -> None:
-    result = cluster.command("launch", "doctor", "--mb", "4", "--compute", "10ms", "--transports", "tin")
-    assert (result.returncode, "there is no transport 'tin'" in result.stderr) == (2, True)
 
 
 @pytest.mark.campaign  # other tests beside it would take its link's time

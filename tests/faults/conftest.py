@@ -77,9 +77,12 @@ class Job(Cluster):
         assert set(transports) <= {self.transport}
 
     def check(self) -> None:
-        """Once all have ended: what was applied is what the history says, each contribution at most once."""
-        self.history.check()
-        torch.testing.assert_close(self.applied(), self.history.expected(self.num_workers, self.steps))
+        """Once all have ended: what was applied is what the history says, in equal shares of each version."""
+        lineage, expected = self.history.check(), torch.zeros(self.num_workers, self.steps)
+        sizes = lineage.sizes()
+        for version, rank, number in lineage.commits():
+            expected[rank, number - 1] += 1 / sizes[version]
+        torch.testing.assert_close(self.applied(), expected)
 
     def applied(self) -> torch.Tensor:
         """[num_workers, steps]: how often each contribution was applied."""

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from paramserver.drills.check import check
+from paramserver.drills.lineage import Lineage
 
 Line = dict[str, Any]
 
@@ -65,24 +66,6 @@ class History:
         commits = reversed(self.lines("commit"))
         return next((c[2] for line in commits for c in line["contributions"] if c[0] == rank), 0)
 
-    def expected(self, num_workers: int, steps: int) -> torch.Tensor:
-        """[num_workers, steps]: what the commits say was applied of each contribution, with equal weights. A server
-        that went back to a snapshot has forgotten what it had committed since. No contribution is there twice."""
-        lineage: dict[int, list[list[int]]] = {}
-        for line in self.lines():
-            if line["op"] == "start":
-                lineage = {version: made for version, made in lineage.items() if version <= line["version"]}
-            elif line["op"] == "commit":
-                lineage[line["version"]] = line["contributions"]
-        shares = torch.zeros(num_workers, steps)
-        times = torch.zeros(num_workers, steps)
-        for contributions in lineage.values():
-            for rank, _, step in contributions:
-                shares[rank, step - 1] += 1 / len(contributions)
-                times[rank, step - 1] += 1
-        assert times.max() <= 1, f"committed twice: {(times > 1).nonzero().tolist()} (rank, step - 1)"
-        return shares
-
     def ends_of(self, rank: int) -> list[str]:
         """How a rank left, each time."""
         return [line["how"] for line in self.lines("leave", rank=rank)]
@@ -94,11 +77,12 @@ class History:
         """How often a rank came back to where it was."""
         return sum(line["resumed"] for line in self.lines("join", rank=rank))
 
-    def check(self) -> None:
-        """Every invariant that `ps-launch check` knows holds."""
+    def check(self) -> Lineage:
+        """Every invariant that `ps-launch check` knows holds, so no contribution is committed twice."""
         with self.path.open("rb") as file:
             verdict = check({self.path.name: file})
         assert verdict.is_good, "\n".join(map(str, verdict.problems[:20]))
+        return verdict.lineage
 
 
 def applied(path: Path, num_workers: int, steps: int) -> torch.Tensor:

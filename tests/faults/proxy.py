@@ -30,9 +30,7 @@ class Plan:
 
     reset_after_up: int | None = None  # client to server: these many pass, then the connection is reset
     reset_after_down: int | None = None
-    hold_after_down: int | None = None  # the rest is not read, until the connection is reset
     lose_after_up: int | None = None  # what is said from there on does not arrive; the end of the connection does
-    lose_after_down: int | None = None
     delay_up_s: float = 0.0  # so long every byte is on its way, however many are
     delay_down_s: float = 0.0
 
@@ -47,7 +45,6 @@ class _Connection:
     up: int = 0  # bytes passed
     down: int = 0
     is_reset: threading.Event = field(default_factory=threading.Event)
-    is_held: bool = False
 
     def reset(self) -> bool:
         """Both ends get RST; False when that has happened already."""
@@ -164,25 +161,21 @@ class Proxy:
     def _pass_on(self, connection: _Connection, is_up: bool) -> None:
         """One direction of one connection, until either end closes it or its time has come."""
         source, sink = (connection.client, connection.server) if is_up else (connection.server, connection.client)
-        delay_s = connection.plan.delay_up_s if is_up else connection.plan.delay_down_s
+        plan = connection.plan
+        delay_s, limit = plan.delay_down_s, plan.reset_after_down
+        if is_up:
+            delay_s, limit = plan.delay_up_s, plan.reset_after_up
         line = _Line(sink, delay_s) if delay_s else None
         say = sink.sendall if line is None else line.say
         with contextlib.suppress(OSError):
             while data := source.recv(_PIECE):
                 self._open.wait()
-                plan, passed = connection.plan, connection.up if is_up else connection.down
-                limit, lost, most = plan.reset_after_down, plan.lose_after_down, plan.hold_after_down
-                if not is_up and most is not None and passed >= most:
-                    connection.is_held = True
-                    connection.is_reset.wait()
-                    break
-                if is_up:
-                    limit, lost = plan.reset_after_up, plan.lose_after_up
+                passed = connection.up if is_up else connection.down
                 is_last = limit is not None and passed + len(data) >= limit
                 if is_last:
                     data = data[: limit - passed]
-                if lost is not None:
-                    data = data[: max(0, lost - passed)]
+                if is_up and plan.lose_after_up is not None:
+                    data = data[: max(0, plan.lose_after_up - passed)]
                 say(data)
                 if is_up:
                     connection.up += len(data)

@@ -32,7 +32,6 @@ def test_a_killed_worker_holds_nobody_up(job, metric, mode):
     job.until(lambda: any(t > killed + 1.0 for t in job.history.commits_of({0})), "commits of the other")
     metric("others' stall, s", (stall := job.history.stall({0}, killed, killed + 0.5)))
     (left,) = job.history.lines("leave", rank=1)
-    metric("from the kill to its departure, s", left["t"] - killed)
     assert left["how"] == "closed"
     assert stall <= 1.0  # 0.5 s and what other programs take
     second = job.work(1, PAUSE_S)
@@ -54,8 +53,10 @@ def test_a_frozen_worker_holds_the_others_up_for_one_lease(job, metric, mode):
     job.until(lambda: any(t > left["t"] + 1.0 for t in job.history.commits_of({0})), "commits of the other")
     frozen.signal(signal.SIGCONT)
     continued = time.monotonic()
-    job.until(lambda: job.history.last_step(1) and _last_commit(job) > continued, "step of the worker that was frozen")
-    metric("in a commit again after SIGCONT, s", time.monotonic() - continued)
+    job.until(
+        lambda: job.history.last_step(1) and job.history.commits_of({1})[-1] > continued,
+        "step of the worker that was frozen",
+    )
     stall = job.history.stall({0}, stopped, left["t"])
     metric("others' stall beyond the lease, s", stall - LEASE_S)
     job.end(other, frozen, server)
@@ -72,13 +73,9 @@ def test_a_frozen_worker_holds_the_others_up_for_one_lease(job, metric, mode):
         assert torch.equal(job.applied(), torch.ones(2, 300))
 
 
-def _last_commit(job) -> float:
-    return job.history.commits_of({1})[-1]
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.campaign
-def test_half_an_upload_is_dropped_and_its_memory_is_back(job, metric, mode):
+def test_half_an_upload_is_dropped_and_its_memory_is_back(job, mode):
     """What the victim sends ends in the middle of its sixth contribution; then it is killed. There is memory for
     one upload only: the other worker goes on because it was given back."""
     padding = 1_000_000  # floats
@@ -98,7 +95,6 @@ def test_half_an_upload_is_dropped_and_its_memory_is_back(job, metric, mode):
         victim.popen.wait()
         job.until(lambda: job.history.ends_of(1), "departure of the killed worker")
         job.until(lambda: job.history.commits_of({0})[-1] > killed, "commit of the other")
-        metric("others' next commit after the kill, s", job.history.commits_of({0})[-1] - killed)
         job.end(other)
         assert num_counted == job.history.last_step(1) == 5
         server.signal(signal.SIGTERM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from statistics import median
 
 import pytest
@@ -47,7 +46,7 @@ def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing
     script = cluster.scripts.parents[1] / "faults" / "scripts" / "reducing.py"
     workers = [cluster.script(rank, script, str(folder)) for rank in RANKS]
     server.event("training_started")
-    began, found = time.monotonic(), []
+    found = []
     for number in range(num_kills):
         # All are in one group: then whoever is killed has others that wait for it.
         workers[0].until(lambda: all(_members(worker) == 3 for worker in workers), "a group of all")
@@ -79,15 +78,7 @@ def test_who_is_killed_in_a_reduction_costs_the_others_the_reduction_and_nothing
         at -= LR * speed
     (weights,) = load_file(folder / "w.safetensors").values()
     assert float((weights - at * direction()).abs().max()) <= 1e-9, f"seed {SEED}"
-    metric("kills in a reduction", num_kills)
-    metric("steps", len(versions))
-    metric(
-        "steps of two, of one",
-        (sum(len(version) == 2 for version in versions), sum(len(version) == 1 for version in versions)),
-    )
-    metric("others that were in it", len(found))
     metric("their stall, s: median, worst", (round(median(found or [0]), 3), round(max(found, default=0), 3)))
-    metric("seconds", round(time.monotonic() - began, 1))
     assert max(found, default=0) < 10  # by an error, not by a timeout, which is 30 s
 
 

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-from paramserver.worker.conversation.channel import Channel
 
 PADDING = 1_000_000  # floats: a snapshot of 4 MB, which takes longer to write than a step to make
 STEPS = 100
@@ -31,7 +28,6 @@ class Killer:
         self.arguments += ("--set", "checkpoint.keep=1000")  # what was loaded is looked at later
         self.server = job.serve(*self.arguments)
         self.workers = [job.work(rank, pause_s, padding) for rank in range(num_workers)]
-        self.down: list[float] = []  # seconds from each kill to listening
         self.back: list[float] = []  # seconds from listening to the first worker that is let in
 
     def kill(self, moment: str) -> None:
@@ -41,13 +37,11 @@ class Killer:
         self.job.until(lambda: len(history.lines("snapshot")) > snapshots, "snapshot")
         getattr(self, f"_{moment}")()
         self.server.signal(signal.SIGKILL)
-        killed = time.monotonic()
         self.server.popen.wait()
         newest, num_starts = history.lines("snapshot")[-1], len(history.lines("start"))
         self.server = self.job.serve(*self.arguments, "--listen", self.job.address)
         self.job.until(lambda: len(history.lines("start")) > num_starts, "start")
         start = history.lines("start")[-1]
-        self.down.append(start["t"] - killed)
         assert start["version"] >= newest["version"], "something durable is lost"
         self._check_files(Path(start["source"]), newest)
         self.job.until(lambda: self._let_in(start["t"]), "worker that is let in")
@@ -93,7 +87,6 @@ class Killer:
     def end(self, metric) -> None:
         """The run ends well, with everything applied once."""
         self.job.end(*self.workers, self.server)
-        metric("kill to listening, median and max s", (statistics.median(self.down), max(self.down)))
         metric("listening to first worker let in, median and max s", (statistics.median(self.back), max(self.back)))
         starts = self.job.history.lines("start")
         assert [line["server_incarnation"] for line in starts] == list(range(1, len(starts) + 1))
@@ -123,39 +116,9 @@ def test_many_kills_at_random_moments(job, metric, mode, seed):
     assert torch.equal(job.applied(), torch.full((2, steps), share)), f"seed {seed}"
 
 
-@pytest.mark.campaign
-def test_the_weights_after_a_restart_are_those_of_the_snapshot(job):
-    """Pulled before any worker can have changed them."""
-    flags = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "2")
-    server = job.serve("async", 1, STEPS, *flags)
-    worker = job.work(0, 0.05, PADDING)
-    job.until(lambda: len(job.history.lines("snapshot")) >= 3, "snapshots")
-    worker.signal(signal.SIGSTOP)
-    server.kill()
-    num_starts = len(job.history.lines("start"))
-    server = job.serve("async", 1, STEPS, *flags, "--listen", job.address)
-    job.until(lambda: len(job.history.lines("start")) > num_starts, "start")
-    start = job.history.lines("start")[-1]
-    channel = Channel(job.address)
-    pulled = bytearray()
-
-    def write(offset: int, data: memoryview) -> None:
-        assert offset <= len(pulled)
-        pulled[offset : offset + len(data)] = data
-
-    assert channel.pull(lambda _: write).version == start["version"]
-    channel.close()
-    saved = load_file(job.folder / start["source"] / "weights.safetensors")
-    payload = b"".join(saved[name].numpy().tobytes() for name in ("seen", "padding"))
-    assert bytes(pulled[: len(payload)]) == payload
-    worker.signal(signal.SIGCONT)
-    job.end(worker, server)
-    job.check()
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.campaign
-def test_a_server_frozen_for_two_leases_lets_nobody_go(job, metric, mode):
+def test_a_server_frozen_for_two_leases_lets_nobody_go(job, mode):
     server = job.serve(mode, 2, 200)
     workers = [job.work(rank, 0.03) for rank in range(2)]
     job.until(lambda: all(job.history.last_step(rank) >= 5 for rank in range(2)), "first steps")
@@ -165,11 +128,8 @@ def test_a_server_frozen_for_two_leases_lets_nobody_go(job, metric, mode):
     server.signal(signal.SIGCONT)
     continued = time.monotonic()
     for worker in workers:
-        noticed = worker.event("connection_lost")["timestamp"] - stopped
-        metric("noticed after, s", noticed)
-        assert noticed <= 6.0
+        assert worker.event("connection_lost")["timestamp"] - stopped <= 6.0
     job.until(lambda: job.history.commits_of({0, 1})[-1] > continued, "commit")
-    metric("first commit after SIGCONT, s", job.history.commits_of({0, 1})[-1] - continued)
     job.end(*workers, server)
     assert job.history.ends_of(0) == job.history.ends_of(1) == ["goodbye"]
     job.check()

@@ -1,14 +1,12 @@
-"""A server of several processes that stand still, lose each other or their snapshots, while it trains."""
+"""A server of several processes that stand still or lose each other, while it trains."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +21,6 @@ pytestmark = pytest.mark.slow
 PADDING = 60_000  # floats, divided over the shards: each counts the commits
 LEASE_S = 3.0
 PAUSE_S = 5.0
-SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "10")
 LEASE = ("--set", f"server.lease_s={LEASE_S}")
 
 
@@ -108,35 +105,3 @@ def test_a_shard_that_stood_still_goes_on(job, mode, which):
         frozen.signal(signal.SIGCONT)
         commits(job, 3)
         ends_whole(job, rig, mode, steps)
-
-
-@pytest.mark.parametrize("how", ["removed", "damaged"])
-def test_a_run_whose_one_shard_has_lost_its_snapshots_does_not_begin_anew(job, how):
-    flags = ("--shards", "2", *LEASE, *SNAPSHOTS)
-    server = job.serve("sync", 1, 400, *flags)
-    shard = job.shard(1, 2, *LEASE, *SNAPSHOTS)
-    worker = job.work(0, 0.03, PADDING)
-    job.until(lambda: len(job.history.lines("snapshot")) >= 3, "snapshots")
-    for process in (server, shard):
-        process.kill()
-    lose(job.folder / "snapshots" / "shard-1-of-2", how)
-    server = job.serve("sync", 1, 400, *flags, "--listen", job.address)
-    shard = job.shard(1, 2, *LEASE, *SNAPSHOTS)
-    assert (server.wait(), shard.wait()) == (14, 14), server.output + shard.output
-    assert "no snapshot is complete on all shards: shard 0 has version " in server.output
-    assert "shard 1 has " + ("none" if how == "removed" else "version ") in server.output
-    assert "Traceback" not in server.output + shard.output
-    assert all(line["version"] == 0 or line["source"] for line in job.history.lines("start"))
-    worker.signal(signal.SIGTERM)
-    worker.wait()
-
-
-def lose(folder: Path, how: str) -> None:
-    """All snapshots of a shard."""
-    if how == "removed":
-        shutil.rmtree(folder)
-        return
-    for path in folder.glob("snapshot-*/weights.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)

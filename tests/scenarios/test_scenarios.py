@@ -19,20 +19,19 @@ PS_UPDATE_SCENARIOS=1 writes the right-hand sides anew; read the diff before you
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from paramserver.common.registry import MODES
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Discard, Fold, Outcome, Policy, Refuse, Reply, names
 from paramserver.ps.policies.shared.decisions import Wait
+from paramserver.tests.scenarios.telling import compare, play
 
 from ..records import contribution_of, generation_of
 
@@ -131,45 +130,13 @@ class Teller:
         return f"version {self.policy.version}{how}"
 
 
-def play(story: str) -> str:
-    """The story with its right-hand sides as the policy has them now."""
-    lines = story.splitlines()
-    mode, options = None, {}
-    width = max((len(line.split("->")[0].rstrip()) for line in lines if "->" in line), default=0)
-    teller: Teller | None = None
-    output: list[str] = []
-    for line in lines:
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            output.append(line)
-        elif words[0] == "mode":
-            mode = words[1]
-            output.append(line)
-        elif words[0] == "option":
-            value = words[2]
-            options[words[1]] = yaml.safe_load(value)
-            output.append(line)
-        else:
-            assert mode is not None, "a story begins with its mode"
-            teller = teller or Teller(policy_of(mode, options))
-            event = " ".join(line.split("->")[0].split())
-            output.append(f"{line.split('->')[0].rstrip():<{width}} -> {teller.tell(event)}")
-    return "\n".join(output) + "\n"
+def begin(settings: dict[str, Any], _: list[str]) -> Callable[[str], str]:
+    return Teller(policy_of(settings.pop("mode"), settings)).tell
 
 
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)
 def test_story(path: Path) -> None:
-    expected = path.read_text(encoding="utf-8")
-    transcript = play(expected)
-    if os.environ.get("PS_UPDATE_SCENARIOS") == "1":
-        path.write_text(transcript, encoding="utf-8")
-        return
-    diff = "\n".join(
-        difflib.unified_diff(
-            expected.splitlines(), transcript.splitlines(), path.name, "what the policy decides", lineterm=""
-        )
-    )
-    assert transcript == expected, f"PS_UPDATE_SCENARIOS=1 accepts this:\n{diff}"
+    compare(path, play(path.read_text(encoding="utf-8"), begin))
 
 
 def test_every_mode_ships_with_a_story() -> None:

@@ -40,27 +40,25 @@ def learned(config: Config, **world: Any) -> Simulation:
     return simulation
 
 
-MODES = ("sync", "async", "localsgd", "diloco", "buffered")
+FAILING = {"mtbf_s": 9.0, "back_s": 2.0}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_run_that_learns_decides_as_one_that_does_not(mode: str) -> None:
-    config = config_of(mode, 3, policy={"local_steps": 3} if mode in ("localsgd", "diloco") else {})
-    trained = learned(config, **UNEQUAL)
-    bare = Simulation(config, world_of(3, **UNEQUAL))
+@pytest.mark.parametrize(
+    ("mode", "policy", "world"),
+    [
+        ("sync", {}, {}), ("async", {}, {}), ("buffered", {}, {}),
+        ("localsgd", {"local_steps": 3}, {}), ("diloco", {"local_steps": 3}, {}),
+        ("async", {}, FAILING), ("async", {"delayed_update": True}, FAILING),
+    ],
+)  # fmt: skip
+def test_a_run_that_learns_decides_as_one_that_does_not(mode: str, policy: dict[str, Any], world: dict) -> None:
+    """Also where workers fail with payloads on their way."""
+    config = config_of(mode, 3, policy=policy)
+    trained, bare = learned(config, **UNEQUAL, **world), Simulation(config, world_of(3, **UNEQUAL, **world))
     bare.go()
-    assert trained.tally.digest == bare.tally.digest
+    assert trained.tally.digest == bare.tally.digest and bool(bare.tally.num_failures) == bool(world)
     assert trained.learner is not None
     assert trained.learner.model.store.version == trained.policy.version
-
-
-@pytest.mark.parametrize("delayed_update", [False, True])
-def test_workers_that_fail_and_payloads_on_their_way_change_no_decision(delayed_update: bool) -> None:
-    config = config_of("async", 3, policy={"delayed_update": delayed_update})
-    world = {**UNEQUAL, "mtbf_s": 9.0, "back_s": 2.0}
-    bare = Simulation(config, world_of(3, **world))
-    bare.go()
-    assert bare.tally.num_failures and learned(config, **world).tally.digest == bare.tally.digest
 
 
 def test_sync_is_one_plain_process_on_the_union_batch() -> None:
@@ -150,22 +148,22 @@ def test_the_same_work_alone_stands_beside_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "problem"),
+    ("mode", "settings", "problem"),
     [
-        ({"worker": {"codec": "q2"}}, "worker.codec is q2, and the optimizer is SGD"),
-        ({"store": {"max_norm": 1.0}}, "store.max_norm is 1.0"),
-        ({"train": {"accumulate": 2}}, "train.accumulate is 2"),
-        ({"task": {"name": "nothing.py:Task"}}, "nothing.py"),
+        ("sync", {"worker": {"codec": "q2"}}, "worker.codec is q2, and the optimizer is SGD"),
+        ("sync", {"store": {"max_norm": 1.0}}, "store.max_norm is 1.0"),
+        ("sync", {"train": {"accumulate": 2}}, "train.accumulate is 2"),
+        ("sync", {"task": {"name": "nothing.py:Task"}}, "nothing.py"),
+        (
+            "async",
+            {"worker": {"codec": "int8"}, "policy": {"delayed_update": True}},
+            "policy.delayed_update with worker.codec int8",
+        ),
     ],
 )
-def test_what_cannot_be_learned_is_said(settings: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_learned_is_said(mode: str, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        Learner(config_of("sync", 2, **settings), 2)
-
-
-def test_a_codec_whose_workers_do_not_wait_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"policy\.delayed_update with worker\.codec int8"):
-        Learner(config_of("async", 2, worker={"codec": "int8"}, policy={"delayed_update": True}), 2)
+        Learner(config_of(mode, 2, **settings), 2)
 
 
 def test_too_many_workers_are_refused_with_the_number_that_fits() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from paramserver.common.kinds import ContributionKind
 from paramserver.ps.core import effects
+from paramserver.tests.records import contributed
 from paramserver.tests.scenarios.telling import Workers, compare, in_words, make_run, play, restore
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
@@ -47,3 +49,22 @@ def test_snapshots_go_on_where_a_script_no_longer_steps_its_second_optimizer() -
     first = ["enter w0", "bring w0", "stored 1 v0", "contribute w0 s1 part 1", "contribute w0 s2 part 2"]
     told = [tell(text) for text in [*first, *(f"contribute w0 s{seq} part 1" for seq in range(3, 70))]]
     assert ["snapshot 2" in text for text in told].index(True) == len(first) + 64
+
+
+def test_a_contribution_that_waits_is_forgotten_once_another_process_contributes() -> None:
+    """In a group that is over by then, so that the new one is dropped: its discard is not the old one's."""
+    run = make_run({"mode": "allreduce", "num_workers": 2})
+    workers = Workers(run.incarnation)
+    before = [
+        "enter w0",
+        "enter w1",
+        "bring w0",
+        "contribute w0 s1 mean",
+        "leave w0",
+        "enter w0",
+        "contribute w1 s1 mean",
+    ]
+    for event in (event for text in before for event in workers.events_of(text)):
+        workers.learn(run.apply(event))
+    found = run.apply(contributed(0, 2, 1, 1, generation=1, kind=ContributionKind.COMPLETION))
+    assert in_words(found) == "discard w0#1; reply w0 DROPPED v1"

@@ -1,4 +1,4 @@
-"""Replays a server's history and reports each broken guarantee. Pure.
+"""Follows a server's history and reports each broken guarantee. Pure.
 
 The rules (I1 to I9 are the invariants of docs/robustness.md):
 
@@ -10,10 +10,10 @@ The rules (I1 to I9 are the invariants of docs/robustness.md):
 - Versions grow by one per commit, and no worker gets older weights than it has (I9).
 - The mode's own rules (`Policy.rules`), e.g. that a round contains the live workers (I7).
 
-A server that was killed, or whose disk was full, may lack its last lines (`_is_cut`). The replay then
+A server that was killed, or whose disk was full, may lack its last lines (`_is_cut`). The check then
 trusts the snapshot of the next start, and reports no problem that only the workers' lines could prove.
 
-After a problem the replay continues from the state in the history, so that each problem is reported once.
+After a problem the check continues from the state in the history, so that each problem is reported once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..common.registry import MODES
 from ..ps.policies.base import Common
@@ -34,7 +34,15 @@ _MAX_TEXT = 200
 _MAX_MISSING = 1_000_000  # contributions whose lines a killed server may lack
 
 
-class Replay(Seats):
+class Served(NamedTuple):
+    """A start of the server that is over, as the lines of its workers are compared with it."""
+
+    newest: int = 0  # version
+    num_late: int = 0  # replies that may come while a worker computes
+    cut: dict[int, int] | None = None  # numbers by rank, where its last lines may be missing
+
+
+class ServerLines(Seats):
     """Checks the server's lines: `feed` them in order, then `finish`."""
 
     def __init__(self, modes: Iterable[str] = (), is_relay: bool = False) -> None:
@@ -44,10 +52,8 @@ class Replay(Seats):
         self.has_gaps = False  # lines of commits are missing
         self.unchecked_modes: dict[str, None] = {}  # modes without installed rules
         self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
-        self.ever_committed: set[tuple[int, int]] = set()  # (rank, number), void or not
-        self.cut: dict[tuple[str, int], dict[int, int]] = {}  # (run, server incarnation) cut short: its numbers
-        self.newest: dict[tuple[str, int], int] = {}  # its newest version
-        self.num_late: dict[tuple[str, int], int] = {}  # replies that may come while its workers compute
+        self.ever_committed: set[tuple[str, int, int]] = set()  # (run, rank, number), void or not
+        self.servers: dict[tuple[str, int], Served] = {}  # by run and server incarnation
         self._durable: int | None = None  # version of the newest snapshot
         self._snapshots: set[int] = set()  # versions of the snapshots since this start
         self._voided: set[tuple[int, int]] = set()
@@ -83,7 +89,7 @@ class Replay(Seats):
             if not has_source and (version or any(numbers.values())):
                 self._report(f"a run that begins from nothing is at version {version}, numbers {numbers}")
             self.run, self.lineage, self._voided = line["run"], Lineage(numbers), set()
-            self._finished.clear()
+            self.samples, self.set_aside, self._finished = {}, {}, set()
         self._durable = version if has_source and not self._is_relay else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
         self._starts({rank: row.steps for rank, row in line.rows.items()} if has_source else {})
@@ -117,10 +123,8 @@ class Replay(Seats):
 
     def _note(self) -> None:
         """Keep what is compared with the workers' lines, of a server that writes no more."""
-        server = self.run or "", self.server_incarnation
-        self.newest[server], self.num_late[server] = self.version, self._num_late
-        if self._is_cut:
-            self.cut[server] = self.lineage.numbers()
+        numbers = self.lineage.numbers() if self._is_cut else None
+        self.servers[self.run or "", self.server_incarnation] = Served(self.version, self._num_late, numbers)
 
     def _restarted(self, line: Line, version: int, numbers: dict[int, int], has_source: bool) -> None:
         self.tally.restarts += 1
@@ -167,7 +171,7 @@ class Replay(Seats):
         for index, (rank, number) in enumerate(missing, 1):
             made = self.version + (index if are_single else number - known[rank])
             self.lineage.add(rank, number, min(made, version), line.number)
-            self.ever_committed.add((rank, number))
+            self.ever_committed.add((line["run"], rank, number))
         self.version = version
 
     def _on_snapshot(self, line: Line) -> None:
@@ -233,7 +237,7 @@ class Replay(Seats):
             if self._open.pop((rank, number), None) != incarnation:
                 text = f"rank {rank} incarnation {incarnation} contribution {number}"
                 self._report(f"version {version} holds {text}, which was not accepted before")
-            self.ever_committed.add((rank, number))
+            self.ever_committed.add((self.run or "", rank, number))
         folded = {(rank, number) for rank, _, number in line["contributions"]}
         skipped = {item for item in self._skipped if self._open.pop(item, None) is not None}
         self._skipped.clear()
