@@ -231,7 +231,7 @@ class RemoteStage:
         return output
 
     def _run(self) -> None:
-        num_failures = 0
+        num_failures, was_ready = 0, False
         try:
             while not self._closed.is_set():
                 # `link` is closed with its last user: a request may still wait for its reply.
@@ -252,8 +252,8 @@ class RemoteStage:
                 os.close(beats)
                 if self._closed.is_set():
                     return
-                num_failures = 0 if is_ready else num_failures + 1
-                self._stages.lost(self._index, code, reason, num_failures)
+                num_failures, was_ready = 0 if is_ready else num_failures + 1, was_ready or is_ready
+                self._stages.lost(self._index, code, reason, was_ready)
                 self._closed.wait(min(_BACKOFF_S, 2.0**num_failures - 1))
         except Exception as error:  # a process cannot be started
             self._stages.failed(error)
@@ -286,7 +286,6 @@ class Stages:
         self.kind = divided.kind_with(0)  # the engine's cache has no layers: each stage has its part
         self.has_lost = False  # a process has died, with its part of the cache; the engine resets it
         self.has_changed: Callable[[], None] = lambda: None  # called when a stage is ready
-        self._was_ready = False
         self.memory = [_memory(divided.slot_bytes(index) * NUM_SLOTS) for index in range(spec.size)]
         local = Stage(divided, 0, self.memory[0], spec.num_rows)
         self._remote = [RemoteStage(self, index, self.memory[index]) for index in range(1, spec.size)]
@@ -304,9 +303,7 @@ class Stages:
 
     @property
     def is_ready(self) -> bool:
-        is_ready = all(stage.link is not None for stage in self._remote)
-        self._was_ready = self._was_ready or is_ready
-        return is_ready
+        return all(stage.link is not None for stage in self._remote)
 
     def start(self) -> None:
         for stage in self._remote:
@@ -316,10 +313,10 @@ class Stages:
         for stage in self._remote:
             stage.close()
 
-    def lost(self, index: int, code: int, reason: str, num_failures: int) -> None:
-        """Note that the process of a stage has ended."""
+    def lost(self, index: int, code: int, reason: str, was_ready: bool) -> None:
+        """Note that the process of a stage has ended. `was_ready`: this process, or an earlier one of the stage."""
         self.has_lost = True
-        if num_failures and not self._was_ready:
+        if not was_ready:
             message, fix = f"ended with exit code {code} before it was ready", "its own message is above"
             if reason != _ENDED:
                 message, fix = reason, "look at its task and its disk, or raise serve.stage_silence_s"

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -185,6 +186,27 @@ def test_tensors_that_kill_a_stage_each_time_end_with_an_error(start: Callable[.
     error = deadly.exception(DEADLINE_S)
     assert isinstance(error, Refused) and error.status == 500 and "stage 1 has ended" in error.message
     assert harmless.result(DEADLINE_S)[0]["output"].shape == (1, 1, 128)
+
+
+def test_a_stage_that_was_ready_once_may_fail_to_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nobody has looked at the stages while it was ready."""
+    failures, ends = list[Exception](), iter([(True, "has ended"), (False, "has ended")])
+    task = Task(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    group = Stages(task, Spec(TaskSpec("", {}), 2, "auto", 1), failures.append)
+    remote = group.all[1]
+    assert isinstance(remote, stages.RemoteStage)
+
+    def watched(_: object, beats: int) -> tuple[bool, str]:
+        if (found := next(ends, None)) is None:
+            remote._closed.set()
+        return found or (False, "")
+
+    monkeypatch.setattr(remote, "_watch", watched)
+    process = SimpleNamespace(kill=lambda: None, wait=lambda: -9)
+    monkeypatch.setattr(stages.subprocess, "Popen", lambda *_, **__: process)
+    group.start()
+    remote.thread.join(DEADLINE_S)
+    assert not failures and next(ends, None) is None
 
 
 class Tied(nn.Sequential):
