@@ -203,7 +203,7 @@ class RemoteStage:
     def __init__(self, stages: Stages, index: int, memory: int) -> None:
         self._stages, self._index, self._memory = stages, index, memory
         self.link: Connection | None = None  # of a process that is ready
-        self.problem = f"stage {index} is starting"
+        self.problem = f"stage {index} is starting"  # empty while there is a link
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self.thread = threading.Thread(target=self._run, name=f"stage {index}", daemon=True)
@@ -216,16 +216,16 @@ class RemoteStage:
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """As `Stage.compute`. Raises Paused if the process has died."""
-        link = self.link
+        link, ended = self.link, f"stage {self._index} has ended"
         if link is None or self._stages.has_lost:  # this may be another process than the one that has the cache
-            raise Paused(self.problem or f"stage {self._index} has ended")
+            raise Paused(self.problem or ended)
         try:
             _send(link, {"slot": slot, "rows": rows}, inputs)
             message, output = _receive(link)
         except (OSError, EOFError):
             if self.link is link:  # not that of a newer process
-                self.link = None
-            raise Paused(self.problem or f"stage {self._index} has ended") from None
+                self.link, self.problem = None, ended
+            raise Paused(self.problem or ended) from None
         if output is None:
             raise RuntimeError(f"stage {self._index}: {message['error']}")
         return output
@@ -300,10 +300,6 @@ class Stages:
     def problem(self) -> str:
         """The stages that are away, and why. Empty: none."""
         return "; ".join(stage.problem for stage in self._remote if stage.problem)
-
-    @property
-    def is_ready(self) -> bool:
-        return all(stage.link is not None for stage in self._remote)
 
     def start(self) -> None:
         for stage in self._remote:

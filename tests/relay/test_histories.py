@@ -67,9 +67,7 @@ def test_real_histories_of_both_tiers(cluster: Cluster, above: str) -> None:
     """A relay is killed, and its new process goes on in the same file."""
     world = World(cluster, above)
     files = [f"relay{rank}.jsonl" for rank in range(2)]
-    for rank, file in enumerate(files):
-        world.relay(rank, "--history", file)
-    workers = world.workers(delay_s=0.15)
+    workers = world.start("--history", "relay{rank}.jsonl", delay_s=0.15)
     until_version(world.relays[1], 6)
     world.relays[1].kill()
     world.relay(1, "--history", files[1])

@@ -16,9 +16,8 @@ pytestmark = pytest.mark.slow
 def late_region(cluster: Cluster, above: str, relay_flags: tuple[str, ...] = ()) -> World:
     """Run two regions, one of which stands still while the run above makes two rounds without it."""
     world = World(cluster, above, "--set", "policy.straggler_timeout_s=0.2", *OFTEN, min_workers=1)
-    for rank in range(2):
-        world.relay(rank, "--summary", f"relay{rank}.json", "--history", f"relay{rank}.jsonl", *relay_flags)
-    workers = world.workers(delay_s=0.1)
+    files = ("--summary", "relay{rank}.json", "--history", "relay{rank}.jsonl")
+    workers = world.start(*files, *relay_flags, delay_s=0.1)
     until_version(world.relays[1], 2)
     late = workers[2:]
     for worker in late:

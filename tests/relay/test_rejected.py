@@ -20,9 +20,8 @@ def regions(
 ) -> tuple[World, list[Process]]:  # fmt: skip
     """Start two regions. The first worker of the second one has so many large gradients."""
     world = World(cluster, above, *limits, below=below)
-    for rank in range(2):
-        world.relay(rank, "--history", f"relay{rank}.jsonl", *relay_flags)
-    return world, world.workers(delay_s=0.05, large={2: f"{STEP} {num_large} {large}"})
+    large_gradients = {2: f"{STEP} {num_large} {large}"}
+    return world, world.start("--history", "relay{rank}.jsonl", *relay_flags, delay_s=0.05, large=large_gradients)
 
 
 def num_given_up(world: World, workers: list[Process]) -> int:

@@ -43,8 +43,7 @@ def check(world: World, above: str, workers: list[Process]) -> None:
 @pytest.mark.parametrize(("below", "above"), some(PAIRS, FAST))
 def test_every_contribution_counts_once(cluster: Cluster, below: str, above: str) -> None:
     world = World(cluster, above, below=below)
-    world.both_relays(*(WAITING if above == "localsgd of 1 step" else ()))
-    workers = world.workers()
+    workers = world.start(*(WAITING if above == "localsgd of 1 step" else ()))
     check(world, above, workers)
     for worker in workers if below == "allreduce" else ():  # has steps of the other region before the final weights
         (line,) = (line for line in worker.output.split("\n") if line.startswith("has "))
@@ -63,8 +62,7 @@ KILLED = [
 @pytest.mark.parametrize(("below", "above", "version"), some(KILLED, {("sync", "localsgd", 6)}))
 def test_a_killed_relay_goes_on_exactly_once(cluster: Cluster, below: str, above: str, version: int) -> None:
     world = World(cluster, above, below=below)
-    world.both_relays()
-    workers = world.workers(delay_s=0.1)
+    workers = world.start(delay_s=0.1)
     until_version(world.relays[1], version)
     world.relays[1].kill()
     world.relay(1)
@@ -76,8 +74,7 @@ def test_a_killed_relay_goes_on_exactly_once(cluster: Cluster, below: str, above
 def test_a_killed_worker_of_a_region_in_allreduce(cluster: Cluster, rank: int, version: int) -> None:
     """Its new process gets weights of a peer or of the relay; the lowest rank uploads weights for the exchanges."""
     world = World(cluster, "localsgd", below="allreduce")
-    world.both_relays()
-    workers = world.workers(delay_s=0.1)
+    workers = world.start(delay_s=0.1)
     until_version(world.relays[1], version)
     workers[2 + rank].kill()
     workers[2 + rank] = world.worker(1, rank, delay_s=0.1)
@@ -93,8 +90,7 @@ def test_a_killed_worker_of_a_region_in_allreduce(cluster: Cluster, rank: int, v
 )
 def test_a_server_above_that_goes_back_takes_its_regions_with_it(cluster: Cluster, below: str, above: str) -> None:
     world = World(cluster, above, "--checkpoint-dir", "snapshots", "--checkpoint-every", "4", below=below)
-    world.both_relays()
-    workers = world.workers(delay_s=0.1)
+    workers = world.start(delay_s=0.1)
     server = world.above
     server.until(lambda: any(event["version"] for event in server.events("snapshot")), "a later snapshot")
     server.kill()
@@ -143,8 +139,7 @@ def test_kills_of_a_relay_at_seeded_points(cluster: Cluster, seed: int) -> None:
     chance = random.Random(seed)
     above = chance.choice(["sync", "localsgd", "diloco"])
     world = World(cluster, above)
-    world.both_relays()
-    workers = world.workers(delay_s=0.1)
+    workers = world.start(delay_s=0.1)
     for _ in range(KILLS):
         rank, more = chance.randrange(2), chance.randrange(1, 3)
         relay = world.relays[rank]

@@ -104,8 +104,7 @@ def test_a_border_that_is_cut_for_a_minute(
 @pytest.mark.parametrize("above", ["sync", "localsgd"])
 def test_a_worker_of_one_region_stops_all(cluster: Cluster, above: str) -> None:
     world = World(cluster, above)
-    world.both_relays()
-    world.wait(world.workers(delay_s=0.05, stop_at=6))
+    world.wait(world.start(delay_s=0.05, stop_at=6))
     assert "enough" in json.loads((cluster.folder / "above.json").read_text())["ended_by"]
 
 

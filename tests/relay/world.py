@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -75,9 +76,11 @@ class World:
         self.relays[rank : rank + 1] = [relay]
         return relay
 
-    def both_relays(self, *flags: str) -> None:
+    def start(self, *flags: str, **of_workers: Any) -> list[Process]:
+        """Start the relays of both regions with these flags, in which {rank} is filled in, and then all workers."""
         for rank in range(2):
-            self.relay(rank, *flags)
+            self.relay(rank, *(flag.format(rank=rank) for flag in flags))
+        return self.workers(**of_workers)
 
     def relay_behind(self, proxy: Proxy, rank: int, *flags: str) -> Process:
         """Start a relay whose connection to the server above goes through this proxy."""
