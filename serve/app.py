@@ -179,17 +179,16 @@ class Service:
     async def ready(self, _: Request) -> Response:
         if not self._engine.versions():
             raise Refused(503, "no weights have arrived yet", "not_ready")
-        if self._engine.is_paused:
-            raise Refused(503, f"replies pause: {self._engine.pause}", "not_ready")
+        if pause := self._engine.pause:
+            raise Refused(503, f"replies pause: {pause}", "not_ready")
         return openai.JsonResponse({"ready": True})
 
     async def health(self, _: Request) -> Response:
-        versions = self._engine.versions()
-        is_paused = self._engine.is_paused
-        state = "starting" if not versions else "paused" if is_paused else "stale" if self._source.is_stale else "ok"
+        versions, pause = self._engine.versions(), self._engine.pause
+        state = "starting" if not versions else "paused" if pause else "stale" if self._source.is_stale else "ok"
         found: dict[str, Any] = {"status": state, "active": self._engine.num_active}
-        if is_paused:
-            found["reason"] = self._engine.pause
+        if pause:
+            found["reason"] = pause
         if versions:
             found |= openai.described_version(versions[0])
         return openai.JsonResponse(found)

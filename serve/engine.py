@@ -136,12 +136,11 @@ class Engine:
             version = self.slots.versions[self._slot_of(request)]
             if request.version and version is not None:  # a number may name another version later
                 request = replace(request, version=version.fingerprint)
-        pieces = TextPieces(self.task.decode, request.stop)
-        sequence = Job(request, emit, pieces, request.sampling.generator(), list(request.prompt))
-        with self._changed:
             if len(self._waiting) >= self.options.queue + max(0, self.options.slots - len(self._active)):
                 message = f"{len(self._waiting)} requests wait already, which is the maximum (serve.queue)"
                 raise Refused(429, message, "queue_full")
+            pieces = TextPieces(self.task.decode, request.stop)
+            sequence = Job(request, emit, pieces, request.sampling.generator(), list(request.prompt))
             self._waiting.append(sequence)
             self._changed.notify()
         return sequence
@@ -166,13 +165,8 @@ class Engine:
             self._changed.notify()
 
     @property
-    def is_paused(self) -> bool:
-        """Whether a stage of the model is away."""
-        return self._stages is not None and not self._stages.is_ready
-
-    @property
     def pause(self) -> str:
-        """The stages that are away, and why. Empty: none."""
+        """The stages that are away, and why. Empty: none, so that replies do not pause."""
         return "" if self._stages is None else self._stages.problem
 
     def late(self) -> Refused:
@@ -253,7 +247,7 @@ class Engine:
         with self._changed:
             while not self._is_stopped:
                 has_work = self._active or self._waiting or self._inferring or self.slots.whole is not None
-                if has_work and not self.is_paused:
+                if has_work and not self.pause:
                     self._swap()
                     for sequence in [*self._active, *self._waiting]:
                         if sequence.is_cancelled:
@@ -316,14 +310,12 @@ class Engine:
         """For each version, compute one chunk of one prompt and one token of every other sequence."""
         for slot in self.slots.live():
             sequences = [sequence for sequence in self._active if sequence.slot == slot]
-            new = [sequence for sequence in sequences if len(sequence.tokens) - sequence.num_cached > 1]
-            ready = [sequence for sequence in sequences if sequence not in new]
-            if self._cache is None:
-                new, ready = [], sequences
+            has_cache = self._cache is not None
+            new = [sequence for sequence in sequences if has_cache and len(sequence.tokens) - sequence.num_cached > 1]
             # A sequence that has seen a pause is computed alone: it may be the reason.
-            alone = [sequence for sequence in ready if self._cache is None or sequence.num_pauses]
-            together = [sequence for sequence in ready if sequence not in alone]
-            for batch in filter(None, [new[:1], together, *([sequence] for sequence in alone)]):
+            alone = [item for item in sequences if item not in new and (item.num_pauses or not has_cache)]
+            together = [item for item in sequences if item not in new and item not in alone]
+            for batch in filter(None, [new[:1], together, *([item] for item in alone)]):
                 self._compute(slot, sorted(batch, key=lambda sequence: sequence.row))
         if self._inferring:
             slot = self._serving()

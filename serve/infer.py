@@ -163,8 +163,7 @@ class Inference:
 
     inputs: Tensors
     reply: Reply = field(default_factory=Future)
-    num_pauses: int = 0
-    is_alone: bool = False  # it may be the reason why others fail
+    num_pauses: int = 0  # a request that has seen one is computed alone: it may be the reason
 
     def has_begun(self) -> bool:
         """Note that the request is computed now. Return False if its client is gone."""
@@ -196,26 +195,33 @@ class InferQueue:
             time.sleep(_BATCH_S)  # more requests may arrive
         with self._lock:
             taken = [self._waiting.popleft()]
-            shared = signature(taken[0].inputs) if self._is_batched and not taken[0].is_alone else None
+            shared = signature(taken[0].inputs) if self._is_batched and not taken[0].num_pauses else None
             while shared and self._waiting and len(taken) < _MAX_BATCH:
-                if self._waiting[0].is_alone or signature(self._waiting[0].inputs) != shared:
+                if self._waiting[0].num_pauses or signature(self._waiting[0].inputs) != shared:
                     break
                 taken.append(self._waiting.popleft())
         taken = [item for item in taken if item.has_begun()]
+        try:
+            self._compute(taken, model, version)
+        except Paused as paused:
+            for item in reversed([item for item in taken if not item.reply.done()]):
+                item.num_pauses += 1
+                if item.num_pauses >= MOST_PAUSES:
+                    item.reply.set_exception(Refused(500, f"the model failed: {paused}", "model_failed"))
+                else:
+                    with self._lock:
+                        self._waiting.appendleft(item)
+            raise
+
+    def _compute(self, taken: list[Inference], model: nn.Module, version: Version) -> None:
         if not taken:
             return
         try:
             found = compute(self._task, model, [item.inputs for item in taken])
-        except Paused as paused:
-            for item in taken:
-                item.num_pauses += 1
-                if item.num_pauses >= MOST_PAUSES:
-                    item.reply.set_exception(Refused(500, f"the model failed: {paused}", "model_failed"))
-            self._again([item for item in taken if not item.reply.done()])
-            raise
         except Refused as refused:
             if len(taken) > 1:  # only the requests that fail alone get an error
-                self._again(taken)
+                for item in taken:
+                    self._compute([item], model, version)
                 return
             if refused.status == 500:
                 log.error("serve_failed", error=refused.message)
@@ -223,12 +229,6 @@ class InferQueue:
             return
         for item, outputs in zip(taken, found, strict=True):
             item.reply.set_result((outputs, version))
-
-    def _again(self, taken: list[Inference]) -> None:
-        with self._lock:
-            for item in reversed(taken):
-                item.is_alone = True
-                self._waiting.appendleft(item)
 
     def refuse(self, reason: Refused) -> None:
         """End all requests that wait. The caller has the lock."""

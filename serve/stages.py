@@ -203,7 +203,7 @@ class RemoteStage:
     def __init__(self, stages: Stages, index: int, memory: int) -> None:
         self._stages, self._index, self._memory = stages, index, memory
         self.link: Connection | None = None  # of a process that is ready
-        self.problem = f"stage {index} is starting"
+        self.problem = f"stage {index} is starting"  # empty while there is a link
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = threading.Event()
         self.thread = threading.Thread(target=self._run, name=f"stage {index}", daemon=True)
@@ -216,22 +216,22 @@ class RemoteStage:
 
     def compute(self, slot: int, inputs: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """As `Stage.compute`. Raises Paused if the process has died."""
-        link = self.link
+        link, ended = self.link, f"stage {self._index} has ended"
         if link is None or self._stages.has_lost:  # this may be another process than the one that has the cache
-            raise Paused(self.problem or f"stage {self._index} has ended")
+            raise Paused(self.problem or ended)
         try:
             _send(link, {"slot": slot, "rows": rows}, inputs)
             message, output = _receive(link)
         except (OSError, EOFError):
             if self.link is link:  # not that of a newer process
-                self.link = None
-            raise Paused(self.problem or f"stage {self._index} has ended") from None
+                self.link, self.problem = None, ended
+            raise Paused(self.problem or ended) from None
         if output is None:
             raise RuntimeError(f"stage {self._index}: {message['error']}")
         return output
 
     def _run(self) -> None:
-        num_failures = 0
+        num_failures, was_ready = 0, False
         try:
             while not self._closed.is_set():
                 # `link` is closed with its last user: a request may still wait for its reply.
@@ -252,8 +252,8 @@ class RemoteStage:
                 os.close(beats)
                 if self._closed.is_set():
                     return
-                num_failures = 0 if is_ready else num_failures + 1
-                self._stages.lost(self._index, code, reason, num_failures)
+                num_failures, was_ready = 0 if is_ready else num_failures + 1, was_ready or is_ready
+                self._stages.lost(self._index, code, reason, was_ready)
                 self._closed.wait(min(_BACKOFF_S, 2.0**num_failures - 1))
         except Exception as error:  # a process cannot be started
             self._stages.failed(error)
@@ -286,7 +286,6 @@ class Stages:
         self.kind = divided.kind_with(0)  # the engine's cache has no layers: each stage has its part
         self.has_lost = False  # a process has died, with its part of the cache; the engine resets it
         self.has_changed: Callable[[], None] = lambda: None  # called when a stage is ready
-        self._was_ready = False
         self.memory = [_memory(divided.slot_bytes(index) * NUM_SLOTS) for index in range(spec.size)]
         local = Stage(divided, 0, self.memory[0], spec.num_rows)
         self._remote = [RemoteStage(self, index, self.memory[index]) for index in range(1, spec.size)]
@@ -302,12 +301,6 @@ class Stages:
         """The stages that are away, and why. Empty: none."""
         return "; ".join(stage.problem for stage in self._remote if stage.problem)
 
-    @property
-    def is_ready(self) -> bool:
-        is_ready = all(stage.link is not None for stage in self._remote)
-        self._was_ready = self._was_ready or is_ready
-        return is_ready
-
     def start(self) -> None:
         for stage in self._remote:
             stage.thread.start()
@@ -316,10 +309,10 @@ class Stages:
         for stage in self._remote:
             stage.close()
 
-    def lost(self, index: int, code: int, reason: str, num_failures: int) -> None:
-        """Note that the process of a stage has ended."""
+    def lost(self, index: int, code: int, reason: str, was_ready: bool) -> None:
+        """Note that the process of a stage has ended. `was_ready`: this process, or an earlier one of the stage."""
         self.has_lost = True
-        if num_failures and not self._was_ready:
+        if not was_ready:
             message, fix = f"ended with exit code {code} before it was ready", "its own message is above"
             if reason != _ENDED:
                 message, fix = reason, "look at its task and its disk, or raise serve.stage_silence_s"

@@ -73,8 +73,8 @@ def has_begun(directory: Path) -> bool:
     return (directory / _BEGUN).exists()
 
 
-def prune(directory: Path, keep: int, least_common: int | None = None) -> list[Path]:
-    """Remove old snapshots, and return their paths. Raises CheckpointError.
+def prune(directory: Path, keep: int, least_common: int | None = None) -> None:
+    """Remove old snapshots. Raises CheckpointError.
 
     The newest `keep` snapshots stay, and those of version `least_common`, the newest that all shards have (None: there
     is only one shard). A new snapshot begins only after the previous one has ended on all shards. So among snapshots
@@ -85,10 +85,9 @@ def prune(directory: Path, keep: int, least_common: int | None = None) -> list[P
         if least_common is not None and not has_begun(directory):
             (directory / _BEGUN).touch()
             sync(directory)
-        old = [path for path in candidates(directory)[keep:] if age_of(path)[1] != least_common]
-        for path in old:
-            _remove(path)
-    return old
+        for path in candidates(directory)[keep:]:
+            if age_of(path)[1] != least_common:
+                _remove(path)
 
 
 def drop(path: Path) -> None:

@@ -11,9 +11,7 @@ from paramserver.common.reporting.history import region_run
 from paramserver.drills.check import Verdict, check
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.drills.histories import Line, applied, encoded, joined, start
-from paramserver.tests.relay.test_relay import ABOVE, World
-
-KILLED = pytest.param("localsgd", marks=pytest.mark.slow)
+from paramserver.tests.relay.world import World, until_version
 
 
 def verdict_of(above: list[Line], region: list[Line]) -> Verdict:
@@ -64,21 +62,16 @@ def test_a_second_server_that_is_no_relay_of_the_first_is_a_problem() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sync", KILLED])
-def test_real_histories_of_both_tiers(cluster: Cluster, name: str) -> None:
+@pytest.mark.parametrize("above", ["sync", "localsgd"])
+def test_real_histories_of_both_tiers(cluster: Cluster, above: str) -> None:
     """A relay is killed, and its new process goes on in the same file."""
-    mode, flags, relay_flags, scale = ABOVE[name]
-    world = World(cluster, mode, *flags)
+    world = World(cluster, above)
     files = [f"relay{rank}.jsonl" for rank in range(2)]
-    for rank, file in enumerate(files):
-        world.relay(rank, *relay_flags, "--history", file)
-    workers = world.workers(scale, delay_s=0.15)
-    relay = world.relays[1]
-    relay.until(lambda: any(event["version"] >= 6 for event in relay.events("status")), "version 6")
-    relay.kill()
-    world.relay(1, *relay_flags, "--history", files[1])
-    assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
-    assert [process.wait() for process in (*world.relays, world.above)] == [0, 0, 0]
+    workers = world.start("--history", "relay{rank}.jsonl", delay_s=0.15)
+    until_version(world.relays[1], 6)
+    world.relays[1].kill()
+    world.relay(1, "--history", files[1])
+    world.wait(workers)
     done = cluster.command("launch", "check", "above.jsonl", *files)
     assert done.returncode == 0, done.stdout + done.stderr
     line = "region relay1.jsonl: 48 applied, 1 restarts of the relay; the run above counts 48 of its 48 samples"

@@ -11,27 +11,22 @@ import pytest
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.faults.proxy import Proxy
 from paramserver.tests.ports import free_port
-from paramserver.tests.relay.world import World
+from paramserver.tests.relay.world import ABOVE, WAITING, World, assert_weights, until_version
 
 CUT_S = 12.0  # longer than the lease of 5 s
 LONG_CUT_S = 60.0  # longer than worker.give_up_s and limits.progress_s too
 AHEAD = 8
-OFTEN = ("--set", "server.status_interval_s=0.1", "--set", "worker.transports=grpc")
-
-
-OUTER = ("--outer-lr", "1", "--outer-momentum", "0")
+GRPC = ("--set", "worker.transports=grpc")
+MORE_AHEAD = ("--set", f"upstream.ahead={AHEAD}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("above", "relay_flags"),
-    [(("sync",), ()), (("diloco", "--local-steps", "4", *OUTER), ("--upstream-every", "0"))],
-    ids=("sync", "diloco"),
-)
+@pytest.mark.parametrize(("above", "relay_flags"), [("sync", ()), ("diloco", WAITING)])
 def test_one_worker_of_all_regions_evaluates_on_the_way(
-    cluster: Cluster, above: tuple[str, ...], relay_flags: tuple[str, ...]
+    cluster: Cluster, above: str, relay_flags: tuple[str, ...]
 ) -> None:
-    cluster.server("--mode", *above, "--workers", "2", "--steps", "24", "--eval-every", "8", "--summary", "above.json")
+    flags = ("--workers", "2", "--steps", "24", "--eval-every", "8", "--summary", "above.json")
+    cluster.server("--mode", *ABOVE[above], *flags)
     address, processes = cluster.address, []
     for rank in range(2):
         relay = cluster.server(
@@ -52,17 +47,17 @@ def test_one_worker_of_all_regions_evaluates_on_the_way(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "version"),
-    [(("--set", f"upstream.ahead={AHEAD}"), 5), (("--upstream-every", "0"), 5), (("--upstream-every", "4"), 2)],
+    [(MORE_AHEAD, 5), (WAITING, 5), (("--upstream-every", "4"), 2)],
     ids=("ahead", "waits", "before its first contribution"),
 )
 def test_a_border_that_is_cut_for_long(cluster: Cluster, every: tuple[str, ...], version: int) -> None:
     """The region goes on for so many steps, then its workers wait with a sentence; later every step counts once."""
-    world = World(cluster, "localsgd", "--local-steps", "4")
+    world = World(cluster, "localsgd")
     world.relay(0, *every)
     with Proxy(world.address) as proxy:
-        relay = world.relay_behind(proxy, 1, *every, *OFTEN)
-        workers = world.workers(4.0, delay_s=0.05)
-        relay.until(lambda: any(event["version"] >= version for event in relay.events("status")), "a version")
+        relay = world.relay_behind(proxy, 1, *every, *GRPC)
+        workers = world.workers(delay_s=0.05)
+        until_version(relay, version)
         proxy.stall()
         end = time.monotonic() + CUT_S
         worker = workers[2]
@@ -70,34 +65,28 @@ def test_a_border_that_is_cut_for_long(cluster: Cluster, every: tuple[str, ...],
                                  for line in worker.events("waiting")), "a sentence")  # fmt: skip
         worker.until(lambda: time.monotonic() > end, "the end of the cut")
         versions = [event["version"] for event in relay.events("status")]
-        assert versions[-1] - 4 <= (AHEAD if version > 4 else 16) + 4, (
-            versions
-        )  # beyond the contribution without a reply
+        # Beyond the contribution without a reply.
+        assert versions[-1] - 4 <= (AHEAD if version > 4 else 16) + 4, versions
         proxy.go_on()
-        world.check_each_counted_once(workers)
+        assert_weights(world.wait(workers))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("above", "below", "relay_flags"),
-    [
-        (("sync",), "sync", ()),
-        (("localsgd", "--local-steps", "4"), "async", ("--set", f"upstream.ahead={AHEAD}")),
-        (("localsgd", "--local-steps", "4"), "allreduce", ("--set", f"upstream.ahead={AHEAD}")),
-    ],
-    ids=("sync", "async below localsgd", "allreduce below localsgd"),
+    [("sync", "sync", ()), ("localsgd", "async", MORE_AHEAD), ("localsgd", "allreduce", MORE_AHEAD)],
 )
 def test_a_border_that_is_cut_for_a_minute(
-    cluster: Cluster, above: tuple[str, ...], below: str, relay_flags: tuple[str, ...]
+    cluster: Cluster, above: str, below: str, relay_flags: tuple[str, ...]
 ) -> None:
     """Nothing times out: the relay keeps trying, without a thread or descriptor more, and no worker leaves."""
-    world = World(cluster, *above)
-    world.relay(0, *relay_flags, mode=below)
+    world = World(cluster, above, below=below)
+    world.relay(0, *relay_flags)
     with Proxy(world.address) as proxy:
-        relay = world.relay_behind(proxy, 1, *relay_flags, *OFTEN, mode=below)
-        workers = world.workers(2.0 if below == "async" else 4.0, delay_s=0.05)
-        relay.until(lambda: any(event["version"] >= 5 for event in relay.events("status")), "version 5")
+        relay = world.relay_behind(proxy, 1, *relay_flags, *GRPC)
+        workers = world.workers(delay_s=0.05)
+        until_version(relay, 5)
         proxy.stall()
         start = time.monotonic()
         worker, process = workers[2], psutil.Process(relay.popen.pid)
@@ -108,39 +97,24 @@ def test_a_border_that_is_cut_for_a_minute(
         assert relay.events("status")[-1]["version"] == ahead
         assert max(process.num_fds() - used[0], process.num_threads() - used[1]) <= 4, used
         proxy.go_on()
-        world.check_each_counted_once(workers)
+        assert_weights(world.wait(workers))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("above", [("sync",), ("localsgd", "--local-steps", "4")], ids=("sync", "localsgd"))
-def test_a_worker_of_one_region_stops_all(cluster: Cluster, above: tuple[str, ...]) -> None:
-    world = World(cluster, *above, "--summary", "above.json")
-    for rank in range(2):
-        world.relay(rank)
-    workers = world.workers(4.0, delay_s=0.05, stop_at=6)
-    assert [worker.wait() for worker in workers] == [0, 0, 0, 0]
-    codes = [process.wait() for process in (*world.relays, world.above)]
-    assert codes == [0, 0, 0], world.above.output
+@pytest.mark.parametrize("above", ["sync", "localsgd"])
+def test_a_worker_of_one_region_stops_all(cluster: Cluster, above: str) -> None:
+    world = World(cluster, above)
+    world.wait(world.start(delay_s=0.05, stop_at=6))
     assert "enough" in json.loads((cluster.folder / "above.json").read_text())["ended_by"]
 
 
 def test_relays_that_are_above_each_other(cluster: Cluster) -> None:
     """Neither listens before it has joined the other."""
     first, second = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    relays = [
-        cluster.fork(
-            f"relay{listen[-1]}",
-            "-m",
-            "paramserver.ps",
-            "--listen",
-            listen,
-            "--upstream",
-            above,
-            "--set",
-            "worker.give_up_s=1",
-        )
-        for listen, above in ((first, second), (second, first))
-    ]
+    relays = []
+    for listen, above in ((first, second), (second, first)):
+        flags = ("--listen", listen, "--upstream", above, "--set", "worker.give_up_s=1")
+        relays.append(cluster.fork(f"relay{len(relays)}", "-m", "paramserver.ps", *flags))
     assert [relay.wait() for relay in relays] == [15, 15]
     assert f"no server at {second}" in relays[0].output
     assert "a relay listens once it has joined the server above" in relays[0].output
@@ -151,9 +125,9 @@ def test_two_relays_of_one_rank(cluster: Cluster) -> None:
     """The newer one has the rank; the other ends with a sentence."""
     world = World(cluster, "sync", num_regions=1)
     world.relay(0)
-    workers = world.workers(4.0, delay_s=0.1)
+    workers = world.workers(delay_s=0.1)
     older = world.relays[0]
-    older.until(lambda: any(event["version"] >= 2 for event in older.events("status")), "version 2")
+    until_version(older, 2)
     newer = cluster.server("--mode", "sync", "--workers", "2", "--upstream", world.address, "--upstream-rank", "0")
     assert older.wait() == 13, older.output
     assert "another process joined as rank 0" in older.output

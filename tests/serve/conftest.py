@@ -63,14 +63,21 @@ class Reply:
 
 
 class Served:
-    """An engine and its versions."""
+    """An engine and its versions. `seed`: of the first version's weights."""
 
-    def __init__(self, task: Any, options: ServeConfig) -> None:
-        models = [task.model() for _ in range(NUM_SLOTS)]
-        self.engine = Engine(task, models, language_model(task, models[0]), options)
+    def __init__(self, task: Any, options: ServeConfig, seed: int = 0) -> None:
+        self.task = task
+        self.engine = self.make_engine(options)
         self._numbers = itertools.count(1)
-        self.publish()
+        self.publish(seed=seed)
         self.engine.start()
+
+    def make_engine(self, options: ServeConfig) -> Engine:
+        models = [self.task.model() for _ in range(NUM_SLOTS)]
+        return Engine(self.task, models, language_model(self.task, models[0]), options)
+
+    def write(self, slot: int, seed: int) -> None:
+        randomize(self.engine.models[slot], seed)
 
     def publish(self, version: Version | None = None, seed: int = 0) -> None:
         """Let a version arrive, the next one by default. Its weights are drawn by `seed`, or else by its number."""
@@ -80,7 +87,7 @@ class Served:
     def _arrive(self, version: Version, seed: int) -> bool:
         if (slot := self.engine.begin_arrival()) is None:
             return False
-        randomize(self.engine.models[slot], seed)
+        self.write(slot, seed)
         self.engine.arrived(slot, version)
         return True
 

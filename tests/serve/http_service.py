@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,11 @@ from safetensors.torch import save_file
 from paramserver.common.config.conditions import every
 from paramserver.common.config.schema import Config, ServeConfig
 from paramserver.serve.source import Follower, WeightsFile
-from paramserver.tests.cluster import DEADLINE_S
 from paramserver.tests.serve.conftest import Served
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[serve]'")
 from paramserver.serve.app import Service, rules
+from paramserver.tests.serve.test_api import ask
 from paramserver.web.http import HttpServer
 
 
@@ -34,18 +32,11 @@ class HttpService:
         follower = Follower(self.served.engine, source, every("10s"), lambda error: None)
         self._http = HttpServer("127.0.0.1:0", Config(), rules(settings), name="ps-serve", flag="--listen")
         self._http.start(Service("small", self.served.engine, follower).app())
-        self.url, self.address = self._http.url("/"), self._http.address
+        self.url = self._http.url("/")
 
     def ask(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """The status and the JSON of a reply, read strictly. A request without a body is a GET."""
-        connection = http.client.HTTPConnection(self.address, timeout=DEADLINE_S)
-        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        try:
-            connection.request("GET" if body is None else "POST", path, data)
-            reply = connection.getresponse()
-            return reply.status, json.loads(reply.read(), parse_constant=pytest.fail)
-        finally:
-            connection.close()
+        """The status and the JSON of a reply. A request without a body is a GET."""
+        return ask(self.url.rstrip("/"), path, body)[:2]
 
     def close(self) -> None:
         self.served.engine.close()

@@ -15,9 +15,9 @@ from torch.utils.data import TensorDataset
 class Weights(nn.Module):
     """Adds its least and its greatest weight to a row."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.zeros(1_500_000))
+        self.weights = nn.Parameter(torch.zeros(size))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         found = torch.stack([self.weights.min(), self.weights.max()])
@@ -27,8 +27,11 @@ class Weights(nn.Module):
 class Counted:
     """Each gradient is -1, so that SGD with rate 1 adds 1 at every commit: weights say their version."""
 
+    def __init__(self, size: int = 1_500_000) -> None:
+        self.size = size
+
     def model(self) -> nn.Module:
-        return nn.Sequential(*(Weights() for _ in range(4)))
+        return nn.Sequential(*(Weights(self.size) for _ in range(4)))
 
     def train_data(self) -> Any:
         return TensorDataset(torch.zeros(64, 1))
@@ -49,7 +52,7 @@ class Dying(nn.Module):
         return nn.functional.one_hot(tokens, 128).float()
 
 
-class Deadly:
+class Deadly(Counted):
     """A text model without a cache, which repeats the last token."""
 
     context = 64
@@ -62,15 +65,6 @@ class Deadly:
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
-
-    def train_data(self) -> Any:
-        return TensorDataset(torch.zeros(64, 1))
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        return torch.zeros(())
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {"loss": 0.0}
 
 
 class Frozen(Deadly):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import re
 import socket
 import ssl
@@ -32,16 +33,16 @@ FLAGS = [word for name, size in SIZES.items() for word in ("--set", f"task.args.
 def ask(
     url: str, path: str, body: Any = None, token: str = "", tls: ssl.SSLContext | None = None
 ) -> tuple[int, Any, dict[str, str]]:
-    """The status, JSON and headers of a reply."""
-    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    """The status, JSON (read strictly) and headers of a reply."""
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
     try:
         with urllib.request.urlopen(
             urllib.request.Request(url + path, data, headers), timeout=60, context=tls
         ) as reply:
-            return reply.status, json.loads(reply.read()), dict(reply.headers)
+            return reply.status, json.loads(reply.read(), parse_constant=pytest.fail), dict(reply.headers)
     except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read()), dict(error.headers)
+        return error.code, json.loads(error.read(), parse_constant=pytest.fail), dict(error.headers)
 
 
 class Client:
@@ -109,6 +110,7 @@ def test_the_official_client_reads_both_endpoints(gpt: Client) -> None:
         ({"stop": [""]}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [97, 256]}, "prompt"),
         ({"seed": 1.5}, "seed"),
         ({"top_p": 7}, "top_p"),
         ({"logprobs": True}, "logprobs"),
@@ -125,27 +127,20 @@ def test_other_mistakes_have_the_same_shape(gpt: Client) -> None:
     for path, body, status in (
         ("/v1/completions", {"model": "w@7", "prompt": "a"}, 404),
         ("/v1/completions", {"model": "other", "prompt": "a"}, 404),
-        ("/v1/completions", b"{", 400),
         ("/v1/completions", b"[]", 400),
-        ("/v1/completions", b"[" * 100_000, 400),
         ("/v1/completions", b'{"seed": ' + b"9" * 5000 + b"}", 400),
-        ("/v1/completions", b"\xff", 400),
         ("/v1/completions", {"prompt": "\ud800"}, 400),
         ("/v1/nothing", None, 404),
         ("/v2/models/other/infer", {}, 404),
     ):
         found, reply, _ = gpt.ask(path, body)
         assert (found, set(reply["error"])) == (status, {"message", "type", "param", "code"}), path
-    connection = http.client.HTTPConnection(gpt.url.removeprefix("http://"), timeout=60)
-    connection.request("POST", "/v1/completions", b"{}", {"content-length": str(1 << 30)})
-    reply = connection.getresponse()
-    assert reply.status == 413 and "1048576 bytes" in json.loads(reply.read())["error"]["message"]
-    connection.close()
-    connection = http.client.HTTPConnection(gpt.url.removeprefix("http://"), timeout=60)
-    connection.request("POST", "/v1/completions", iter([bytes(1 << 19)] * 3), encode_chunked=True)
-    reply = connection.getresponse()  # of a body whose length nobody said
-    assert reply.status == 413 and "1048576 bytes" in json.loads(reply.read())["error"]["message"]
-    connection.close()
+    for data, length in ((b"{}", {"content-length": str(1 << 30)}), (iter([bytes(1 << 19)] * 3), {})):
+        connection = http.client.HTTPConnection(gpt.url.removeprefix("http://"), timeout=60)
+        connection.request("POST", "/v1/completions", data, length, encode_chunked=not length)
+        reply = connection.getresponse()
+        assert reply.status == 413 and "1048576 bytes" in json.loads(reply.read())["error"]["message"]
+        connection.close()
     assert "w@0.0" in gpt.ask("/v1/completions", {"model": "w@7", "prompt": "a"})[1]["error"]["message"]
 
 
@@ -180,9 +175,7 @@ def test_a_model_of_tensors_answers_the_inference_protocol(cluster: Cluster, tmp
     client = serve(cluster, weights_of(tmp_path / "d.safetensors", model), "--task", "digits")
     (entry,) = client.ask("/v2/models/digits")[1]["inputs"]
     shape = [2, *entry["shape"][1:]]
-    num_values = 1
-    for size in shape:
-        num_values *= size
+    num_values = math.prod(shape)
     tensor = {"name": "input", "shape": shape, "datatype": "FP32", "data": [0.5] * num_values}
     status, reply, _ = client.ask("/v2/models/digits/infer", {"id": "7", "inputs": [tensor]})
     assert (status, reply["id"], reply["model_version"]) == (200, "7", "0.0")
@@ -205,12 +198,6 @@ def test_no_weights_or_two_sources_of_them_are_a_sentence(cluster: Cluster) -> N
         done = cluster.command("serve", "x.safetensors", *flags)
         assert done.returncode == 2 and "x.safetensors: cannot be read: there is no such file" in done.stderr
     assert "url" not in done.stdout + done.stderr, "it said that it serves"
-
-
-def test_a_port_that_is_taken_is_a_sentence(gpt: Client, cluster: Cluster) -> None:
-    file = weights_of(cluster.folder / "w.safetensors", Gpt(**SIZES).model())
-    done = cluster.command("serve", file, "--task", "gpt", *FLAGS, "--listen", gpt.url.removeprefix("http://"))
-    assert done.returncode == 10 and "cannot listen" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow
@@ -236,11 +223,6 @@ def test_clients_that_read_nothing_keep_no_slot(cluster: Cluster) -> None:
     assert 0 < float(num_written) < 4 * 1024, "the replies of two slots and a queue of two are not read"
     (num_refused,) = re.findall(r'^paramserver_serve_replies_total{status="429"} (.*)$', metrics, re.MULTILINE)
     assert float(num_refused) >= 30, "two slots and a queue of two take four of forty"
-
-
-def test_a_token_that_the_model_does_not_have_is_the_client_s_mistake(gpt: Client) -> None:
-    status, reply, _ = gpt.ask("/v1/completions", {"prompt": [97, 256]})
-    assert status == 400 and reply["error"]["param"] == "prompt" and "256" in reply["error"]["message"]
 
 
 def test_another_run_at_the_address_is_not_taken_for_the_first() -> None:

@@ -112,13 +112,19 @@ def until_over(page: Any) -> None:
     page.wait_for_function("() => document.getElementById('stop').disabled && document.querySelector('#replies .tag')")
 
 
-def test_a_prompt_streams_its_text_while_a_newer_version_arrives(served: Callable[..., Page], task: Gpt) -> None:
+def halted(served: Callable[..., Page], task: Gpt, **options: Any) -> tuple[Gated, Page, Any]:
+    """A page whose reply to PROMPT stops in the middle."""
     gated = Gated(task)
-    here = served(gated)
+    here = served(gated, **options)
     page = here.open()
     fill(page, prompt=PROMPT)
     gated.stop_after(20)
     page.get_by_role("button", name="Continue").click()
+    return gated, here, page
+
+
+def test_a_prompt_streams_its_text_while_a_newer_version_arrives(served: Callable[..., Page], task: Gpt) -> None:
+    gated, here, page = halted(served, task)
     page.wait_for_function(f"() => document.querySelector('#replies pre')?.textContent.length > {len(PROMPT)}")
     ((_, version, first),) = panes(page)
     here.served.publish()
@@ -131,12 +137,7 @@ def test_a_prompt_streams_its_text_while_a_newer_version_arrives(served: Callabl
 
 
 def test_the_version_of_a_reply_changes_before_the_reader_s_eyes(served: Callable[..., Page], task: Gpt) -> None:
-    gated = Gated(task)
-    here = served(gated, swap="in-flight")
-    page = here.open()
-    fill(page, prompt=PROMPT)
-    gated.stop_after(20)
-    page.get_by_role("button", name="Continue").click()
+    gated, here, page = halted(served, task, swap="in-flight")
     badge = page.locator("#replies .tag")
     badge.filter(has_text="run, version 1.1").wait_for()
     here.served.publish()

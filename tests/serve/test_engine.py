@@ -33,6 +33,13 @@ def greedy(task: Gpt, version: int, tokens: list[int], number: int) -> list[int]
     return found[len(tokens) :]
 
 
+def check(task: Gpt, version: int, prompt: str, tokens: list[int]) -> int:
+    """Check that the tokens of a reply are `greedy`. Return the number of those compared."""
+    expected = greedy(task, version, list(prompt.encode()), len(tokens))
+    assert tokens[: len(expected)] == expected
+    return len(expected)
+
+
 class WithoutCache:
     """The same task, whose model is given the whole text for each token."""
 
@@ -49,18 +56,15 @@ def test_a_batch_with_a_cache_writes_what_each_writes_alone_without_one(serve: S
     for prompt, reply in zip(prompts, replies, strict=True):
         end = reply.end()
         assert isinstance(end, End) and (end.reason, end.num_tokens) == ("length", 12)
-        expected = greedy(task, 1, list(prompt.encode()), 12)
-        assert reply.tokens[: len(expected)] == expected
-        num_compared += len(expected)
+        num_compared += check(task, 1, prompt, reply.tokens)
     assert num_compared > 500
 
 
 def test_a_model_without_a_cache_is_served_too(serve: Serve, task: Gpt) -> None:
     served = serve(WithoutCache(task))
     reply = served.ask("def ")
-    reply.end()
-    expected = greedy(task, 1, list(b"def "), 12)
-    assert reply.tokens[: len(expected)] == expected
+    assert isinstance(reply.end(), End)
+    check(task, 1, "def ", reply.tokens)
 
 
 def test_other_requests_of_a_batch_change_no_draw(serve: Serve) -> None:
@@ -97,14 +101,15 @@ def test_a_cancelled_request_makes_way_for_the_next(serve: Serve) -> None:
     until(lambda: served.engine.num_active == 0, "idle engine")
 
 
-def test_a_full_queue_refuses(serve: Serve) -> None:
-    served = serve(slots=1, queue=1)
-    first = served.ask("def ", pauses=True)
-    second = served.ask("def ")
-    with pytest.raises(Refused, match="1 requests wait already") as refused:
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_full_queue_refuses(serve: Serve, size: int) -> None:
+    """A queue of 0 still serves those for whom there is a slot."""
+    served = serve(slots=1, queue=size)
+    replies = [served.ask("def ", pauses=True), *(served.ask("def ") for _ in range(size))]
+    with pytest.raises(Refused, match=f"{size} requests wait already") as refused:
         served.ask("def ")
     assert refused.value.status == 429
-    assert isinstance(first.end(), End) and isinstance(second.end(), End)
+    assert all(isinstance(reply.end(), End) for reply in replies)
 
 
 def test_pinned_replies_finish_on_their_version(serve: Serve, task: Gpt) -> None:
@@ -116,8 +121,7 @@ def test_pinned_replies_finish_on_their_version(serve: Serve, task: Gpt) -> None
     assert isinstance(end, End) and isinstance(other, End)
     for reply, found, version in ((old, end, 1), (new, other, 2)):
         assert (found.version.number, found.num_swaps) == (version, 0)
-        expected = greedy(task, version, list(b"def "), len(reply.tokens))
-        assert reply.tokens[: len(expected)] == expected
+        check(task, version, "def ", reply.tokens)
     served.publish()  # the version that drained has made way, without another request
     until(lambda: served.numbers() == [3, 2], "third version")
 
@@ -175,8 +179,7 @@ def test_a_number_names_the_one_version_that_has_it(serve: Serve, task: Gpt) -> 
     for incarnation in (1, 2):
         reply = served.ask("def ", version=f"run:{incarnation}.1")
         reply.end()
-        expected = greedy(task, incarnation, list(b"def "), len(reply.tokens))
-        assert reply.tokens[: len(expected)] == expected
+        check(task, incarnation, "def ", reply.tokens)
 
 
 def test_a_request_that_fails_takes_no_other_with_it(serve: Serve) -> None:
@@ -209,8 +212,7 @@ def test_a_version_that_diverged_leaves_nothing_to_later_requests(serve: Serve, 
     replies = {prompt: served.ask(prompt, 30) for prompt in ("def ", "class " * 20)}
     for prompt, reply in replies.items():
         assert isinstance(reply.end(), End)
-        expected = greedy(task, 1, list(prompt.encode()), 30)
-        assert reply.tokens[: len(expected)] == expected
+        check(task, 1, prompt, reply.tokens)
 
 
 def test_an_engine_that_stops_refuses_all(serve: Serve) -> None:
@@ -223,11 +225,3 @@ def test_an_engine_that_stops_refuses_all(serve: Serve) -> None:
     ends = [active.end(), waits.end()]
     stopping.join()
     assert [end.status for end in ends if isinstance(end, Refused)] == [503, 503]
-
-
-def test_a_queue_of_0_still_serves_those_for_whom_there_is_a_slot(serve: Serve) -> None:
-    served = serve(slots=1, queue=0)
-    paused = served.ask("def ", pauses=True)
-    with pytest.raises(Refused, match=r"serve\.queue"):
-        served.ask("def ")
-    assert isinstance(paused.end(), End)

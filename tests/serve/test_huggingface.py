@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from paramserver.common.config.schema import ServeConfig
-from paramserver.serve.engine import End, Engine, Request
-from paramserver.serve.models import language_model
-from paramserver.serve.slots import NUM_SLOTS, Version
-from paramserver.tests.serve.conftest import GREEDY, Reply
+from paramserver.serve.engine import End, Request
+from paramserver.tests.serve.conftest import GREEDY, Reply, Served, randomize
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +34,9 @@ def gpt2(transformers: Any) -> Any:
 
 
 class Text:
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.model = make
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -46,21 +47,13 @@ class Text:
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_a_model_of_transformers_is_served(make: Callable[[Any], Any]) -> None:
     transformers = pytest.importorskip("transformers", reason="pip install 'paramserver[huggingface]'")
-    torch.manual_seed(0)
-    plain = make(transformers).eval()
-    models = [make(transformers) for _ in range(NUM_SLOTS)]
-    for model in models:
-        model.load_state_dict(plain.state_dict())
-    engine = Engine(Text(), models, language_model(Text(), models[0]), ServeConfig())
-    slot = engine.begin_arrival()
-    assert slot is not None
-    engine.arrived(slot, Version("run", 1, 1))
+    served = Served(Text(lambda: make(transformers)), ServeConfig(), seed=1)
+    plain = randomize(make(transformers), 1).eval()
     prompts = [tuple(torch.randint(256, (length,)).tolist()) for length in (1, 5, 17, 40)]
-    replies = [Reply(engine, Request(prompt, NUM_TOKENS, GREEDY)) for prompt in prompts]
-    engine.start()
+    replies = [Reply(served.engine, Request(prompt, NUM_TOKENS, GREEDY)) for prompt in prompts]
     for prompt, reply in zip(prompts, replies, strict=True):
         assert isinstance(reply.end(), End)
         options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         expected = plain.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
         assert reply.tokens == expected
-    engine.close()
+    served.engine.close()

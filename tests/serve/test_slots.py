@@ -68,8 +68,3 @@ def test_a_greater_incarnation_is_newer_than_any_version_before() -> None:
     version = Version("run", 2, 50)
     assert version.is_newer(None) and Version("run", 3, 10).is_newer(version)
     assert not Version("run", 2, 50).is_newer(version) and not Version("run", 1, 99).is_newer(version)
-
-
-def test_two_versions_never_share_a_name() -> None:
-    versions = [Version("run", incarnation, number) for incarnation in range(12) for number in range(120)]
-    assert len({version.fingerprint for version in versions}) == len({version.name for version in versions}) == 1440

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,13 +20,12 @@ from torch import nn
 from paramserver.common.config.schema import ServeConfig
 from paramserver.common.errors import UsageError
 from paramserver.serve import stages
-from paramserver.serve.engine import End, Engine, Refused, Request
-from paramserver.serve.models import language_model
-from paramserver.serve.slots import NUM_SLOTS, Version
+from paramserver.serve.engine import End, Engine, Refused
+from paramserver.serve.slots import NUM_SLOTS
 from paramserver.serve.stages import Divided, Spec, Stages
 from paramserver.serve.task import TaskSpec
 from paramserver.tests.cluster import DEADLINE_S, Cluster
-from paramserver.tests.serve.conftest import GREEDY, Reply, randomize, until
+from paramserver.tests.serve.conftest import Served, randomize, until
 from paramserver.tests.serve.test_api import FLAGS, SIZES, Client, serve, weights_of
 from paramserver.worker.tasks.gpt import Gpt
 
@@ -33,27 +33,22 @@ ARGS = {"context": 200, "max_bytes": 20_000, "num_layers": 4, "num_heads": 2, "w
 LAYERED = Path(__file__).with_name("layered.py")
 
 
-class Group:
-    """An engine whose model is in several processes. Weights of version n are drawn by n."""
+class Group(Served):
+    """An engine whose model is in several processes."""
 
     def __init__(self, name: str, args: dict[str, Any], size: int, **options: Any) -> None:
-        self.spec = TaskSpec(name, args)
-        self.task, self.failures = self.spec.load(), list[Exception]()
-        silence_s = options.get("stage_silence_s", 60.0)
-        self.stages = Stages(self.task, Spec(self.spec, size, "auto", 8, 1, silence_s), self.failures.append)
-        self.engine = Engine(self.task, self.stages.models, self.stages.kind, ServeConfig(**options), self.stages)
-        self.publish(1)
-        self.engine.start()
+        self.failures, self._spec, self._size = list[Exception](), TaskSpec(name, args), size
+        super().__init__(self._spec.load(), ServeConfig(**{"stage_silence_s": 60.0} | options))
         self.stages.start()
 
-    def publish(self, number: int) -> None:
-        slots: list[int | None] = []
-        until(lambda: slots.append(self.engine.begin_arrival()) or slots[-1] is not None, "an idle slot")
-        assert slots[-1] is not None
-        model = self.stages.models[slots[-1]]
-        for name, tensor in randomize(self.task.model(), number).state_dict().items():
-            model.write(name, tensor)
-        self.engine.arrived(slots[-1], Version("run", 1, number))
+    def make_engine(self, options: ServeConfig) -> Engine:
+        spec = Spec(self._spec, self._size, "auto", 8, 1, options.stage_silence_s)
+        self.stages = Stages(self.task, spec, self.failures.append)
+        return Engine(self.task, self.stages.models, self.stages.kind, options, self.stages)
+
+    def write(self, slot: int, seed: int) -> None:
+        for name, tensor in randomize(self.task.model(), seed).state_dict().items():
+            self.stages.models[slot].write(name, tensor)
 
     def process(self, stage: int) -> psutil.Process:
         (found,) = {child for child in psutil.Process().children() if child.cmdline()[-1:] == [str(stage)]}
@@ -65,9 +60,6 @@ class Group:
         pid = process.pid
         process.kill()
         until(lambda: not psutil.pid_exists(pid) or process.status() == psutil.STATUS_ZOMBIE, "end of the stage")
-
-    def ask(self, prompt: str, max_tokens: int = 12, pauses: bool = False, **of_request: Any) -> Reply:
-        return Reply(self.engine, Request(tuple(prompt.encode()), max_tokens, GREEDY, **of_request), pauses)
 
     def close(self) -> None:
         self.stages.close()
@@ -98,16 +90,10 @@ def mapped_bytes(pid: int) -> int:
 
 def alone(prompts: list[str], version: int = 1, max_tokens: int = 12) -> list[list[int]]:
     """The tokens of one process."""
-    task = Gpt(**ARGS)
-    models = [randomize(task.model(), version) for _ in range(NUM_SLOTS)]
-    engine = Engine(task, models, language_model(task, models[0]), ServeConfig())
-    slot = engine.begin_arrival()
-    assert slot is not None
-    engine.arrived(slot, Version("run", 1, version))
-    engine.start()
-    replies = [Reply(engine, Request(tuple(prompt.encode()), max_tokens, GREEDY)) for prompt in prompts]
+    served = Served(Gpt(**ARGS), ServeConfig(), seed=version)
+    replies = [served.ask(prompt, max_tokens) for prompt in prompts]
     ends = [reply.end() for reply in replies]
-    engine.close()
+    served.engine.close()
     assert all(isinstance(end, End) for end in ends)
     return [reply.tokens for reply in replies]
 
@@ -131,7 +117,7 @@ def test_stages_write_what_one_process_writes(start: Callable[..., Group], size:
 def test_a_killed_stage_pauses_replies_and_they_go_on_with_the_same_version(start: Callable[..., Group]) -> None:
     group = start()
     old = group.ask("def ", 30, pauses=True)
-    group.publish(2)
+    group.publish()
     other = group.ask("class ", 30)
     group.kill(1)
     ends = [old.end(), other.end()]
@@ -149,6 +135,10 @@ def test_a_request_that_kills_a_stage_each_time_ends_with_an_error(start: Callab
     assert isinstance(refused, Refused) and (refused.status, refused.code) == (500, "model_failed")
     assert "stage 1 has ended" in refused.message
     assert isinstance(group.ask("abc").end(), End)
+    deadly, harmless = (group.engine.infer({"tokens": torch.tensor([[token]])}) for token in (200, 65))
+    error = deadly.exception(DEADLINE_S)
+    assert isinstance(error, Refused) and error.status == 500 and "stage 1 has ended" in error.message
+    assert harmless.result(DEADLINE_S)[0]["output"].shape == (1, 1, 128)
 
 
 @pytest.mark.slow
@@ -157,10 +147,9 @@ def test_a_frozen_stage_is_noticed_and_started_again(start: Callable[..., Group]
     group = start(stage_silence_s=2.0)
     reply = group.ask("def ", 30, pauses=True)
     for _ in range(2):
-        until(lambda: not group.engine.is_paused, "all stages")
+        until(lambda: not group.engine.pause, "all stages")
         group.process(1).suspend()
         reply.go_on()
-        until(lambda: group.engine.is_paused, "pause")
         until(lambda: "stage 1 has given no sign of life for 2 s" in group.engine.pause, "reason")
     assert isinstance(reply.end(), End) and reply.tokens == alone(["def "], 1, 30)[0]
     until(lambda: not group.engine.pause, "end of the pause")
@@ -178,13 +167,25 @@ def test_a_stage_that_is_frozen_while_it_loads_is_a_failure_with_a_sentence(
     group.failures.clear()  # of the next process, if there was one
 
 
-@pytest.mark.slow
-def test_tensors_that_kill_a_stage_each_time_end_with_an_error(start: Callable[..., Group]) -> None:
-    group = start(2, f"{LAYERED}:Deadly", {})
-    deadly, harmless = (group.engine.infer({"tokens": torch.tensor([[token]])}) for token in (200, 65))
-    error = deadly.exception(DEADLINE_S)
-    assert isinstance(error, Refused) and error.status == 500 and "stage 1 has ended" in error.message
-    assert harmless.result(DEADLINE_S)[0]["output"].shape == (1, 1, 128)
+def test_a_stage_that_was_ready_once_may_fail_to_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nobody has looked at the stages while it was ready."""
+    failures, ends = list[Exception](), iter([(True, "has ended"), (False, "has ended")])
+    task = Task(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    group = Stages(task, Spec(TaskSpec("", {}), 2, "auto", 1), failures.append)
+    remote = group.all[1]
+    assert isinstance(remote, stages.RemoteStage)
+
+    def watched(_: object, beats: int) -> tuple[bool, str]:
+        if (found := next(ends, None)) is None:
+            remote._closed.set()
+        return found or (False, "")
+
+    monkeypatch.setattr(remote, "_watch", watched)
+    process = SimpleNamespace(kill=lambda: None, wait=lambda: -9)
+    monkeypatch.setattr(stages.subprocess, "Popen", lambda *_, **__: process)
+    group.start()
+    remote.thread.join(DEADLINE_S)
+    assert not failures and next(ends, None) is None
 
 
 class Tied(nn.Sequential):
@@ -278,13 +279,14 @@ def test_health_and_readiness_name_a_frozen_stage(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_each_version_of_a_live_run_is_whole_in_all_stages(cluster: Cluster) -> None:
+@pytest.mark.parametrize("group", ["1", "3"])
+def test_each_version_of_a_live_run_of_shards_is_whole_in_all_stages(cluster: Cluster, group: str) -> None:
     run = ("--mode", "sync", "--steps", "1000000", "--optimizer", "sgd", "--lr", "1")
     task = ("--task", f"{LAYERED}:Counted")
     cluster.server(*run, "--shards", "2", "--workers", "1")
     cluster.shard(1, 2, *run)
     cluster.worker(0, *task, "--set", "slowdown.base_s=0.01")
-    client = serve(cluster, "--server", cluster.address, *task, "--every", "1", "--group", "3")
+    client = serve(cluster, "--server", cluster.address, *task, "--every", "1", "--group", group)
     row = {"inputs": [{"name": "input", "shape": [1, 1], "datatype": "FP32", "data": [0]}]}
     versions: set[int] = set()
     kills = iter(stage_pids(client))

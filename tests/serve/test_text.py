@@ -41,12 +41,6 @@ def test_no_piece_has_anything_of_the_first_stop_string(text: str, stop: list[st
     assert "".join(pieces) == (text[: min(ends)[1]] if ends else text)
 
 
-@pytest.mark.parametrize("tokens", [[0xE2, 0x82], [0xFF] * 6, [0xF0, 0x9F, 0x98, 65]])
-def test_bytes_that_are_no_character_do_not_hold_the_text_back(tokens: list[int]) -> None:
-    pieces, _ = pieces_of(tokens)
-    assert "".join(pieces) == decode(tokens)
-
-
 PARTS = [
     b"\xe2", b"\x82", b"\xac", b"\xe2\x82\xac", b"\xf0\x9f", b"\x98\x80a", b"a\xe2", b"\xff", b" b", b"\xed\xa0", b"",
 ]  # fmt: skip

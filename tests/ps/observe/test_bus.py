@@ -65,6 +65,11 @@ def begun(sinks: list[Any], is_large: bool = False) -> Bus:
     return bus
 
 
+def logged(capsys: pytest.CaptureFixture[str]) -> str:
+    output = capsys.readouterr()
+    return output.out + output.err
+
+
 @pytest.mark.parametrize("kind", [Gathering, Slow])
 def test_a_sink_is_told_everything_in_order(kind: type[Gathering]) -> None:
     sink = kind()
@@ -90,8 +95,7 @@ def test_a_sink_that_raises_is_switched_off_and_the_others_go_on(
     bus.close()
     assert sink.facts == [committed(1)]
     assert other.facts == [committed(1)]  # its own exception
-    output = capsys.readouterr()
-    text = output.out + output.err
+    text = logged(capsys)
     assert text.count("sink_off") == 2  # one each
     assert "ValueError: I do not like it" in text
 
@@ -113,8 +117,7 @@ def test_a_slow_sink_loses_facts_and_the_run_no_time(capsys: pytest.CaptureFixtu
         bus.publish(0.0, committed(100))
         bus.close()
         assert [fact.version for fact in sink.facts] == expected  # type: ignore[union-attr]
-        output = capsys.readouterr()
-        text = output.out + output.err
+        text = logged(capsys)
         assert text.count("sink_slow") == 1
         assert f"dropped={51 - len(expected)}" in text
 
@@ -183,8 +186,7 @@ def test_a_full_disk_costs_the_history_and_not_the_run(capsys: pytest.CaptureFix
         bus.publish(0.0, committed(version))
     bus.publish(0.0, RunEnded(100, {}))
     bus.close()
-    output = capsys.readouterr()
-    text = output.out + output.err
+    text = logged(capsys)
     assert text.count("sink_off") == 1
     assert "No space left on device" in text
     assert "dropped=101" in text
@@ -195,7 +197,6 @@ def test_a_full_disk_costs_a_worker_its_history_only(capsys: pytest.CaptureFixtu
     for seq in range(10):
         history.write("send", rank=0, seq=seq)
     history.close()
-    output = capsys.readouterr()
-    text = output.out + output.err
+    text = logged(capsys)
     assert text.count("history_off") == 1
     assert "missing=10" in text

@@ -135,18 +135,15 @@ def test_a_run_that_goes_back_keeps_its_name_and_loses_what_is_beyond(cluster: C
 
 
 def newer(path: Path) -> None:
-    path.parent.mkdir()
     with sqlite3.connect(path) as db:
         db.execute(f"PRAGMA user_version = {VERSION + 1}")
 
 
 def damaged(path: Path) -> None:
-    path.parent.mkdir()
     path.write_bytes(b"no database" * 1000)
 
 
 def of_something_else(path: Path) -> None:
-    path.parent.mkdir()
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE songs (name TEXT)")
 
@@ -163,6 +160,8 @@ BAD = {newer: f"version {VERSION + 1}", damaged: "not a database", of_something_
 def test_a_file_that_cannot_be_used_is_said_once_and_the_run_goes_on(
     cluster: Cluster, spoil: Callable[[Path], None]
 ) -> None:
+    if spoil is not no_folder:
+        database(cluster).parent.mkdir()
     spoil(database(cluster))
     before = database(cluster).read_bytes() if database(cluster).exists() else b""
     server = trained(cluster)
@@ -209,39 +208,28 @@ def test_a_full_disk_is_said_once_and_the_run_goes_on(cluster: Cluster) -> None:
     assert stored(cluster)[0].step > 5, "what was written before stays"
 
 
-def _deleted(path: Path) -> None:
-    path.unlink()
-
-
-def _replaced(path: Path) -> None:
+def replace_by_copy(path: Path) -> None:
     (path.parent / "copy").write_bytes(path.read_bytes())
     (path.parent / "copy").replace(path)
 
 
-def _emptied(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def _cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def _overwritten(path: Path) -> None:
+def overwrite(path: Path, at: int, data: bytes) -> None:
     with path.open("r+b") as file:
-        file.write(b"no database" * 10)
+        file.seek(at)
+        file.write(data)
 
 
-def _overwritten_further_on(path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        file.seek(size // 2)
-        file.write(b"\xff" * (size // 2))
+def size(path: Path) -> int:
+    return path.stat().st_size
 
 
-SPOILT = {
-    _deleted: "was deleted", _replaced: "was replaced", _emptied: "was emptied", _cut: "was truncated",
-    _overwritten: "was damaged", _overwritten_further_on: "was damaged",
-}  # fmt: skip
+SPOILT: list[tuple[Callable[[Path], object], str]] = [
+    (Path.unlink, "was deleted"), (replace_by_copy, "was replaced"),
+    (lambda path: os.truncate(path, 0), "was emptied"),
+    (lambda path: os.truncate(path, size(path) // 2), "was truncated"),
+    (lambda path: overwrite(path, 0, b"no database" * 10), "was damaged"),
+    (lambda path: overwrite(path, size(path) // 2, b"\xff" * (size(path) // 2)), "was damaged"),
+]  # fmt: skip
 
 
 def tick(at: float, fields: dict[str, str]) -> Tick:
@@ -254,8 +242,10 @@ def _write_thrice(record: Record) -> None:
         assert record.write()
 
 
-@pytest.mark.parametrize("spoil", SPOILT)
-def test_a_file_that_is_spoilt_under_a_writer_is_said(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(("spoil", "words"), SPOILT)
+def test_a_file_that_is_spoilt_under_a_writer_is_said(
+    tmp_path: Path, spoil: Callable[[Path], object], words: str
+) -> None:
     path, config = tmp_path / FILE, Config.model_validate({"output": {"track_dir": str(tmp_path)}})
     record = Record(config, run="run", mode="sync")
     for number in range(200):
@@ -267,7 +257,7 @@ def test_a_file_that_is_spoilt_under_a_writer_is_said(tmp_path: Path, spoil: Cal
     spoil(path)
     with pytest.raises((ParamServerError, sqlite3.Error)) as raised:  # SQLite's own word where it notices first
         _write_thrice(record)
-    assert SPOILT[spoil] in str(raised.value) or "malformed" in str(raised.value)
+    assert words in str(raised.value) or "malformed" in str(raised.value)
     record.close()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import grpc.aio
@@ -17,9 +18,10 @@ from paramserver.ps.shards.link import Link
 from paramserver.ps.shards.messages import LINES, BeginRun, GoOn, Ready, Register
 
 WITHIN_S = 10.0
+Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awaitable[None]]
 
 
-class Calls(grpc.GenericRpcHandler):
+class Calls:
     """A coordinator: each call gets its reply with the next of these, None breaks it off; `heard` is what it was
     told."""
 
@@ -28,13 +30,7 @@ class Calls(grpc.GenericRpcHandler):
         self.heard: list[list[object]] = []
         self.breaks: list[asyncio.Event] = []
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        assert details.method == f"/{SERVICE}/Attend"
-        return grpc.stream_stream_rpc_method_handler(
-            self._attend, pb.ShardReport.FromString, pb.ShardOrder.SerializeToString
-        )
-
-    async def _attend(self, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext) -> None:
+    async def attend(self, reports: AsyncIterator[pb.ShardReport], context: grpc.aio.ServicerContext) -> None:
         heard: list[object] = [LINES.read((await anext(reports)).message)]
         self.heard.append(heard)
         broken = asyncio.Event()
@@ -60,55 +56,61 @@ async def until(condition) -> None:
             await asyncio.sleep(0.01)
 
 
-async def linked(calls: Calls, scenario) -> None:
+@contextlib.asynccontextmanager
+async def coordinator(attend: Attend, credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[int]:
+    """A server with the call Attend, at the port that this context gives."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((calls,))
-    port = server.add_insecure_port("127.0.0.1:0")
+    handler = grpc.stream_stream_rpc_method_handler(attend, pb.ShardReport.FromString, pb.ShardOrder.SerializeToString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Attend": handler}),))
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
-    link = Link(Config(server={"shard": 1, "shards": 2, "coordinator": f"127.0.0.1:{port}"}), Clock())
+    yield port
+    await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def link_to(port: int, **security: object) -> AsyncIterator[Link]:
+    address = {"shard": 1, "shards": 2, "coordinator": f"127.0.0.1:{port}"}
+    link = Link(Config(server=address, security=security, worker={"give_up_s": 60}), Clock())
     try:
-        await scenario(link)
+        yield link
     finally:
         await link.close()
-        await server.stop(0)
 
 
 REGISTER = Register(1, 2, "127.0.0.1:1")
 BEGIN = BeginRun("r", 1, None, "{}")
 
 
-def test_what_is_said_goes_out_on_the_newest_connection() -> None:
+async def test_what_is_said_goes_out_on_the_newest_connection() -> None:
     """The first one broke off before the run began: nothing may be said on what is left of it."""
     calls = Calls(None, None, BEGIN)
-
-    async def scenario(link: Link) -> None:
+    async with coordinator(calls.attend) as port, link_to(port) as link:
         assert await link.register(REGISTER) == BEGIN
         follower = Follower(happens=lambda event: None, digest=lambda: "")
         link.carry(follower)
         follower.outbox.put(Ready())
         await until(lambda: calls.heard[2][1:] == [Ready()])
 
-    asyncio.run(linked(calls, scenario))
 
-
-def test_what_must_be_known_is_said_again_on_a_new_connection() -> None:
+async def test_what_must_be_known_is_said_again_on_a_new_connection() -> None:
     calls = Calls(BEGIN, GoOn(0))
 
-    async def scenario(link: Link) -> None:
+    async def follow(link: Link) -> None:
+        async for _ in link.orders():
+            pass
+
+    async with coordinator(calls.attend) as port, link_to(port) as link:
         await link.register(REGISTER)
         follower = Follower(happens=lambda event: None, digest=lambda: "")
         link.carry(follower)
         follower.outbox.put(Ready())
         await until(lambda: Ready() in calls.heard[0])
-
-        async def follow() -> None:
-            async for _ in link.orders():
-                pass
-
-        following = asyncio.create_task(follow())
+        following = asyncio.create_task(follow(link))
         calls.breaks[0].set()
         await until(lambda: len(calls.heard) == 2 and Ready() in calls.heard[1])
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-
-    asyncio.run(linked(calls, scenario))

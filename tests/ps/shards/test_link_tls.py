@@ -8,22 +8,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
-import grpc.aio
 import pytest
 
-from paramserver.common.config.schema import Config
 from paramserver.common.errors import AuthError
 from paramserver.launch.certs.kit import issue, make_ca
-from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.engine.clock import Clock
-from paramserver.ps.shards.link import Link
-from paramserver.ps.shards.messages import LINES, BeginRun, Register
+from paramserver.tests.ps.shards.test_link import BEGIN, REGISTER, Calls, coordinator, link_to
 
 from ...certificates import write
 
 HERE = ["127.0.0.1"]
 DAY = timedelta(days=1)
-BEGIN = BeginRun("r", 1, None, "{}")
 
 
 @pytest.fixture(scope="module")
@@ -39,43 +33,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def _attend(reports, context) -> None:
-    assert isinstance(LINES.read((await anext(reports)).message), Register)
-    await context.write(pb.ShardOrder(message=LINES.write(BEGIN)))
+def shown(folder: Path, name: str, is_mutual: bool) -> grpc.ServerCredentials:
+    """The credentials of a server that shows this certificate."""
+    pair = tuple((folder / f"{name}.{part}").read_bytes() for part in ("key", "crt"))
+    return grpc.ssl_server_credentials([pair], (folder / "ca.crt").read_bytes(), is_mutual)
 
 
-def register(folder: Path, coordinators: str | None, has_ca: bool, is_mutual: bool) -> object:
+def security(folder: Path, has_ca: bool, is_mutual: bool) -> dict[str, object]:
+    """The settings of shard 1."""
+    files = {"ca": f"{folder}/ca.crt", "cert": f"{folder}/shard-1.crt", "key": f"{folder}/shard-1.key"}
+    return {**(files if has_ca else {}), "mutual": is_mutual}
+
+
+async def register(folder: Path, coordinators: str | None, has_ca: bool, is_mutual: bool) -> object:
     """What comes of registering with a coordinator that shows this certificate, or speaks no TLS."""
-
-    async def main() -> object:
-        server = grpc.aio.server()
-        handler = grpc.stream_stream_rpc_method_handler(
-            _attend, pb.ShardReport.FromString, pb.ShardOrder.SerializeToString
-        )
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler("paramserver.v4.ParameterServer", {"Attend": handler}),)
-        )
-        if coordinators is None:
-            port = server.add_insecure_port("127.0.0.1:0")
-        else:
-            pair = tuple((folder / f"{coordinators}.{part}").read_bytes() for part in ("key", "crt"))
-            ca = (folder / "ca.crt").read_bytes()
-            port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair], ca, is_mutual))
-        await server.start()
-        files = {"ca": f"{folder}/ca.crt", "cert": f"{folder}/shard-1.crt", "key": f"{folder}/shard-1.key"}
-        config = Config(
-            server={"shard": 1, "shards": 2, "coordinator": f"127.0.0.1:{port}"},
-            security={**(files if has_ca else {}), "mutual": is_mutual},
-            worker={"give_up_s": 60},
-        )
-        link = Link(config, Clock())
-        try:
-            return await asyncio.wait_for(link.register(Register(1, 2, "127.0.0.1:1")), 30)
-        finally:
-            await link.close()
-            await server.stop(0)
-
-    return asyncio.run(main())
+    credentials = shown(folder, coordinators, is_mutual) if coordinators is not None else None
+    async with (
+        coordinator(Calls(BEGIN).attend, credentials) as port,
+        link_to(port, **security(folder, has_ca, is_mutual)) as link,
+    ):
+        return await asyncio.wait_for(link.register(REGISTER), 30)
 
 
 @pytest.mark.parametrize(
@@ -88,45 +65,29 @@ def register(folder: Path, coordinators: str | None, has_ca: bool, is_mutual: bo
         ("shard-2", True, True, "shows the certificate of 'shard-2', and the coordinator is 'shard-0'"),
     ],
 )
-def test_the_cause_is_named_at_once(
+async def test_the_cause_is_named_at_once(
     folder: Path, coordinators: str | None, has_ca: bool, is_mutual: bool, words: str
 ) -> None:
     with pytest.raises(AuthError) as error:
-        register(folder, coordinators, has_ca, is_mutual)
+        await register(folder, coordinators, has_ca, is_mutual)
     assert words in error.value.message
     assert error.value.fix and error.value.exit_code == 11
 
 
 @pytest.mark.parametrize("is_mutual", [False, True])
-def test_with_the_coordinators_own_certificate_all_is_well(folder: Path, is_mutual: bool) -> None:
-    assert register(folder, "shard-0", True, is_mutual) == BEGIN
+async def test_with_the_coordinators_own_certificate_all_is_well(folder: Path, is_mutual: bool) -> None:
+    assert await register(folder, "shard-0", True, is_mutual) == BEGIN
 
 
-def test_the_certificate_that_was_looked_at_is_the_one_that_is_trusted(folder: Path) -> None:
+async def test_the_certificate_that_was_looked_at_is_the_one_that_is_trusted(folder: Path) -> None:
     """Whoever stands between lets the look through to shard 0, and takes every other connection himself, with another
     certificate of the same CA: he is told nothing."""
-    certificates: list[object] = []
-
-    async def main() -> None:
-        servers, ports = [], []
-        for name in ("shard-0", "shard-2"):
-            server = grpc.aio.server()
-
-            async def attend(reports, context, name=name) -> None:
-                certificates.append((name, LINES.read((await anext(reports)).message)))
-                await context.write(pb.ShardOrder(message=LINES.write(BEGIN)))
-
-            handler = grpc.stream_stream_rpc_method_handler(
-                attend, pb.ShardReport.FromString, pb.ShardOrder.SerializeToString
-            )
-            server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler("paramserver.v4.ParameterServer", {"Attend": handler}),)
-            )
-            pair = tuple((folder / f"{name}.{part}").read_bytes() for part in ("key", "crt"))
-            credentials = grpc.ssl_server_credentials([pair], (folder / "ca.crt").read_bytes(), True)
-            ports.append(server.add_secure_port("127.0.0.1:0", credentials))
-            await server.start()
-            servers.append(server)
+    coordinators = {name: Calls(BEGIN) for name in ("shard-0", "shard-2")}
+    async with contextlib.AsyncExitStack() as stack:
+        ports = [
+            await stack.enter_async_context(coordinator(calls.attend, shown(folder, name, True)))
+            for name, calls in coordinators.items()
+        ]
         targets = iter([ports[0]])
 
         async def between(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -141,21 +102,9 @@ def test_the_certificate_that_was_looked_at_is_the_one_that_is_trusted(folder: P
             await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
 
         proxy = await asyncio.start_server(between, "127.0.0.1", 0)
-        files = {"ca": f"{folder}/ca.crt", "cert": f"{folder}/shard-1.crt", "key": f"{folder}/shard-1.key"}
-        config = Config(
-            server={"shard": 1, "shards": 2, "coordinator": f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"},
-            security={**files, "mutual": True},
-            worker={"give_up_s": 60},
-        )
-        link = Link(config, Clock())
-        try:
-            with pytest.raises(AuthError, match="shows the certificate of 'shard-2'"):
-                await asyncio.wait_for(link.register(Register(1, 2, "127.0.0.1:1")), 30)
-        finally:
-            await link.close()
-            proxy.close()
-            for server in servers:
-                await server.stop(0)
-
-    asyncio.run(main())
-    assert certificates == []
+        stack.callback(proxy.close)
+        port = proxy.sockets[0].getsockname()[1]
+        link = await stack.enter_async_context(link_to(port, **security(folder, True, True)))
+        with pytest.raises(AuthError, match="shows the certificate of 'shard-2'"):
+            await asyncio.wait_for(link.register(REGISTER), 30)
+    assert [calls.heard for calls in coordinators.values()] == [[], []]

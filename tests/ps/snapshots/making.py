@@ -11,10 +11,13 @@ import torch
 from paramserver.common.config.schema import Config
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
+from paramserver.common.tensors.sharding import divide
 from paramserver.common.wire.records import Row
+from paramserver.ps.snapshots import store_state
 from paramserver.ps.snapshots.available import Available
 from paramserver.ps.snapshots.checkpoint import Loaded, write
-from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS, Manifest
+from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS, Manifest, ShareEntry
+from paramserver.ps.tensors.store import Store
 
 LAYOUT = Layout([
     TensorSpec("w", Kind.PARAMETER, "float32", (3, 2), ("tied",)),
@@ -22,6 +25,10 @@ LAYOUT = Layout([
     TensorSpec("count", Kind.BUFFER, "int64", ()),
 ])  # fmt: skip
 ADAM = OptimizerSpec("Adam", (GroupSpec(("w", "b"), {"lr": 0.1, "betas": [0.9, 0.99]}),))
+FACTS = {
+    "run": "r", "server_incarnation": 1, "mode": "sync", "policy": {}, "rows": {},
+    "num_joins": {}, "training": {}, "seed": 0, "paramserver_version": "0",
+}  # fmt: skip
 
 
 def manifest_of(version: int, incarnation: int = 1, **changes: Any) -> Manifest:
@@ -48,6 +55,23 @@ def files_of(version: int) -> dict[Any, dict[str, torch.Tensor]]:
 
 def snapshot(directory: Path, version: int, incarnation: int = 1) -> Path:
     return write(directory, manifest_of(version, incarnation), files_of(version)).path
+
+
+def empty_store(layout: Layout, optimizer: OptimizerSpec | None, **options: Any) -> Store:
+    return Store(layout, torch.zeros(layout.total_bytes, dtype=torch.uint8), optimizer, **options)
+
+
+def written(
+    folder: Path, store: Store, whole: Layout, optimizer: OptimizerSpec | None, shard: int = 0, shards: int = 1,
+    outer: OptimizerSpec | None = None, **facts: Any,
+) -> Path:  # fmt: skip
+    """Write a snapshot of a store that has a shard's part of the model `whole`. `optimizer`: of the whole model."""
+    entry, mine, captured = None, optimizer, store_state.capture(store)
+    if shards > 1:
+        entry = ShareEntry(shard=shard, shards=shards, tensors=whole.specs, optimizer=optimizer)
+        mine = divide(whole, shards)[shard].optimizer(optimizer) if optimizer is not None else None
+    manifest = store_state.manifest_of(captured, store.layout, mine, share=entry, outer=outer, **FACTS | facts)
+    return write(folder, manifest, store_state.tensors_of(captured, store.layout, outer or mine)).path
 
 
 def hidden(directory: Path) -> list[str]:

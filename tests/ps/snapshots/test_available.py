@@ -16,12 +16,11 @@ from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.tensors.sharding import divide
 from paramserver.common.wire.records import Row
 from paramserver.ps.snapshots.available import Available
-from paramserver.ps.snapshots.checkpoint import write
 from paramserver.ps.snapshots.common import choose_common
 from paramserver.ps.snapshots.files import prune
-from paramserver.ps.snapshots.manifest import ShareEntry
-from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
-from paramserver.ps.tensors.store import Step, Store
+from paramserver.ps.snapshots.store_state import restore
+from paramserver.ps.tensors.store import Step
+from paramserver.tests.ps.snapshots.making import empty_store, written
 
 LAYOUT = Layout([
     TensorSpec("w", Kind.PARAMETER, "float32", (12, 3)),
@@ -40,24 +39,15 @@ def keep(directory: Path, version: int, shards: int = 1, only: tuple[int, ...] |
     for index, share in enumerate(divide(LAYOUT, shards)):
         if only is not None and index not in only:
             continue
-        spec = share.optimizer(SPEC)
-        store = Store(share.layout, torch.zeros(share.layout.total_bytes, dtype=torch.uint8), spec)
+        store = empty_store(share.layout, share.optimizer(SPEC))
         store.fold(torch.zeros(share.layout.exchange_bytes, dtype=torch.uint8), 1.0, 0)
         store.commit(Step(1, 0))
         store.version = version
         for part, (_, view) in zip(share.parts, share.layout.views(store.weights), strict=True):
             tensor = whole_weights(version)[part.spec.name]
             view.copy_(tensor if part.is_whole else tensor[part.first : part.end])
-        entry = None
-        if shards > 1:
-            entry = ShareEntry(shard=index, shards=shards, tensors=LAYOUT.specs, optimizer=SPEC)
-        manifest = manifest_of(
-            capture(store), share.layout, spec, run=run, server_incarnation=1, mode="sync",
-            rows={0: Row(version, version)},
-            num_joins={0: 1}, training={}, seed=0, share=entry, paramserver_version="0",
-        )  # fmt: skip
         folder = directory / f"shard-{index}-of-{shards}" if shards > 1 else directory
-        write(folder, manifest, tensors_of(capture(store), share.layout, spec))
+        written(folder, store, LAYOUT, SPEC, index, shards, run=run, rows={0: Row(version, version)}, num_joins={0: 1})
 
 
 def config(folder: Path, shard: int = 0, shards: int = 1, resume: str | None = None) -> Config:
@@ -86,10 +76,7 @@ def held_after(folder: Path, shards: int) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for available, share in zip(of_all(folder, shards), divide(LAYOUT, shards), strict=True):
         loaded = available.load(name)
-        store = Store(
-            loaded.layout, torch.zeros(loaded.layout.total_bytes, dtype=torch.uint8), loaded.manifest.optimizer
-        )
-        restore(store, loaded)
+        restore(store := empty_store(loaded.layout, loaded.manifest.optimizer), loaded)
         assert store.version == name.version
         for part, (spec, view) in zip(share.parts, loaded.layout.views(store.weights), strict=True):
             assert spec.name == part.name
@@ -198,8 +185,7 @@ def test_only_the_snapshot_that_is_loaded_is_mapped_and_only_until_it_is_let_go(
     name = available.newest()
     loaded = available.load(name)
     assert mapped(tmp_path) and all("000000000012-1" in line for line in mapped(tmp_path))
-    store = Store(loaded.layout, torch.zeros(loaded.layout.total_bytes, dtype=torch.uint8), loaded.manifest.optimizer)
-    restore(store, loaded)
+    restore(store := empty_store(loaded.layout, loaded.manifest.optimizer), loaded)
     del loaded
     assert mapped(tmp_path) == [], "the disk space of a pruned snapshot is free again"
     store.fold(torch.zeros(store.layout.exchange_bytes, dtype=torch.uint8), 1.0, 0)

@@ -17,6 +17,7 @@ import torch
 from paramserver.ps.snapshots.checkpoint import load
 from paramserver.ps.snapshots.files import candidates, next_incarnation
 from paramserver.ps.snapshots.manifest import WEIGHTS
+from paramserver.tests.cluster import DEADLINE_S
 from paramserver.tests.ps.snapshots.making import hidden, load_newest, snapshot
 
 # Forks a writer for every line it reads, so that torch is loaded once.
@@ -71,7 +72,7 @@ def test_a_writer_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
 
 def read_until(process: subprocess.Popen[bytes], end: bytes) -> bytes:
     assert process.stdout is not None
-    output, deadline = b"", time.monotonic() + 30
+    output, deadline = b"", time.monotonic() + DEADLINE_S
     while end not in output or not output.endswith(b"\n"):
         ready, _, _ = select.select([process.stdout], [], [], deadline - time.monotonic())
         assert ready, f"no {end!r} in {output!r}"

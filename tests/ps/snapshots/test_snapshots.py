@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -62,14 +60,6 @@ class Rig:
         return await done
 
 
-def in_loop(scenario: Callable[[Path], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
-    def run(tmp_path: Path) -> None:
-        asyncio.run(asyncio.wait_for(scenario(tmp_path), 20))
-
-    run.__name__, run.__doc__ = scenario.__name__, scenario.__doc__
-    return run
-
-
 def versions(folder: Path) -> list[int]:
     return [int(path.name.split("-")[1]) for path in candidates(folder)]
 
@@ -77,7 +67,6 @@ def versions(folder: Path) -> list[int]:
 # ---- taking --------------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_a_snapshot_is_written_told_and_gone_on_from(tmp_path):
     rig = Rig(of(tmp_path))
     rig.commit()
@@ -94,7 +83,6 @@ async def test_a_snapshot_is_written_told_and_gone_on_from(tmp_path):
     assert model.source == fact.path
 
 
-@in_loop
 async def test_one_is_pruned_when_a_newer_one_is_on_all_shards(tmp_path):
     """Another shard's disk is full for longer than checkpoint.keep."""
     rig = Rig(of(tmp_path))
@@ -110,7 +98,6 @@ async def test_one_is_pruned_when_a_newer_one_is_on_all_shards(tmp_path):
     assert versions(tmp_path) == [6, 5]
 
 
-@in_loop
 async def test_a_snapshot_that_cannot_be_written_leaves_the_newest_common_one(tmp_path):
     rig = Rig(of(tmp_path))
     rig.commit()
@@ -125,7 +112,6 @@ async def test_a_snapshot_that_cannot_be_written_leaves_the_newest_common_one(tm
     assert versions(tmp_path) == [3, 1] and rig.ends == []
 
 
-@in_loop
 async def test_a_capture_that_fails_is_an_alarm_and_nobody_waits_for_it(tmp_path):
     rig = Rig(of(tmp_path))
     rig.commit()
@@ -139,7 +125,6 @@ async def test_a_capture_that_fails_is_an_alarm_and_nobody_waits_for_it(tmp_path
     assert await rig.take() == 2
 
 
-@in_loop
 async def test_after_a_failed_commit_no_snapshot_is_taken(tmp_path):
     """Half of the windows are stepped, and the table of contributions counts the commit."""
     rig = Rig(of(tmp_path))
@@ -158,7 +143,6 @@ async def test_after_a_failed_commit_no_snapshot_is_taken(tmp_path):
 # ---- going on --------------------------------------------------------------------------------------------
 
 
-@in_loop
 async def test_a_run_of_local_optimizers_goes_on_on_the_server_only_with_one_it_can_run(tmp_path):
     """In localsgd workers run any optimizer. A mode with the server's own says which it cannot."""
     tensors = TensorThread(lambda error: None)
@@ -201,23 +185,19 @@ def test_who_goes_back_goes_on_from_what_it_wrote_whatever_it_was_to_begin_with(
 
 
 @pytest.mark.parametrize("is_on_its_way", [False, True])
-def test_what_is_not_on_all_shards_goes_when_they_differ(tmp_path: Path, is_on_its_way: bool) -> None:
+async def test_what_is_not_on_all_shards_goes_when_they_differ(tmp_path: Path, is_on_its_way: bool) -> None:
     """The newest that all have is sound; one that was taken after it holds nobody knows what."""
-
-    async def main() -> None:
-        rig = Rig(of(tmp_path))
-        rig.commit()
-        rig.snapshots.prune(await rig.take())
-        rig.commit()
-        taking = asyncio.ensure_future(rig.take())
-        if not is_on_its_way:
-            await taking
-            assert versions(tmp_path) == [2, 1]
-        else:
-            await asyncio.sleep(0)
-        rig.snapshots.drop()
+    rig = Rig(of(tmp_path))
+    rig.commit()
+    rig.snapshots.prune(await rig.take())
+    rig.commit()
+    taking = asyncio.ensure_future(rig.take())
+    if not is_on_its_way:
         await taking
-        rig.snapshots.close()
-
-    asyncio.run(main())
+        assert versions(tmp_path) == [2, 1]
+    else:
+        await asyncio.sleep(0)
+    rig.snapshots.drop()
+    await taking
+    rig.snapshots.close()
     assert versions(tmp_path) == [1]

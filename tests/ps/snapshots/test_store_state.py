@@ -15,19 +15,16 @@ from safetensors.torch import load_file
 from paramserver.common.errors import CheckpointError
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
-from paramserver.ps.snapshots.checkpoint import Loaded, load, write
+from paramserver.ps.snapshots.checkpoint import Loaded, load
 from paramserver.ps.snapshots.manifest import WEIGHTS
 from paramserver.ps.snapshots.resharding import merge
-from paramserver.ps.snapshots.store_state import Captured, capture, manifest_of, restore, tensors_of
+from paramserver.ps.snapshots.store_state import capture, restore, tensors_of
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
+from paramserver.tests.ps.snapshots.making import empty_store, written
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(cls.__name__ for cls in known_optimizers().values() if is_elementwise(cls))
-FACTS = {
-    "run": "r", "server_incarnation": 1, "mode": "sync", "policy": {}, "rows": {},
-    "num_joins": {}, "training": {}, "seed": 0, "paramserver_version": "0",
-}  # fmt: skip
 
 # All kinds, several dtypes, a tied tensor, one of no dimension and one of no elements, in two groups and in none.
 LAYOUT = Layout([
@@ -84,10 +81,8 @@ def train(store: Store, first: int, last: int) -> None:
         store.commit(Step(2, 0, rates[: len(store.optimizer.torch.param_groups)] if store.optimizer else None))
 
 
-def through_files(store: Store, spec: OptimizerSpec | None, folder: Path, into: Captured | None = None) -> Loaded:
-    captured = capture(store, into)
-    manifest = manifest_of(captured, store.layout, spec, **FACTS)
-    return load(write(folder, manifest, tensors_of(captured, store.layout, spec)).path)
+def through_files(store: Store, spec: OptimizerSpec | None, folder: Path) -> Loaded:
+    return load(written(folder, store, store.layout, spec))
 
 
 def restored(loaded: Loaded, polyak: float | None = 0.9) -> Store:
@@ -136,41 +131,6 @@ def test_training_goes_on_bit_identically(
     assert not torch.equal(straight.tensors()["d"], interrupted.tensors()["d"])
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_tensors_larger_than_a_window(tmp_path: Path, name: str) -> None:
-    layout = Layout([
-        TensorSpec("small", P, "float32", (100,)),
-        TensorSpec("large", P, "float32", (1100, 1000)),
-        TensorSpec("half", P, "bfloat16", (100, 100)),
-    ])  # fmt: skip
-    spec = optimizer(name, (("small", "large"), ("half",)), **({"momentum": 0.9} if name == "SGD" else {}))
-    straight, interrupted = new_store(spec, layout), new_store(spec, layout)
-    assert len(straight.windows) == 2
-    train(straight, 0, 6)
-    train(interrupted, 0, 3)
-    resumed = restored(through_files(interrupted, spec, tmp_path))
-    train(resumed, 3, 6)
-    assert_same(resumed, straight)
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_other_windows_take_up_the_same_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    spec = optimizer(name)
-    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
-    store = new_store(spec)
-    train(store, 0, 5)
-    loaded = through_files(store, spec, tmp_path)
-    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 1 << 20)
-    other = restored(loaded)
-    assert len(store.windows) > 20 and len(other.windows) == 1
-    assert_same(store, other)
-    again = tensors_of(capture(other), LAYOUT, spec)
-    for file, tensors in loaded.files.items():
-        assert again[file].keys() == tensors.keys()
-        for key, tensor in tensors.items():
-            assert torch.equal(again[file][key], tensor), key
-
-
 def test_what_the_files_hold(tmp_path: Path) -> None:
     spec = optimizer("Adam")
     store = new_store(spec)
@@ -189,39 +149,6 @@ def test_what_the_files_hold(tmp_path: Path) -> None:
     assert {state[f"step/{name}"].item() for name in trained} == {3.0}
     assert [group["lr"] for group in loaded.manifest.hyperparameters or ()] == [0.01 / 3, 0.02 / 3]
     assert loaded.manifest.scalars == ("step",)
-
-
-def test_weights_load_into_the_bare_model(tmp_path: Path) -> None:
-    class Tied(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(7, 3)
-            self.norm = torch.nn.BatchNorm1d(3)
-            self.head = torch.nn.Linear(3, 7, bias=False)
-            self.head.weight = self.embed.weight
-
-    model = Tied()
-    specs = [
-        TensorSpec("embed.weight", P, "float32", (7, 3), ("head.weight",)),
-        TensorSpec("norm.weight", P, "float32", (3,)),
-        TensorSpec("norm.bias", P, "float32", (3,)),
-        TensorSpec("norm.running_mean", B, "float32", (3,)),
-        TensorSpec("norm.running_var", B, "float32", (3,)),
-        TensorSpec("norm.num_batches_tracked", B, "int64", ()),
-    ]
-    store = new_store(None, Layout(specs))
-    model.load_state_dict(load_file(through_files(store, None, tmp_path).path / "weights.safetensors"), strict=True)
-    assert torch.equal(model.head.weight, store.tensors()["embed.weight"])
-
-
-def test_before_the_first_step_there_is_no_state(tmp_path: Path) -> None:
-    spec = optimizer("AdamW")
-    loaded = through_files(new_store(spec), spec, tmp_path)
-    assert loaded.state == {}
-    resumed, straight = restored(loaded), new_store(spec)
-    train(resumed, 0, 5)
-    train(straight, 0, 5)
-    assert_same(resumed, straight)
 
 
 def test_a_capture_is_a_moment_and_its_memory_is_used_again(tmp_path: Path) -> None:
@@ -265,7 +192,7 @@ def test_a_run_may_change_what_it_keeps(tmp_path: Path) -> None:
     loaded = through_files(store, spec, tmp_path)
     averaging = restored(loaded, polyak=0.5)
     assert averaging.averaged is not None and torch.equal(averaging.tensors(True)["a"], store.tensors()["a"])
-    weights_only = Store(LAYOUT, torch.zeros(LAYOUT.total_bytes, dtype=torch.uint8), None)
+    weights_only = empty_store(LAYOUT, None)
     restore(weights_only, loaded)  # the state of the optimizer is left out
     assert_same(weights_only, store)
     from_weights = through_files(weights_only, spec, tmp_path / "weights")
@@ -281,9 +208,7 @@ def test_an_outer_optimizer_goes_on_and_is_never_taken_for_the_workers(tmp_path:
     store, straight = new_store(outer), new_store(outer)
     train(straight, 0, 4)
     train(store, 0, 2)
-    captured = capture(store)
-    manifest = manifest_of(captured, layout, theirs, outer=outer, **FACTS)
-    loaded = load(write(tmp_path / "diloco", manifest, tensors_of(captured, layout, outer)).path)
+    loaded = load(written(tmp_path / "diloco", store, layout, theirs, outer=outer))
     assert loaded.whole_optimizer == theirs
     for again in (loaded, merge([loaded], 0, 1)):
         resumed = new_store(outer)
@@ -292,11 +217,7 @@ def test_an_outer_optimizer_goes_on_and_is_never_taken_for_the_workers(tmp_path:
         assert_same(resumed, straight)
     merged = merge([loaded], 1, 2)
     assert merged.manifest.outer == outer_spec("SGD", outer.groups[0].hyperparameters, merged.layout)
-    restore(
-        other := Store(merged.layout, torch.zeros(merged.layout.total_bytes, dtype=torch.uint8), merged.manifest.outer),
-        merged,
-        True,
-    )
+    restore(other := empty_store(merged.layout, merged.manifest.outer), merged, True)
     assert other.optimizer is not None and 0 < other.optimizer.num_state_bytes < store.optimizer.num_state_bytes
     synchronous = new_store(sgd)
     train(synchronous, 0, 2)
@@ -335,18 +256,23 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[tuple[str, ...], ...]]:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layouts(), st.sampled_from(["Adam", "RMSprop", "ASGD"]), st.sampled_from([256, 4 << 20]))
-def test_any_layout(
-    tmp_path_factory: pytest.TempPathFactory, shape: tuple[Layout, Any], name: str, window_bytes: int
+@given(
+    shape=layouts(), name=st.sampled_from(["Adam", "RMSprop", "ASGD"]), at=st.integers(0, 2),
+    sizes=st.tuples(st.sampled_from([256, 4 << 20]), st.sampled_from([256, 4 << 20])),
+)  # fmt: skip
+def test_any_layout_at_any_step_in_other_windows(
+    tmp_path_factory: pytest.TempPathFactory, shape: tuple[Layout, Any], name: str, at: int, sizes: tuple[int, int]
 ) -> None:
     layout, groups = shape
     # Torch's 1e-8 is 0 in float16: RMSprop divides by it, and weights that are not finite are in no snapshot.
     spec = optimizer(name, groups, **({} if name == "ASGD" else {"eps": 1e-3}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
+        patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", sizes[0])
         straight, interrupted = new_store(spec, layout), new_store(spec, layout)
         train(straight, 0, 4)
-        train(interrupted, 0, 2)
-        resumed = restored(through_files(interrupted, spec, tmp_path_factory.mktemp("any")))
-        train(resumed, 2, 4)
+        train(interrupted, 0, at)
+        loaded = through_files(interrupted, spec, tmp_path_factory.mktemp("any"))
+        patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", sizes[1])
+        resumed = restored(loaded)
+        train(resumed, at, 4)
         assert_same(resumed, straight)
