@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,10 @@ class Process:
         self.until(lambda: bool(self.events(name)), f"event '{name}'")
         return self.events(name)[0]
 
+    def snapshot(self, least: int = 1) -> None:
+        """Returns once it has a snapshot of this version or a later one."""
+        self.until(lambda: any(event["version"] >= least for event in self.events("snapshot")), f"snapshot of {least}")
+
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
         """The exit code, once the process has ended by itself."""
         try:
@@ -83,10 +88,17 @@ class Process:
         self.popen.wait(DEADLINE_S)
 
 
-def at_gates(processes: Iterable[Process]) -> None:
+def at_gates(*processes: Process, gate: str = "") -> None:
     """Returns once all of these have said that they are at their gate."""
     for process in processes:
-        process.until(lambda process=process: "at the gate" in process.output, "gate")
+        process.until(lambda process=process: f"at the gate {gate}".strip() in process.output, f"gate {gate}")
+
+
+def end_well(*processes: Process) -> None:
+    """All of these end by themselves, without a mistake."""
+    for process in processes:
+        code = process.wait()
+        assert not code, f"{process.name}: {code}\n" + "\n".join(f"== {item.name}\n{item.output}" for item in processes)
 
 
 class Fork:
@@ -206,6 +218,10 @@ class Cluster:
         where = ("--coordinator", self.address, *(() if "--listen" in flags else ("--listen", "127.0.0.1:0")))
         return self.fork(f"shard{number}-{len(self.processes)}", *argv, *where, *flags, **env)
 
+    def shards(self, shards: int, *flags: str) -> list[Process]:
+        """All other shards of the server started last."""
+        return [self.shard(number, shards, *flags) for number in range(1, shards)]
+
     def worker(self, rank: int, *flags: str, **env: str) -> Process:
         name = f"worker{rank}-{len(self.processes)}"
         argv = ("-m", "paramserver.worker", "--rank", str(rank), "--server", self.address, *flags)
@@ -222,6 +238,17 @@ class Cluster:
         words = ("-m", f"paramserver.{argv[0]}", *argv[1:])
         env = self._env | {"PS_LOG__FORMAT": "text"} | env
         return run_forked(self.folder, *words, environ=env)
+
+    def summary(self) -> dict[str, Any]:
+        """What the server has written with `--summary s.json`."""
+        return json.loads((self.folder / "s.json").read_text())  # type: ignore[no-any-return]
+
+    def history(self, is_checked: bool = False) -> list[dict[str, Any]]:
+        """What it has written with `--history h.jsonl`, in which `ps-launch check` finds nothing wrong."""
+        if is_checked:
+            checked = self.command("launch", "check", "h.jsonl")
+            assert checked.returncode == 0, checked.stdout + checked.stderr
+        return [json.loads(line) for line in (self.folder / "h.jsonl").read_text().splitlines()]
 
     def stop(self) -> None:
         for process in self.processes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paramserver.tests.cluster import Forked, Zygote, zygote
+from paramserver.tests.cluster import Forked, Zygote, end_well, zygote
 from paramserver.tests.ports import free_port
 
 MEMBER = "paramserver.tests.replica_group.member"
@@ -89,6 +91,13 @@ class Run:
                 found.append(self.forks[of].fork(name, self.folder, *first, *words, **variables))
         self.processes += found
         return found
+
+    def end(self) -> None:
+        """All end well: workers first, for which a server waits."""
+        end_well(*reversed(self.processes))
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "s.json").read_text())  # type: ignore[no-any-return]
 
     def stop(self) -> None:
         for process in self.processes:

@@ -60,25 +60,20 @@ TENSOR_WORK = [
 ]  # fmt: skip
 WIRE = {"grpc", "grpc_health", "grpc_reflection", "google.protobuf", "paramserver.proto"}
 
-# The only files that know gRPC or the messages.
-WIRE_USERS = {
-    "ps/wire/service.py", "ps/wire/conversation.py", "ps/wire/joining.py", "ps/wire/receiver.py",
-    "ps/wire/partial_transfers.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/stream.py",
-    "ps/wire/listening.py", "ps/health.py", "ps/wire/security.py", "ps/shards/attend.py",
-    "ps/shards/link.py", "ps/shards/gather.py", "worker/conversation/channel.py", "worker/conversation/heartbeat.py",
-    "worker/conversation/shard.py", "worker/conversation/stream_client.py", "worker/conversation/messages.py",
-    "worker/transports/transport.py", "worker/transports/up.py", "common/wire/checks.py", "common/wire/frames.py",
-    "common/wire/messages.py", "common/wire/protocol.py", "common/wire/segments.py", "common/wire/structs.py",
+# The only files that know gRPC, and those that know the messages alone.
+GRPC_USERS = {
+    "ps/wire/service.py", "ps/wire/conversation.py", "ps/wire/joining.py", "ps/wire/stream.py", "ps/wire/listening.py",
+    "ps/health.py", "ps/wire/security.py", "ps/shards/attend.py", "ps/shards/link.py", "ps/shards/gather.py",
+    "worker/conversation/channel.py", "worker/conversation/heartbeat.py", "worker/conversation/shard.py",
+    "worker/conversation/stream_client.py", "common/wire/protocol.py",
 }  # fmt: skip
-
-
-# Of those, the ones that know gRPC itself; the others know messages only.
-GRPC_USERS = WIRE_USERS - {
+MESSAGE_USERS = {
     "worker/conversation/messages.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/receiver.py",
-    "ps/wire/partial_transfers.py", "worker/transports/transport.py",
-    "worker/transports/up.py", "common/wire/checks.py", "common/wire/frames.py", "common/wire/messages.py",
-    "common/wire/segments.py", "common/wire/structs.py",
+    "ps/wire/partial_transfers.py", "worker/transports/transport.py", "worker/transports/up.py",
+    "common/wire/checks.py", "common/wire/frames.py", "common/wire/messages.py", "common/wire/segments.py",
+    "common/wire/structs.py",
 }  # fmt: skip
+WIRE_USERS = GRPC_USERS | MESSAGE_USERS
 
 
 def matching(patterns: list[str]) -> list[str]:
@@ -174,7 +169,7 @@ def test_only_a_few_files_know_grpc_and_the_messages() -> None:
 
 
 def test_messages_are_independent_of_the_transport() -> None:
-    assert breaches(WIRE_USERS - GRPC_USERS, {"grpc", "asyncio", "threading", "time"}) == {}
+    assert breaches(MESSAGE_USERS, {"grpc", "asyncio", "threading", "time"}) == {}
 
 
 # What starts and tries the programs; the programs know nothing of it.
@@ -255,14 +250,6 @@ def test_serving_knows_how_a_worker_reads_a_run_and_no_package_knows_serving() -
     assert [item for item in sorted(imported - {"paramserver.worker"}) if not item.startswith(roots)] == []
     others = [name for name in FILES if not name.startswith(("serve/", "benchmarks/"))]
     assert breaches(others, {"paramserver.serve"}) == {}
-
-
-def test_the_launcher_starts_without_torch_and_grpc() -> None:
-    """Also through what it imports from common: `ps-launch --help` answers at once."""
-    heavy = ("torch", "numpy", "grpc", "google.protobuf", "safetensors", "asyncio")
-    code = f"import sys, paramserver.launch.main; print([name for name in {heavy} if name in sys.modules])"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output == "[]\n"
 
 
 HEAVY = ("torch", "numpy", "grpc", "google.protobuf", "safetensors", "structlog", "starlette", "uvicorn", "websockets")

@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+
+from paramserver.tests.cluster import Cluster, end_well
+
+from .test_allreduce import sizes_of, start, versions_of
 
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-
-SCRIPT = """
-import sys, torch, paramserver
-case = sys.argv[1] if len(sys.argv) > 1 else ""
-with paramserver.connect() as session:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
-    optimizer = session.optimizer(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    while not session.is_done:
-        number = optimizer.progress.row.seq + 1
-        for p in model.parameters():
-            p.grad = torch.full_like(p, float(number))
-        if number == 5 and case == "schedule":
-            optimizer.param_groups[0]["lr"] = 0.005
-        if number == 5 and case == "nan":
-            model.bias.grad[1] = float("nan")
-        if number == 5 and case == "dies":
-            import os, pathlib, time
-            while not list(pathlib.Path("kept").glob("snapshot-00000000000[24]-*")):
-                time.sleep(0.01)
-            os.kill(os.getpid(), 9)
-        session.record(num_samples=1, loss=0.0)
-        optimizer.step()
-    session.finish()
-"""
-
-
-def start(cluster, num_workers, *flags):
-    (cluster.folder / "script.py").write_text(SCRIPT)
-    server = cluster.server(
-        "--mode", "allreduce", "--workers", str(num_workers), "--steps", str(STEPS), "--history", "h.jsonl", *flags
-    )
-    return server, lambda rank, *case, **env: cluster.script(rank, cluster.folder / "script.py", *case, **env)
-
-
-def members(cluster):
-    """Of each version, how many workers' gradients it holds; in the history nothing is wrong."""
-    checked = cluster.command("launch", "check", "h.jsonl")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    lines = [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-    return [len(line["contributions"]) for line in lines if line["op"] == "commit"]
 
 
 @pytest.mark.parametrize("victim", [0, 2])  # to whom small sums come, and one that sends
@@ -57,48 +18,57 @@ def members(cluster):
     ("case", "code", "message"),
     [
         # The lowest is right where as many say one as the other; of three one is alone.
-        (
-            "schedule",
-            2,
-            "the optimizer of rank {victim} would step with other hyperparameters (lr 0.005) than that of rank",
-        ),
-        ("nan", 16, "the gradient of 'bias' of rank {victim} is not finite, so the mean would not be finite"),
+        ("rate", 2, "the optimizer of rank {} would step with other hyperparameters (lr 0.005) than that of rank"),
+        ("nan", 16, "the gradient of '1.bias' of rank {} is not finite, so the mean would not be finite"),
     ],
     ids=["schedule", "not finite"],
 )
-def test_it_ends_in_its_step_and_the_others_go_on(cluster, case, code, message, victim):
-    server, worker = start(cluster, 3)
+def test_it_ends_in_its_step_and_the_others_go_on(
+    cluster: Cluster, case: str, code: int, message: str, victim: int
+) -> None:
+    server, worker = start(cluster, 3, STEPS)
     workers = [worker(rank, *([case] if rank == victim else [])) for rank in range(3)]
     ended = workers.pop(victim)
     assert ended.wait() == code, ended.output
-    assert message.format(victim=victim) in ended.output
+    assert message.format(victim) in ended.output
     assert "Traceback" not in ended.output
-    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], workers[0].output
-    assert members(cluster) == [3] * 4 + [2] * 4
+    end_well(*workers, server)
+    assert sizes_of(versions_of(cluster)) == [3] * 4 + [2] * 4
 
 
 @pytest.mark.parametrize(
-    ("zero", "copies", "message"),
+    ("first", "other", "message"),
     [
-        ("0", "2", "worker.zero is 0 for rank 1, but worker.zero is 1 (worker.zero_copies 2) for rank 0, which"),
-        ("1", "1", "worker.zero is 1 (worker.zero_copies 1) for rank 1, but worker.zero is 1 (worker.zero_copies 2) "),
+        (
+            {"ZERO": "1"}, {"ZERO": "0", "ZERO_COPIES": "2"},
+            "worker.zero is 0 for rank 1, but worker.zero is 1 (worker.zero_copies 2) for rank 0, which",
+        ),
+        (
+            {"ZERO": "1"}, {"ZERO": "1", "ZERO_COPIES": "1"},
+            "worker.zero is 1 (worker.zero_copies 1) for rank 1, but worker.zero is 1 (worker.zero_copies 2) ",
+        ),
+        ({}, {"CODEC": "int8"}, "worker.codec is int8 for rank 1, but rank 0"),
     ],
-)
-def test_one_that_divides_otherwise_is_refused(cluster, zero, copies, message):
-    server, worker = start(cluster, 2)
-    first = worker(0, PS_WORKER__ZERO="1")
-    other = worker(1, PS_WORKER__ZERO=zero, PS_WORKER__ZERO_COPIES=copies)
-    assert other.wait() == 2, other.output
-    assert message in other.output
-    assert "Traceback" not in other.output
-    assert [first.wait(), server.wait()] == [0, 0]
+)  # fmt: skip
+def test_one_that_divides_or_encodes_otherwise_is_refused(
+    cluster: Cluster, first: dict[str, str], other: dict[str, str], message: str
+) -> None:
+    server, worker = start(cluster, 2, STEPS)
+    workers = [
+        worker(rank, **{f"PS_WORKER__{name}": value for name, value in settings.items()})
+        for rank, settings in enumerate((first, other))
+    ]
+    assert workers[1].wait() == 2, workers[1].output
+    assert message in workers[1].output
+    assert "Traceback" not in workers[1].output
+    end_well(workers[0], server)
 
 
-def test_a_share_that_nobody_has_ends_the_run_which_goes_on_from_its_snapshot(cluster):
+def test_a_share_that_nobody_has_ends_the_run_which_goes_on_from_its_snapshot(cluster: Cluster) -> None:
     kept = ("--checkpoint-dir", "kept", "--checkpoint-every", "2")
     settings = {"PS_WORKER__ZERO": "1", "PS_WORKER__ZERO_COPIES": "1"}
-    server, worker = start(cluster, 2, *kept)
-    first, dying = (worker(rank, *case, **settings) for rank, case in enumerate(([], ["dies"])))
+    server, worker = start(cluster, 2, STEPS, flags=kept, **settings)
+    first, dying = worker(0), worker(1, "dies after a snapshot")
     assert dying.wait() == -9
     assert first.wait() == 15, first.output
     assert "Traceback" not in first.output
@@ -106,11 +76,11 @@ def test_a_share_that_nobody_has_ends_the_run_which_goes_on_from_its_snapshot(cl
     server.signal(15)
     assert server.wait() in (0, -15, 143), server.output
     newest = server.events("snapshot")[-1]["version"]  # one that is due while another is written is left out
-    server, worker = start(cluster, 2, *kept)
+    server, worker = start(cluster, 2, STEPS, flags=kept, **settings)
     assert server.event("resumed")["version"] == newest in (2, 4)
-    workers = [worker(rank, **settings) for rank in range(2)]
-    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], workers[0].output
-    assert "optimizer_state_anew" not in "".join(worker.output for worker in workers)
+    workers = worker(0), worker(1)
+    end_well(*workers, server)
+    assert not any(worker.events("optimizer_state_anew") for worker in workers)
 
 
 SPARSE = """
@@ -128,7 +98,9 @@ with paramserver.connect() as session:
 
 
 @pytest.mark.parametrize(("optimizer", "code"), [("SparseAdam", 2), ("SGD", 0)])
-def test_an_optimizer_of_sparse_gradients_alone_is_refused_before_the_first_step(cluster, optimizer, code):
+def test_an_optimizer_of_sparse_gradients_alone_is_refused_before_the_first_step(
+    cluster: Cluster, optimizer: str, code: int
+) -> None:
     (cluster.folder / "sparse.py").write_text(SPARSE)
     server = cluster.server("--mode", "allreduce", "--workers", "1", "--steps", "3")
     worker = cluster.script(0, cluster.folder / "sparse.py", optimizer)

@@ -6,12 +6,10 @@ before its first contribution, rank 1's first contribution is applied and not re
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from paramserver.tests.cluster import at_gates
+from paramserver.tests.cluster import at_gates, end_well
 from paramserver.tests.faults.proxy import Proxy
 
 from .test_recovery import applied
@@ -29,15 +27,11 @@ def _start(cluster, mode: str, num_workers: int, *flags: str):
     )  # fmt: skip
 
 
-def _rows(cluster) -> list[dict]:
-    return json.loads((cluster.folder / "s.json").read_text())["workers"]
-
-
 def _in_flight(cluster, server):
     """Two workers under ssp with staleness 1: the second computes its step 2 while its first is not replied."""
     first = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "0")
     second = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "go"), "1")
-    at_gates((first, second))
+    at_gates(first, second)
     server.until(lambda: any(_is_waiting(status, 1) for status in server.events("status")), "contribution in flight")
     return first, second
 
@@ -53,13 +47,13 @@ def test_a_killed_worker_leaves_nothing_twice_in_mid_flight(cluster):
     server = _start(cluster, "ssp", 2, "--staleness", "1")
     first, victim = _in_flight(cluster, server)
     victim.kill()
-    server.until(lambda: bool(server.events("left")), "departure")
+    server.event("left")
     replacement = cluster.script(1, "onehot.py", str(STEPS))
     server.until(lambda: len(server.events("joined")) == 3, "replacement")
     (cluster.folder / "go").touch()
-    assert [first.wait(), replacement.wait(), server.wait()] == [0, 0, 0], replacement.output
+    end_well(first, replacement, server)
     assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
-    assert [row["training_steps"] for row in _rows(cluster)] == [STEPS, STEPS]
+    assert [row["training_steps"] for row in cluster.summary()["workers"]] == [STEPS, STEPS]
 
 
 def test_a_lost_connection_in_mid_flight_is_rejoined_and_nothing_is_applied_twice(cluster):
@@ -70,10 +64,10 @@ def test_a_lost_connection_in_mid_flight_is_rejoined_and_nothing_is_applied_twic
         proxy.reset_all()
         server.until(lambda: len(server.events("left")) == 2, "departures")
         (cluster.folder / "go").touch()
-        assert [first.wait(), second.wait(), server.wait()] == [0, 0, 0], second.output
+        end_well(first, second, server)
     assert second.events("rejoined")
     assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
-    assert [row["training_steps"] for row in _rows(cluster)] == [STEPS, STEPS]
+    assert [row["training_steps"] for row in cluster.summary()["workers"]] == [STEPS, STEPS]
 
 
 # ---- localsgd ---------------------------------------------------------------------------------------
@@ -107,8 +101,7 @@ def _delayed_averaging(num_workers: int, steps: int, local_steps: int) -> tuple[
 def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_workers, local_steps):
     server = _start(cluster, "localsgd", num_workers, "--local-steps", str(local_steps))
     workers = [cluster.script(rank, "delayed.py") for rank in range(num_workers)]
-    assert [worker.wait() for worker in workers] == [0] * num_workers, workers[0].output
-    assert server.wait() == 0
+    end_well(*workers, server)
     begun, average = _delayed_averaging(num_workers, STEPS, local_steps)
     for rank, worker in enumerate(workers):
         lines = [line.split() for line in worker.output.splitlines() if line.startswith(("before", "at the end"))]
@@ -116,7 +109,7 @@ def test_localsgd_goes_on_from_the_average_and_its_own_steps_since(cluster, num_
         assert lines[-1][3] == str(STEPS)
         assert float.fromhex(lines[-1][-1]) == pytest.approx(average, rel=1e-13)
     rounds = -(-STEPS // local_steps)
-    rows = _rows(cluster)
+    rows = cluster.summary()["workers"]
     lines = [(row["contributions"], row["training_steps"], row["samples"]) for row in rows]
     assert lines == [(rounds, STEPS, STEPS)] * num_workers
     assert [row["staleness_max"] for row in rows] == [1] * num_workers

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.cluster import Cluster, at_gates
+from paramserver.tests.cluster import Cluster, at_gates, end_well
 from paramserver.tests.loopback import test_diloco_overlap as overlap
 from paramserver.tests.loopback.scripts import outer
 from paramserver.tests.loopback.test_diloco_overlap import LR, MOMENTUM, STEPS, assert_is, reference
@@ -26,9 +26,9 @@ def test_unequal_workers_equal_plain_torch_and_shards_change_no_bit(cluster: Clu
     ends = []
     for shards in (1, 3):
         server = cluster.server(*flags(2, "--shards", str(shards)))
-        others = [cluster.shard(number, shards) for number in range(1, shards)]
+        others = cluster.shards(shards)
         workers = [cluster.script(rank, "outer.py", "adamw") for rank in range(2)]
-        assert {process.wait() for process in (*workers, server, *others)} == {0}, workers[0].output
+        end_well(*workers, server, *others)
         assert server.events("outer_optimizer")[0]["because"] == "as policy.outer_momentum says"
         assert_is(cluster, reference("adamw", H, 1, 0, {0: (0, 1)}))
         ends.append(load_file(cluster.folder / "w.safetensors"))
@@ -42,15 +42,15 @@ def test_a_killed_worker_and_a_killed_server_change_nothing(cluster: Cluster) ->
     gate = cluster.folder / "go"
     first = cluster.script(0, "outer.py", "sgd", str(gate), "12")
     killed = cluster.script(1, "outer.py", "sgd", str(gate), "12")
-    at_gates((first, killed))
+    at_gates(first, killed)
     killed.signal(signal.SIGKILL)
-    server.until(lambda: any(event["rank"] == 1 for event in server.events("left")), "leave")
-    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot")
+    server.event("left")
+    server.snapshot()
     server.kill()
     second = cluster.server(*flags(2, *snapshots, "--listen", cluster.address))
     again = cluster.script(1, "outer.py", "sgd")
     gate.touch()
-    assert {process.wait() for process in (first, again, second)} == {0}, first.output
+    end_well(first, again, second)
     assert second.event("resumed")["version"] > 0
     assert_is(cluster, reference("sgd", H, 1, 0, {0: (0, 1)}))
 
@@ -65,15 +65,15 @@ def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster, m
     gate = cluster.folder / "go"
     killed = cluster.script(1, "outer.py", "sgd", str(gate), "12")
     others = [cluster.script(rank, "outer.py", "sgd") for rank in (0, 2)]
-    killed.until(lambda: "at the gate" in killed.output, "gate")
+    at_gates(killed)
     for item in others:  # they have taken all their steps
         item.until(lambda process=item: "rank 1 to finish" in process.output, "end")
     killed.signal(signal.SIGKILL)
     again = cluster.script(1, "outer.py", "sgd")
-    assert {other.wait() for other in (again, server, *others)} == {0}, again.output
+    end_well(again, server, *others)
     checked = cluster.command("launch", "check", "h.jsonl")
     assert checked.returncode == 0, checked.stdout
-    summary = json.loads((cluster.folder / "s.json").read_text())
+    summary = cluster.summary()
     assert [row["rank"] for row in summary["workers"]] == [0, 1, 2]
     assert all(tensor.isfinite().all() for tensor in load_file(cluster.folder / "w.safetensors").values())
     steps = dict.fromkeys(range(3), 0)
@@ -111,16 +111,16 @@ def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_
     for shards, kills in ((3, False), (1, True)):
         folder = ("--checkpoint-dir", f"snapshots{len(ends)}", "--checkpoint-every", "1")
         server = cluster.server(*arguments, *folder, "--shards", str(shards))
-        others = [cluster.shard(number, shards, *folder[:2]) for number in range(1, shards)]
+        others = cluster.shards(shards, *folder[:2])
         gate = cluster.folder / f"go{len(ends)}"
         worker = cluster.script(0, "outer.py", "sgd", str(gate), "12")
-        worker.until(lambda process=worker: "at the gate" in process.output, "gate")
+        at_gates(worker)
         if kills:
-            server.until(lambda item=server: any(e["version"] == 2 for e in item.events("snapshot")), "snapshot")
+            server.snapshot(2)
             server.kill()
             server = cluster.server(*arguments, *folder, "--listen", cluster.address)
         gate.touch()
-        assert {other.wait() for other in (worker, server, *others)} == {0}, worker.output
+        end_well(worker, server, *others)
         assert not kills or server.event("resumed")["version"] == 2
         ends.append(load_file(cluster.folder / "w.safetensors"))
     wanted = delayed_reference(3)
@@ -140,13 +140,13 @@ def test_work_that_came_too_late_is_in_the_next_round(cluster: Cluster, transpor
     gates = [cluster.folder / f"gate-{rank}" for rank in range(2)]
     workers = [cluster.script(rank, "onehot.py", "6", str(gates[rank]), str(3 - 3 * rank), **env) for rank in range(2)]
     for worker in workers:
-        worker.until(lambda worker=worker: "at the gate" in worker.output, "three rounds of one, none of the other")
+        at_gates(worker)
     gates[1].touch()
-    server.until(lambda: bool(server.events("finished")), "the rest of the rounds are the other's")
+    server.event("finished")
     gates[0].touch()
-    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], workers[1].output
+    end_well(*workers, server)
     weights = load_file(cluster.folder / "w.safetensors")
-    summary = json.loads((cluster.folder / "s.json").read_text())
+    summary = cluster.summary()
     late = summary["workers"][1]
     assert (late["dropped"], late["contributions"], late["training_steps"], late["residuals_lost"]) == (1, 3, 6, 0)
     assert weights["seen"].view(-1, 6)[:2].sum(1).tolist() == [-3.0, -4.0], "the late one is in the round after"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,10 +45,6 @@ def check_weights(folder: Path) -> None:
     assert torch.equal(applied.double().sort(descending=True).values, expected)
 
 
-def history(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "h.jsonl").read_text().splitlines()]
-
-
 def check_history(cluster, *flags: str) -> tuple[int, str]:
     found = cluster.command("launch", "check", *flags, "h.jsonl", COLUMNS="200")
     assert "Traceback" not in found.stderr, found.stderr
@@ -69,9 +64,9 @@ def test_the_launcher_runs_it_and_the_checker_knows_its_rule(cluster, shards: in
     found = cluster.command("launch", "-n", "2", "--shards", str(shards), *FLAGS, *OUTPUTS, *script)
     assert found.returncode == 0, found.stdout + found.stderr
     check_weights(cluster.folder)
-    summary = json.loads((cluster.folder / "s.json").read_text())
+    summary = cluster.summary()
     assert (summary["mode"], summary["version"]) == (f"{cluster.folder}/{NAME}", 2 * STEPS)
-    lines = history(cluster.folder)
+    lines = cluster.history()
     assert lines[0]["options"] == {"cooling": COOLING, "max_age": 40}
     code, output = check_history(cluster, "--mode", NAME)
     assert (code, "were not checked" in output) == (0, False), output
@@ -95,18 +90,16 @@ def test_its_state_goes_on_where_the_killed_server_was(cluster, example: Path, s
         return cluster.server(*flags, *OUTPUTS, *SNAPSHOTS, "--workers", "2", "--shards", str(shards))
 
     server = start(*FLAGS)
-    others = [cluster.shard(number, shards, "--mode", NAME, *SNAPSHOTS) for number in range(1, shards)]
-    gates = [cluster.folder / f"go{rank}" for rank in range(2)]
-    workers = [cluster.script(rank, "onehot.py", str(STEPS), str(gate), "12") for rank, gate in enumerate(gates)]
-    at_gates(workers)
-    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    others = cluster.shards(shards, "--mode", NAME, *SNAPSHOTS)
+    workers = [cluster.script(rank, "onehot.py", str(STEPS), "go", "12") for rank in range(2)]
+    at_gates(*workers)
+    server.snapshot()
     server.kill()
     moved = cluster.folder / "elsewhere" / "cooling.py"
     moved.parent.mkdir()
     moved.write_text(example.read_text())
     server = start("--listen", cluster.address, *FLAGS, "--mode", f"{moved}:Cooling")
-    for gate in gates:
-        gate.touch()
+    (cluster.folder / "go").touch()
     assert [process.wait() for process in (*workers, server, *others)] == [0] * (3 + len(others))
     assert server.event("resumed")["version"] > 0
     check_weights(cluster.folder)

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from paramserver.common.registry import MODES
+from paramserver.tests.cluster import end_well
 from paramserver.tests.forks import Run
 from paramserver.worker.tasks.digits import ENTRY as Digits
 from paramserver.worker.tasks.xor import ENTRY as Xor
@@ -38,7 +39,7 @@ def test_mode_trains_saves_and_summarises(run: Run, mode: str, delayed: tuple[st
     for rank in range(2):
         flags = ("--rank", str(rank), "--server", run.address, "--set", f"worker.transports={transport}")
         run.processes.append(run.forks[WORKER].fork(f"worker{rank}", run.folder, *flags))
-    assert [process.wait() for process in reversed(run.processes)] == [0, 0, 0], run.processes[1].output
+    end_well(*reversed(run.processes))
     summary = json.loads((run.folder / "s.json").read_text())
     assert summary["mode"] == mode
     assert summary["final"]["accuracy"] > 0.8
@@ -59,8 +60,8 @@ def test_polyak_average_is_kept_evaluated_and_saved(cluster):
         "--set", "store.polyak=0.9", "--set", "output.save_averaged=true", *XOR,
     )  # fmt: skip
     worker = cluster.worker(0)
-    assert [worker.wait(), server.wait()] == [0, 0]
-    final = json.loads((cluster.folder / "s.json").read_text())["final"]
+    end_well(worker, server)
+    final = cluster.summary()["final"]
     task = Xor(num_samples=1000)
     model = task.model()
     model.load_state_dict(load_file(cluster.folder / "w.safetensors"))
@@ -79,11 +80,11 @@ def test_one_bit_adam_sends_signs_after_its_warm_up(cluster):
     server = cluster.server(*flags)
     slow = ("--set", "slowdown.base_s=0.02")  # it is killed before the end
     workers = [cluster.worker(rank, *slow, "--set", "worker.codec=onebit_adam") for rank in range(2)]
-    server.until(lambda: any(event["version"] >= 25 for event in server.events("snapshot")), "snapshot")
+    server.snapshot(25)
     server.kill()
     server = cluster.server(*flags, "--listen", cluster.address)
-    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
-    summary = json.loads((cluster.folder / "s.json").read_text())
+    end_well(*workers, server)
+    summary = cluster.summary()
     assert summary["final"]["accuracy"] > 0.9
     for row in summary["workers"]:
         assert row["bytes_sent"] < 0.2 * row["bytes_received"], "an eighth, with the warm-up"
@@ -94,15 +95,15 @@ def test_one_bit_adam_sends_signs_after_its_warm_up(cluster):
 def test_dataloader_workers_do_not_hang(cluster, flags):
     """gRPC and fork: loader processes are forked after the connection was made, also while an exchange is in flight."""
     server = cluster.server("--mode", "async", *flags, "--workers", "1", "--steps", "40")
-    script = cluster.script(0, "forking_loader.py")
-    assert [script.wait(), server.wait()] == [0, 0], script.output
+    script = cluster.script(0, cluster.scripts.parents[1] / "faults" / "scripts" / "loader.py", "1")
+    end_well(script, server)
 
 
 @pytest.mark.slow
 def test_by_hand_a_worker_says_who_it_is_and_when_it_is_through(cluster):
     server = cluster.server("--steps", "3", "--workers", "1", "--task", "xor")
     worker = cluster.worker(0, PS_LOG__FORMAT="text")
-    assert [worker.wait(), server.wait()] == [0, 0]
+    end_well(worker, server)
     lines = [line for line in worker.output.splitlines() if "rank=0" in line]
     assert "training" in lines[0] and "steps=3" in lines[0]
     assert "trained" in lines[-1] and "batches=3" in lines[-1]

@@ -3,12 +3,13 @@ connections break in the middle."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from paramserver.tests.cluster import end_well
 
 
 @pytest.mark.slow
@@ -25,11 +26,9 @@ def test_overlap_with_shards_and_codecs(cluster: Any) -> None:
         shard = cluster.shard(1, 2)
         environ = env | {"PS_WORKER__OVERLAP": str(overlap).lower()}
         workers = [cluster.script(rank, "wide.py", **environ) for rank in range(2)]
-        assert [process.wait() for process in (*workers, server, shard)] == [0] * 4, workers[0].output
+        end_well(*workers, server, shard)
         found.append(load_file(cluster.folder / "w.safetensors"))
-        summary = json.loads((cluster.folder / "s.json").read_text())
-        assert [0 < worker["residual_norm"] < 1 and not worker["residuals_lost"] for worker in summary["workers"]] == [
-            True,
-            True,
-        ]
+        summary = cluster.summary()
+        assert all(0 < worker["residual_norm"] < 1 for worker in summary["workers"])
+        assert not any(worker["residuals_lost"] for worker in summary["workers"])
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())

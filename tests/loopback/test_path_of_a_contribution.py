@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from paramserver.tests.cluster import Cluster
+from paramserver.tests.cluster import Cluster, end_well
 
 MAX_ON_PATH, MAX_FILES, MAX_CALLS = 38, 72, 200  # calls: those from another file of the project
 STEPS = 12
@@ -41,7 +41,7 @@ def trace(cluster: Cluster, run: Sequence[str], *worker_argv: str) -> list[list[
     server = cluster.fork("server", traced, "server.txt", "paramserver.ps", "--listen", "127.0.0.1:0", *run)
     environ = {"PS_SERVER": server.event("listening")["address"], "RANK": "0", "PS_WORKER__TRANSPORTS": "direct,grpc"}
     worker = cluster.fork("worker", traced, "worker.txt", *worker_argv, **environ)
-    assert [worker.wait(), server.wait()] == [0, 0], worker.output + server.output
+    end_well(worker, server)
     return [read_calls(cluster.folder / name) for name in ("worker.txt", "server.txt")]
 
 

@@ -1,15 +1,14 @@
-"""Processes are killed and frozen in the middle of a run; the weights count what was applied (onehot.py)."""
+"""Every contribution is applied exactly once, also where processes are killed: the weights count them (onehot.py)."""
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.cluster import at_gates
+from paramserver.tests.cluster import at_gates, end_well
 
 STEPS = 25
 
@@ -19,50 +18,65 @@ def applied(path, num_workers: int, steps: int = STEPS) -> torch.Tensor:
     return -load_file(path)["seen"].view(-1, steps)[:num_workers]
 
 
-def history(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def start(cluster, mode: str, num_workers: int, *flags: str, steps: int = STEPS):
     return cluster.server(
         "--mode", mode, "--workers", str(num_workers), "--steps", str(steps), "--save", "w.safetensors",
-        "--set", "policy.weighting=equal", "--history", "history.jsonl", *flags,
+        "--set", "policy.weighting=equal", "--history", "h.jsonl", "--summary", "s.json", *flags,
     )  # fmt: skip
 
 
-def restart(cluster, mode: str, num_workers: int, *flags: str):
-    return start(cluster, mode, num_workers, "--listen", cluster.address, *flags)
+def test_a_replacement_goes_on_at_the_dead_workers_step(cluster):
+    server = start(cluster, "async", 2)
+    survivor = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "5")
+    victim = cluster.script(1, "onehot.py", str(STEPS), str(cluster.folder / "never"), "10")
+    at_gates(victim)
+    victim.kill()
+    server.event("left")
+    replacement = cluster.script(1, "onehot.py", str(STEPS))
+    server.until(lambda: len(server.events("admitted")) == 3, "replacement")
+    (cluster.folder / "go").touch()
+    end_well(survivor, replacement, server)
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
+    assert [worker["restarts"] for worker in cluster.summary()["workers"]] == [0, 1]
+
+
+@pytest.mark.slow
+def test_pull_every_contributes_every_step_and_fetches_weights_every_nth(cluster):
+    server = start(cluster, "async", 1, "--set", "policy.pull_every=5")
+    worker = cluster.script(0, "onehot.py", str(STEPS))
+    end_well(worker, server)
+    assert torch.equal(applied(cluster.folder / "w.safetensors", 1), torch.ones(1, STEPS))
+    row = cluster.summary()["workers"][0]
+    assert row["staleness_max"] == 4  # alone, so all staleness is its own four steps without weights
+    assert row["bytes_received"] < row["bytes_sent"] / 3
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.slow)])
 def test_a_killed_server_goes_on_from_its_snapshot(cluster, mode):
     snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
     server = start(cluster, mode, 2, *snapshots)
-    gates = [("go0", "12"), ("go1", "12")]
-    workers = [cluster.script(r, "onehot.py", str(STEPS), str(cluster.folder / g), n) for r, (g, n) in enumerate(gates)]
-    at_gates(workers)
-    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    workers = [cluster.script(rank, "onehot.py", str(STEPS), "go", "12") for rank in range(2)]
+    at_gates(*workers)
+    server.snapshot()
     server.kill()
-    second = restart(cluster, mode, 2, *snapshots)
-    for gate, _ in gates:
-        (cluster.folder / gate).touch()
-    assert [worker.wait() for worker in workers] == [0, 0]
-    assert second.wait() == 0
+    second = start(cluster, mode, 2, "--listen", cluster.address, *snapshots)
+    (cluster.folder / "go").touch()
+    end_well(*workers, second)
     assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
     resumed = second.event("resumed")
     assert resumed["version"] > 0 and resumed["incarnation"] == 2
-    starts = [line for line in history(cluster.folder / "history.jsonl") if line["op"] == "start"]
+    starts = [line for line in cluster.history() if line["op"] == "start"]
     assert [line["server_incarnation"] for line in starts] == [1, 2]
     assert starts[0]["run"] == starts[1]["run"]
 
 
 def test_a_worker_whose_server_goes_back_after_its_loop_is_started_again(cluster):
     """Nobody has set the number of steps, so the worker's own loop has ended: its lost steps were not taken again."""
-    flags = ("--mode", "async", "--workers", "2", "--save", "w.safetensors", "--history", "history.jsonl")
+    flags = ("--mode", "async", "--workers", "2", "--save", "w.safetensors", "--history", "h.jsonl")
     flags += ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5", "--set", "server.absent_s=60")
     server, gate = cluster.server(*flags), cluster.folder / "go"
     first, second = (cluster.script(rank, "ending.py", str(gate)) for rank in range(2))
-    server.until(lambda: '"how":"finished"' in (cluster.folder / "history.jsonl").read_text(), "rank 0 has finished")
+    server.until(lambda: '"how":"finished"' in (cluster.folder / "h.jsonl").read_text(), "rank 0 has finished")
     server.event("snapshot")  # without one it would be another run
     server.kill()
     server = cluster.server(*flags, "--listen", cluster.address)
@@ -70,7 +84,7 @@ def test_a_worker_whose_server_goes_back_after_its_loop_is_started_again(cluster
     assert first.wait() == 15, first.output + server.output
     assert re.search("the server was lost and went back to step [05] after this loop had ended", first.output)
     again = cluster.script(0, "ending.py", str(gate))
-    assert [process.wait() for process in (again, second, server)] == [0, 0, 0], again.output + server.output
+    end_well(again, second, server)
     assert torch.equal(load_file(cluster.folder / "w.safetensors")["seen"], torch.full((16,), -1.0))
 
 
@@ -98,7 +112,7 @@ def test_a_run_that_goes_on_in_another_mode_counts_training_steps(cluster):
             "--mode", mode, "--workers", "2", "--steps", str(steps), "--task", "linear", "--checkpoint-dir", "snapshots"
         )
         workers = [cluster.worker(rank) for rank in range(2)]
-        assert [process.wait() for process in (*workers, server)] == [0, 0, 0]
+        end_well(*workers, server)
         assert server.events("snapshot")[-1]["version"] == version
         if mode == "sync":
             meaning = server.events("mode_changed")[0]["meaning"]

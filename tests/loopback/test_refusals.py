@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from paramserver.tests.cluster import at_gates, end_well
+
 
 @pytest.mark.parametrize(
     ("argv", "code", "words"),
@@ -26,6 +28,8 @@ from safetensors.torch import load_file
         (("ps", "--save", "missing/w.safetensors"), 14, ["no directory missing", "mkdir -p missing"]),
         (("ps", "--save", "w.pt"), 2, [".safetensors"]),
         (("ps", "--listen", "0.0.0.0:0"), 11, ["neither encrypted nor authenticated", "--insecure"]),
+        (("ps", "--traces", "localhost:4318"), 2, ["flag --traces: output.traces: is the address of a collector"]),
+        (("ps", "--traces", "file:///etc/passwd"), 2, ["a collector, such as http://127.0.0.1:4318"]),
         (("worker", "--rank", "-1"), 2, ["flag --rank", "-1"]),
         (("worker", "--device", "cuda:99"), 2, ["cuda:99", "CUDA devices"]),
         (("worker", "--server", "127.0.0.1:1", "--set", "worker.give_up_s=0.5"), 15, ["127.0.0.1:1", "ps-server"]),
@@ -45,13 +49,20 @@ def test_mistake_in_yaml_is_named_by_file_and_line(cluster):
     assert (result.returncode, "run.yaml:3" in result.stderr, "run.steps" in result.stderr) == (2, True, True)
 
 
-def test_port_in_use(cluster):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        result = cluster.command("ps", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--listen", "127.0.0.1:{}"], "in use"),
+        (["--listen", "127.0.0.1:0", "--set", "server.direct=true", "--set", "server.direct_port={}"],
+         "cannot listen on port {} for direct connections"),
+    ],
+)  # fmt: skip
+def test_port_in_use(cluster, flags, words):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = cluster.command("ps", *(flag.format(port) for flag in flags))
     assert result.returncode == 10
-    assert "in use" in result.stderr
+    assert words.format(port) in result.stderr
 
 
 def test_a_signal_while_a_server_is_loading_ends_it_without_a_word_of_others(cluster):
@@ -102,7 +113,7 @@ def test_sigterm_drains_a_worker_and_the_barrier_shrinks(cluster):
     server.event("training_started")
     goes.signal(signal.SIGTERM)
     assert goes.wait() == 143
-    assert [stays.wait(), server.wait()] == [0, 0]
+    end_well(stays, server)
     left = [event for event in server.events("left") if event["rank"] == 1]
     assert left[0]["reason"] == "said goodbye"
     assert server.event("summary")["version"] == 100
@@ -112,7 +123,7 @@ def test_sigterm_drains_a_worker_and_the_barrier_shrinks(cluster):
 def test_server_stopped_by_a_signal_writes_its_weights(cluster, number, code):
     server = cluster.server("--mode", "async", "--workers", "1", "--steps", "100000", "--save", "w.safetensors")
     script = cluster.script(0, "onehot.py", "100", str(cluster.folder / "never"), "7")
-    script.until(lambda: "at the gate" in script.output, "gate")
+    at_gates(script)
     server.signal(number)
     assert server.wait() == code, server.output
     assert load_file(cluster.folder / "w.safetensors")["seen"].sum().item() == -7
@@ -139,7 +150,7 @@ def test_a_worker_that_has_not_begun_joins_the_run_of_a_restarted_server(cluster
 def test_worker_of_a_restarted_server_says_so(cluster):
     server = cluster.server("--mode", "async", "--workers", "1", "--steps", "1000")
     script = cluster.script(0, "onehot.py", "1000", str(cluster.folder / "go"), "3")
-    script.until(lambda: "at the gate" in script.output, "gate")
+    at_gates(script)
     server.kill()
     cluster.server("--mode", "async", "--workers", "1", "--steps", "1000", "--listen", cluster.address)
     (cluster.folder / "go").touch()

@@ -18,6 +18,8 @@ from paramserver.common.wire.protocol import SERVICE
 from paramserver.launch.certs.kit import issue
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
+from paramserver.ps.shards.messages import LINES, Register
+from paramserver.tests.cluster import end_well
 from paramserver.worker.conversation.channel import open_channel
 
 from ..certificates import certs, flags, load, secured, write
@@ -40,9 +42,9 @@ def serial(address: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """rank-0, rank-1 and worker certificates of one CA; only read."""
+    """Certificates of two ranks, of any worker and of three shards, of one CA; only read."""
     folder = tmp_path_factory.mktemp("lab")
-    certs("init", folder, "--workers", "2")
+    certs("init", folder, "--workers", "2", "--shards", "3")
     write(folder, "worker", issue(load(folder), "worker", 1))
     return folder
 
@@ -172,26 +174,49 @@ def test_nothing_of_a_payload_is_read_without_the_token(mutual: str, lab: Path) 
     assert sent < 32
 
 
+def refused(address: str, security: Credentials, call: str, message: Any) -> str:
+    """Why a stream of one message is denied."""
+    with open_channel(address, security, ()) as channel:
+        begin = getattr(pb_grpc.ParameterServerStub(channel), call)
+        with pytest.raises(grpc.RpcError) as error:
+            next(begin(iter([message]), timeout=10, metadata=security.metadata))
+    assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    return str(error.value.details())
+
+
+def joining(rank: int) -> pb.WorkerMessage:
+    return pb.WorkerMessage(join=pb.Join(rank=rank))
+
+
 def test_certificate_names_the_rank(mutual: str, lab: Path, tmp_path: Path) -> None:
     """rank-1 is rank 1 also when it asks for none; worker is any; another name is nobody."""
     token = (lab / "token").read_text().strip()
 
-    def join(security: Credentials, rank: int) -> pb.ServerMessage:
+    for name, rank in (("rank-1", -1), ("rank-1", 1), ("worker", 1)):
+        security = secured(lab, name, token)
         with open_channel(mutual, security, ()) as channel:
-            stub = pb_grpc.ParameterServerStub(channel)
-            join = iter([pb.WorkerMessage(join=pb.Join(rank=rank))])
-            return next(stub.Exchange(join, timeout=10, metadata=security.metadata))
-
-    assert join(secured(lab, "rank-1", token), -1).welcome.rank == 1
-    assert join(secured(lab, "rank-1", token), 1).welcome.rank == 1
-    assert join(secured(lab, "worker", token), 1).welcome.rank == 1
-    with pytest.raises(grpc.RpcError) as refused:
-        join(secured(lab, "rank-1", token), 0)
-    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert refused.value.details() == "the certificate is for rank 1, and the worker asks to be rank 0"
+            call = pb_grpc.ParameterServerStub(channel).Exchange
+            assert next(call(iter([joining(rank)]), timeout=10, metadata=security.metadata)).welcome.rank == 1
+    found = refused(mutual, secured(lab, "rank-1", token), "Exchange", joining(0))
+    assert found == "the certificate is for rank 1, and the worker asks to be rank 0"
     write(tmp_path, "somebody", issue(load(lab), "rank-1x", 1))
     (tmp_path / "ca.crt").write_bytes((lab / "ca.crt").read_bytes())
-    with pytest.raises(grpc.RpcError) as refused:
-        join(secured(tmp_path, "somebody", token), -1)
-    assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert "'rank-1x' may not join" in refused.value.details()
+    assert "'rank-1x' may not join" in refused(mutual, secured(tmp_path, "somebody", token), "Exchange", joining(-1))
+
+
+@pytest.mark.slow
+def test_a_run_of_shards_is_for_their_certificates_only(cluster: Any, lab: Path) -> None:
+    """A rank's certificate, another shard's, and a rank asked for with a shard's are refused; the run ends well."""
+    mutual = ("--set", "security.mutual=true")
+    settings = ("--mode", "async", "--workers", "1", "--steps", "5", "--shards", "2", *mutual)
+    server = cluster.server(*settings, "--save", "w.safetensors", *flags(lab, "shard-0"))
+    register = pb.ShardReport(message=LINES.write(Register(shard=1, shards=2, address="127.0.0.1:9")))
+    token = (lab / "token").read_text().strip()
+    for name in ("rank-0", "shard-2"):
+        found = refused(cluster.address, secured(lab, name, token), "Attend", register)
+        assert found == f"the certificate is '{name}', and the process asks to be shard 1"
+    found = refused(cluster.address, secured(lab, "shard-1", token), "Exchange", joining(-1))
+    assert "'shard-1' may not join" in found
+    shard = cluster.shard(1, 2, *mutual, *flags(lab, "shard-1"))
+    end_well(cluster.worker(0, "--task", "xor", *flags(lab, "rank-0")), server, shard)
+    assert (cluster.folder / "w.safetensors").exists()  # with the part of shard 1

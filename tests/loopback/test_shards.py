@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.cluster import at_gates
+from paramserver.tests.cluster import at_gates, end_well
 
 from .test_recovery import applied
 
@@ -25,10 +24,6 @@ def _start(cluster, mode: str, num_workers: int, shards: int, *flags: str):
     )  # fmt: skip
 
 
-def _ends(*processes) -> list[int]:
-    return [process.wait() for process in processes]
-
-
 @pytest.mark.parametrize(
     ("mode", "transport"),
     [
@@ -39,31 +34,24 @@ def _ends(*processes) -> list[int]:
 def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, transport):
     """The rows of all workers, and a padding that counts steps, lie across three shards."""
     server = _start(cluster, mode, 2, 3, *transport)
-    shards = [cluster.shard(number, 3) for number in (1, 2)]
+    shards = cluster.shards(3)
     workers = [cluster.script(rank, "onehot.py", str(STEPS), PADDING="100000") for rank in range(2)]
-    assert _ends(*workers, server, *shards) == [0] * 5
+    end_well(*workers, server, *shards)
     share = 1.0 if mode != "sync" else 0.5
     assert torch.allclose(applied(cluster.folder / "w.safetensors", 2), torch.full((2, STEPS), share))
     padding = load_file(cluster.folder / "w.safetensors")["padding"]
     assert torch.equal(padding, torch.full((100_000,), -STEPS * (2.0 if mode != "sync" else 1.0)))
-    summary = json.loads((cluster.folder / "s.json").read_text())
+    summary = cluster.summary()
     num_bytes = [shard["bytes"]["weights"] for shard in summary["shards"]]
     assert len(num_bytes) == 3 and max(num_bytes) <= 1.1 * sum(num_bytes) / 3
 
 
 def _at_gates(cluster, num_workers: int, step: str):
-    names = [f"go{rank}" for rank in range(num_workers)]
-    workers = [
-        cluster.script(rank, "onehot.py", str(STEPS), str(cluster.folder / name), step, PADDING="3000")
-        for rank, name in enumerate(names)
-    ]
-    at_gates(workers)
+    """Workers that wait in this step for the file `go`."""
+    script = ("onehot.py", str(STEPS), "go", step)
+    workers = [cluster.script(rank, *script, PADDING="3000") for rank in range(num_workers)]
+    at_gates(*workers)
     return workers
-
-
-def _open_gates(cluster, num_workers: int) -> None:
-    for rank in range(num_workers):
-        (cluster.folder / f"go{rank}").touch()
 
 
 def _check_clipped(cluster, padding: int, most: float) -> None:
@@ -80,13 +68,13 @@ def test_a_mean_is_clipped_once_where_a_shard_is_killed_in_the_middle(cluster):
     server = _start(cluster, "sync", 1, 2, *flags)
     shard = cluster.shard(1, 2, *SNAPSHOTS)
     (worker,) = _at_gates(cluster, 1, "12")  # a loop that has ended before the loss cannot go back with it
-    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    server.snapshot()
     shard.signal(signal.SIGKILL)
-    _open_gates(cluster, 1)
+    (cluster.folder / "go").touch()
     shard.wait()
-    server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
+    server.event("shard_lost")
     shard = cluster.shard(1, 2, *SNAPSHOTS)
-    assert _ends(worker, server, shard) == [0] * 3
+    end_well(worker, server, shard)
     _check_clipped(cluster, 3000, 0.01)
 
 
@@ -96,17 +84,17 @@ def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, kill
     server = _start(cluster, "async", 2, 2, *SNAPSHOTS)
     shard = cluster.shard(1, 2, *SNAPSHOTS)
     workers = _at_gates(cluster, 2, "12")
-    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
-    shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
+    server.snapshot()
+    shard.snapshot()
     if killed == "a shard":
         shard.kill()
-        server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
+        server.event("shard_lost")
         shard = cluster.shard(1, 2, *SNAPSHOTS)
     else:
         server.kill()
         server = _start(cluster, "async", 2, 2, *SNAPSHOTS, "--listen", cluster.address)
-    _open_gates(cluster, 2)
-    assert _ends(*workers, server, shard) == [0] * 4
+    (cluster.folder / "go").touch()
+    end_well(*workers, server, shard)
     assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
     assert torch.equal(load_file(cluster.folder / "w.safetensors")["padding"], torch.full((3000,), -2.0 * STEPS))
     resumed = [server.events("resumed")[-1]["version"], shard.events("resumed")[-1]["version"]]
@@ -118,15 +106,15 @@ def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, kill
 def test_snapshots_restore_onto_another_number_of_shards(cluster, before, after):
     flags = (*SNAPSHOTS, "--optimizer", "adam", "--task", "digits")
     server = _start(cluster, "sync", 1, before, *flags)
-    others = [cluster.shard(number, before, *SNAPSHOTS) for number in range(1, before)]
-    assert _ends(cluster.worker(0), server, *others) == [0] * (1 + before)
+    others = cluster.shards(before, *SNAPSHOTS)
+    end_well(cluster.worker(0), server, *others)
     ended = load_file(cluster.folder / "w.safetensors")
     again = cluster.server(
         "--mode", "sync", "--workers", "1", "--steps", str(STEPS + 10), "--shards", str(after), *flags,
         "--save", "again.safetensors", "--set", "policy.weighting=equal",
     )  # fmt: skip
-    others = [cluster.shard(number, after, *SNAPSHOTS) for number in range(1, after)]
-    assert _ends(cluster.worker(0), again, *others) == [0] * (1 + after)
+    others = cluster.shards(after, *SNAPSHOTS)
+    end_well(cluster.worker(0), again, *others)
     resumed = again.event("resumed")
     assert resumed["version"] == STEPS
     assert again.event("resharded")["shards"] == before
@@ -134,7 +122,7 @@ def test_snapshots_restore_onto_another_number_of_shards(cluster, before, after)
         "--mode", "sync", "--workers", "1", "--steps", str(STEPS + 10), "--optimizer", "adam", "--task", "digits",
         "--save", "whole.safetensors", "--set", "policy.weighting=equal",
     )  # fmt: skip
-    assert _ends(cluster.worker(0), whole) == [0, 0]
+    end_well(cluster.worker(0), whole)
     expected, found = (load_file(cluster.folder / name) for name in ("whole.safetensors", "again.safetensors"))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     assert any(not torch.equal(ended[name], found[name]) for name in ended)
@@ -148,18 +136,18 @@ def test_a_missing_shard_is_named_to_whoever_waits(cluster):
     server = _start(cluster, "sync", 1, 3, "--set", "server.status_interval_s=0.1")
     shard = cluster.shard(2, 3)
     worker = cluster.script(0, "onehot.py", str(STEPS))
-    server.until(lambda: bool(server.events("shard_joined")), "shard 2")
+    server.event("shard_joined")
     message = "shard 1 of 3 to join (ps-server --shard 1 --shards 3"
     server.until(lambda: any(message in status["waiting"] for status in server.events("status")), "what it waits for")
     third = cluster.shard(1, 3)
-    assert _ends(worker, server, shard, third) == [0] * 4
+    end_well(worker, server, shard, third)
 
 
 @pytest.mark.slow
 def test_a_server_that_still_waits_for_a_shard_is_stopped_without_a_traceback(cluster):
     server = _start(cluster, "sync", 1, 2)
     worker = cluster.script(0, "onehot.py", str(STEPS))
-    worker.until(lambda: bool(worker.events("waiting")), "wait")
+    worker.event("waiting")
     server.signal(signal.SIGTERM)
     assert server.wait() == 143
     assert "Traceback" not in server.output

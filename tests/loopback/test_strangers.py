@@ -20,7 +20,7 @@ def test_strangers_find_no_key_and_delay_nobody(cluster: Any, tmp_path: Path) ->
     certs("init", lab)
     server = cluster.server("--mode", "allreduce", "--workers", "2", "--steps", "100000", *flags(lab, "server"))
     workers = [cluster.worker(0, *TASK, *flags(lab, "worker"))]
-    server.until(lambda: bool(server.events("admitted")), "the first worker")
+    server.event("admitted")
     first = workers[0].popen.pid
     workers[0].until(lambda: bool(listens([first])), "its store")
     with silent(listens([first])):

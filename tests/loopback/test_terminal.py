@@ -13,7 +13,7 @@ import threading
 
 import pytest
 
-from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process, end_well
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -61,7 +61,7 @@ def test_the_live_table(cluster: Cluster, term: str, is_live: bool) -> None:
     cluster.address = re.search(r"address=(127\.0\.0\.1:\d+)", server.plain)[1]
     slow = ("--task", "xor", "--set", "slowdown.base_s=0.02")
     workers = [cluster.worker(rank, *slow) for rank in range(2)]
-    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.plain
+    end_well(*workers, server)
     server.reader.join(10)
     assert ("worker state" in server.plain.replace("  ", " ")) is is_live
     for word in ("model", "training_started", "40 updates in"):  # the log, and the summary after it

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.tests.cluster import Cluster
+from paramserver.tests.cluster import Cluster, end_well
 
 STEPS = 20
 RUN = ("--task", "xor", "--set", "task.args={num_samples: 2000}", "--workers", "2", "--steps", str(STEPS))
@@ -72,7 +72,7 @@ def attributes(span: Any) -> dict[str, Any]:
 def test_the_servers_spans_hang_under_the_workers_exchanges(cluster: Cluster, collector: Collector, mode: str) -> None:
     server = cluster.server("--mode", mode, *RUN, "--traces", collector.url)
     workers = [cluster.worker(rank, "--traces", collector.url) for rank in range(2)]
-    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
+    end_well(*workers, server)
     exchanges = {(span.trace_id, span.span_id): span for span in collector.of("ps-worker", "exchange")}
     assert len(exchanges) == 2 * STEPS
     named = {
@@ -100,17 +100,10 @@ def test_a_collector_that_is_not_there_costs_a_warning(cluster: Cluster) -> None
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'paramserver[otel]'")
     server = cluster.server("--mode", "async", *RUN, "--traces", "http://127.0.0.1:9")
     workers = [cluster.worker(rank) for rank in range(2)]
-    assert [worker.wait() for worker in (*workers, server)] == [0, 0, 0], server.output
+    end_well(*workers, server)
     (warning,) = server.events("traces_lost")
     assert warning["to"] == "http://127.0.0.1:9"
     assert "Traceback" not in server.output
-
-
-@pytest.mark.parametrize("message", ["localhost:4318", "file:///etc/passwd"])
-def test_what_is_no_address_is_refused(cluster: Cluster, message: str) -> None:
-    done = cluster.command("ps", "--traces", message)
-    assert done.returncode == 2
-    assert "flag --traces: output.traces: is the address of a collector, such as http://127.0.0.1:4318" in done.stderr
 
 
 @pytest.mark.slow

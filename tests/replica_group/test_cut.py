@@ -44,14 +44,6 @@ def test_no_other_cut_is_better(layers: list[tuple[float, float, float]], num: i
         assert cost_of(costs, stages, found) == pytest.approx(best)
 
 
-def test_equal_layers_make_equal_stages_and_a_faster_process_has_more() -> None:
-    costs = Costs([1.0] * 12, [1.0] * 12, [0.0] * 12)
-    assert cut(costs, [Stage()] * 3) == [4, 4, 4]
-    assert cut(costs, [Stage(2.0), Stage()]) == [8, 4]
-    assert cut(costs, [Stage(limit=3), Stage()]) == [3, 9]
-    assert cut(costs, [Stage(limit=3), Stage(limit=3)]) is None
-
-
 def test_a_bubble_is_smaller_with_more_microbatches_and_more_chunks() -> None:
     assert bubble(2, 1) == 0.5
     assert bubble(4, 9) == pytest.approx(0.25)

@@ -5,12 +5,10 @@ same weights come in. Each rank is a thread here, its words go over torch's Gloo
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
@@ -75,14 +73,10 @@ class Lain:
             return item if item is None else rows_of(item, rank) if isinstance(item, nn.Parameter) else item.clone()
 
         self.tensors = [part(tensor) for tensor in model.tensors]
-        self.gradients = [
-            rows_of(tensor.grad, rank)
-            if tensor.grad is not None
-            else None
-            if isinstance(tensor, nn.Parameter)
-            else tensor_parts
-            for tensor, tensor_parts in zip(model.tensors, self.tensors, strict=True)
-        ]
+        self.gradients = list(self.tensors)
+        for index, tensor in enumerate(model.tensors):
+            if isinstance(tensor, nn.Parameter):
+                self.gradients[index] = None if tensor.grad is None else rows_of(tensor.grad, rank)
 
     def find(self, kind: ContributionKind, index: int) -> torch.Tensor | None:
         return (self.gradients if kind == ContributionKind.GRADIENT else self.tensors)[index]
@@ -182,23 +176,14 @@ def test_a_transport_that_goes_on_asking_when_the_others_follow_no_more_gets_not
 
 def test_the_error_that_ends_inner_rank_0_ends_the_others(channels: list[Channel]) -> None:
     found = [Redistribution(channel, []) for channel in channels]
-    errors: list[ParamServerError] = []
-
-    def follow(redistribution: Redistribution) -> None:
-        try:
-            redistribution.follow()
-        except ParamServerError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=partial(follow, redistribution)) for redistribution in found[1:]]
-    for thread in threads:
-        thread.start()
-    found[0].begin()
-    found[0].fail(DivergedError("the mean gradient is not finite", fix="lower --lr"))
-    for thread in threads:
-        thread.join()
-    assert [error.exit_code for error in errors] == [DivergedError("").exit_code] * (SIZE - 1)
-    assert all("group rank 0 has ended: the mean gradient is not finite" in error.message for error in errors)
+    with ThreadPoolExecutor(SIZE) as pool:
+        following = [pool.submit(redistribution.follow) for redistribution in found[1:]]
+        found[0].begin()
+        found[0].fail(DivergedError("the mean gradient is not finite", fix="lower --lr"))
+    for item in following:
+        with pytest.raises(ParamServerError, match="group rank 0 has ended: the mean gradient is not finite") as raised:
+            item.result()
+        assert raised.value.exit_code == DivergedError("").exit_code
 
 
 def test_two_connections_may_ask_at_once(channels: list[Channel]) -> None:
@@ -209,11 +194,8 @@ def test_two_connections_may_ask_at_once(channels: list[Channel]) -> None:
         wanted = b"".join(DirectTransfer(model).gather(ContributionKind.WEIGHTS)[0].pieces)
 
         def gather(_: int) -> bytes:
-            return b"".join(
-                bytes(piece)
-                for piece in RedistributedTransfer(whole, redistribution).gather(ContributionKind.WEIGHTS)[0].pieces
-            )
+            (stretch,) = RedistributedTransfer(whole, redistribution).gather(ContributionKind.WEIGHTS)
+            return b"".join(map(bytes, stretch.pieces))
 
         with ThreadPoolExecutor(4) as pool:
-            ask: Callable[[int], bytes] = gather
-            assert list(pool.map(ask, range(40))) == [wanted] * 40
+            assert list(pool.map(gather, range(40))) == [wanted] * 40

@@ -38,7 +38,7 @@ def kill_inner(process: Process, rank: int, inner: int, number: int = signal.SIG
     pytest.fail(f"no group rank {inner} of worker {rank}\n{process.output}")
 
 
-def prove(run: EngineRun) -> None:
+def prove(run: EngineRun, restarts: list[int]) -> None:
     """As `run.prove`. The ledger adds up over a batch, and a group takes the mean of two parts of one: half of each."""
     final, is_sync = run.summary()["final"], run.summary()["mode"] == "sync"
     assert (final["missing"], final["repeated"], final["torn"]) == (0, 0, 0), final
@@ -46,40 +46,34 @@ def prove(run: EngineRun) -> None:
     assert final["applied"] == pytest.approx(num_folded * BATCH / 2, rel=1e-5)
     assert final["clock"] == num_folded
     assert [worker["training_steps"] for worker in run.summary()["workers"]] == [STEPS] * run.num_workers
+    assert [worker["restarts"] for worker in run.summary()["workers"]] == restarts
     run.check_history()
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.campaign)])
-def test_a_process_of_a_worker_under_ps_launch_is_killed(run: EngineRun, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "inner", "number", "message"),
+    [
+        ("sync", 1, signal.SIGKILL, "has ended, and with it the worker"),
+        # The others miss it after a lease; the starter kills it.
+        ("sync", 0, signal.SIGSTOP, "was silent for "),
+        pytest.param("async", 1, signal.SIGKILL, "has ended, and with it the worker", marks=pytest.mark.campaign),
+        pytest.param("sync", 1, signal.SIGSTOP, "was silent for ", marks=pytest.mark.campaign),
+    ],
+)
+def test_ps_launch_starts_a_worker_again_of_which_a_process_is_killed_or_stands_still(
+    run: EngineRun, mode: str, inner: int, number: int, message: str
+) -> None:
     run.steps, run.num_workers = STEPS, 2
     launched = run.start(
         "launch", "-m", "paramserver.launch", "-n", "2", "--group", "2", "--mode", mode, *run.task_flags(2, STEPS),
-        "--set", "policy.min_workers=2", "--history", run.history, "--summary", "s.json", 
-        "--set", "slowdown.base_s=0.05",
-    )  # fmt: skip
-    launched.until(lambda: run.num_commits() >= 10, "ten commits")
-    kill_inner(launched, rank=1, inner=1)
-    assert launched.wait() == 0, launched.output
-    assert "group rank 1 of this worker's 2 processes has ended, and with it the worker" in launched.output
-    prove(run)
-    assert [worker["restarts"] for worker in run.summary()["workers"]] == [0, 1]
-
-
-@pytest.mark.parametrize("inner", [0, pytest.param(1, marks=pytest.mark.campaign)])
-def test_a_process_of_a_worker_under_ps_launch_stands_still(run: EngineRun, inner: int) -> None:
-    """The others miss it after a lease; the starter kills it, and ps-launch starts the worker again."""
-    run.steps, run.num_workers = STEPS, 2
-    launched = run.start(
-        "launch", "-m", "paramserver.launch", "-n", "2", "--group", "2", "--mode", "sync", *run.task_flags(2, STEPS),
         "--set", "policy.min_workers=2", "--history", run.history, "--summary", "s.json",
         "--set", "slowdown.base_s=0.05", "--set", "server.lease_s=2",
     )  # fmt: skip
     launched.until(lambda: run.num_commits() >= 10, "ten commits")
-    kill_inner(launched, rank=1, inner=inner, number=signal.SIGSTOP)
+    kill_inner(launched, rank=1, inner=inner, number=number)
     assert launched.wait() == 0, launched.output
-    assert f"group rank {inner} of this worker's 2 processes was silent for " in launched.output
-    prove(run)
-    assert [worker["restarts"] for worker in run.summary()["workers"]] == [0, 1]
+    assert f"group rank {inner} of this worker's 2 processes {message}" in launched.output
+    prove(run, [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -100,8 +94,7 @@ def test_torchrun_starts_a_group_again(run: EngineRun, inner: int, number: int) 
     kill_inner(torchrun, rank=0, inner=inner, number=number)
     assert torchrun.wait() == 0, torchrun.output
     assert run.processes[0].wait() == 0
-    prove(run)
-    assert [worker["restarts"] for worker in run.summary()["workers"]] == [1]
+    prove(run, [1])
 
 
 def exit_code(folder: Path, code: str) -> int:
@@ -110,7 +103,6 @@ def exit_code(folder: Path, code: str) -> int:
         [sys.executable, "-m", "paramserver.worker.replica_group", "2", "-c", code],
         cwd=folder, capture_output=True, text=True, timeout=30, check=False,
     )  # fmt: skip
-    print(started.stderr)
     return started.returncode
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -289,7 +288,7 @@ def test_a_script_alone_is_one_worker_in_sync(cluster: Cluster, kind: str) -> No
     assert not differing, [(alone.get(key), sync.get(key)) for key in differing]
     if not alone["code"]:
         assert server.wait() == 0, server.output
-        samples = json.loads((cluster.folder / "s.json").read_text())["workers"][0]["samples"]
+        samples = cluster.summary()["workers"][0]["samples"]
         assert f"samples {samples}\n" in scripts[0].output
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process, end_well
 
 LOOP = Path(__file__).parent / "ends" / "loop.py"
 MODES = {
@@ -19,18 +19,12 @@ MODES = {
     "localsgd": ("--mode", "localsgd", "--local-steps", "4"),
 }
 STEPS = 30
+OUTPUTS = ("--save", "w.safetensors", "--summary", "s.json")
 
 
-def start(
-    cluster: Cluster, mode: str, *args: str, flags: tuple[str, ...] = (), **env: str
-) -> tuple[Process, list[Process]]:
-    outputs = ("--save", "w.safetensors", "--summary", "s.json")
-    server = cluster.server(*MODES[mode], "--workers", "2", "--steps", str(STEPS), *outputs, *flags)
+def start(cluster: Cluster, mode: str, *args: str, **env: str) -> tuple[Process, list[Process]]:
+    server = cluster.server(*MODES[mode], "--workers", "2", "--steps", str(STEPS), *OUTPUTS)
     return server, [cluster.script(rank, LOOP, *args, **env) for rank in range(2)]
-
-
-def codes(*processes: Process) -> list[int]:
-    return [process.wait() for process in processes]
 
 
 def sentences(process: Process, text: str) -> str:
@@ -39,44 +33,29 @@ def sentences(process: Process, text: str) -> str:
     return next((words[3] for words in lines if words[2] == text), "")
 
 
-def summary(cluster: Cluster) -> dict:
-    return json.loads((cluster.folder / "s.json").read_text())
-
-
-def sometimes(*values: object) -> object:
-    """A case for `make test-slow`: one like it is run every time."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "plain"), [sometimes("break", ""), sometimes("return", "1"), sometimes("0", ""), ("0", "1")]
-)
-def test_who_just_leaves_has_finished_and_the_rest_goes_on(cluster: Cluster, how: str, plain: str) -> None:
-    server, workers = start(cluster, "sync", how, "5", PLAIN=plain)
-    assert codes(*workers, server) == [0, 0, 0], server.output
-    assert sentences(workers[0], "took") == str(STEPS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "plain", "code"),
-    [sometimes("raise", "", 1), sometimes("raise", "1", 1), sometimes("3", "", 3), ("3", "1", 3)],
-)
-def test_who_fails_is_lost_and_the_rest_goes_on(cluster: Cluster, how: str, plain: str, code: int) -> None:
+    [("break", "", 0), ("return", "1", 0), ("0", "", 0), ("0", "1", 0),
+     ("raise", "", 1), ("raise", "1", 1), ("3", "", 3), ("3", "1", 3)],
+)  # fmt: skip
+def test_who_leaves_has_finished_or_is_lost_and_the_rest_goes_on(
+    cluster: Cluster, how: str, plain: str, code: int
+) -> None:
     server, workers = start(cluster, "sync", how, "5", PLAIN=plain)
-    assert codes(*workers, server) == [0, code, 0], server.output
+    assert [process.wait() for process in (*workers, server)] == [0, code, 0], server.output
     assert sentences(workers[0], "took") == str(STEPS)
-    assert [event["reason"] for event in server.events("left") if event["rank"] == 1] == ["connection lost"]
+    reasons = [event["reason"] for event in server.events("left") if event["rank"] == 1]
+    assert (reasons == ["connection lost"]) == bool(code), reasons
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [sometimes("finish"), "break"])
+@pytest.mark.parametrize("how", ["finish", "break"])
 def test_local_steps_since_the_last_average_are_contributed_by_who_leaves(cluster: Cluster, how: str) -> None:
-    outputs = ("--save", "w.safetensors", "--summary", "s.json", "--checkpoint-dir", "snapshots")
-    server = cluster.server(*MODES["localsgd"], "--steps", str(STEPS), *outputs)
+    kept = ("--checkpoint-dir", "snapshots")
+    server = cluster.server(*MODES["localsgd"], "--steps", str(STEPS), *OUTPUTS, *kept)
     worker = cluster.script(1, LOOP, how, "6")
-    assert codes(worker, server) == [0, 0], worker.output + server.output
+    end_well(worker, server)
     torch.manual_seed(0)
     plain = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
@@ -91,31 +70,30 @@ def test_local_steps_since_the_last_average_are_contributed_by_who_leaves(cluste
 
 @pytest.mark.parametrize(
     ("mode", "how"),
-    [("sync", "stop"), sometimes("sync", "stop_break"), sometimes("async", "stop"), sometimes("async", "stop_break"),
-     sometimes("ssp", "stop"), sometimes("ssp", "stop_break"), sometimes("localsgd", "stop"),
-     sometimes("localsgd", "stop_break")],
-)  # fmt: skip
+    [
+        pytest.param(mode, how, marks=() if (mode, how) == ("sync", "stop") else pytest.mark.slow)
+        for mode in MODES
+        for how in ("stop", "stop_break")
+    ],
+)
 def test_one_stops_the_run_for_all(cluster: Cluster, mode: str, how: str) -> None:
     # Slowly where the other one does not wait: it would be through before the word has come.
     server, workers = start(cluster, mode, how, "5", PS_SLOWDOWN__BASE_S="0.1" if mode == "async" else "0")
-    assert codes(*workers, server) == [0, 0, 0], server.output
+    end_well(*workers, server)
     assert all(int(sentences(worker, "took")) < STEPS for worker in workers)
     assert sentences(workers[0], "has") == sentences(workers[1], "has") != ""
-    assert summary(cluster)["ended_by"] == "stopped by rank 1: good enough"
+    assert cluster.summary()["ended_by"] == "stopped by rank 1: good enough"
     if mode == "sync":  # the round that was open is the last
         assert [sentences(worker, "took") for worker in workers] == ["6", "6" if how == "stop" else "5"]
-        assert summary(cluster)["version"] == 6
+        assert cluster.summary()["version"] == 6
     assert (cluster.folder / "w.safetensors").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("after", "plain"),
-    [sometimes("raise", ""), ("raise", "1"), sometimes("kill", ""), sometimes("3", ""), sometimes("3", "1")],
-)
+@pytest.mark.parametrize(("after", "plain"), [("raise", ""), ("raise", "1"), ("kill", ""), ("3", ""), ("3", "1")])
 def test_what_fails_in_the_evaluation_fails_the_run(cluster: Cluster, after: str, plain: str) -> None:
-    outputs = ("--save", "w.safetensors", "--summary", "s.json", "--checkpoint-dir", "snapshots")
-    flags = ("--steps", "10", *MODES["sync"], *outputs, "--script", str(LOOP), "--", "none", "99", after)
+    flags = ("--steps", "10", *MODES["sync"], *OUTPUTS, "--checkpoint-dir", "snapshots")
+    flags += ("--script", str(LOOP), "--", "none", "99", after)
     done = cluster.command("launch", "-n", "2", *flags, PLAIN=plain)
     shown = done.stdout + done.stderr
     assert done.returncode == {"raise": 1, "kill": 1, "3": 3}[after], shown
@@ -126,7 +104,7 @@ def test_what_fails_in_the_evaluation_fails_the_run(cluster: Cluster, after: str
         "kill": "rank 0 was lost while it evaluated the final weights: connection lost",
         "3": "rank 0 failed after the last training step: exit code 3",
     }[after]
-    assert summary(cluster)["ended_by"] == why
+    assert cluster.summary()["ended_by"] == why
     if after != "kill":  # the launcher may see the end of a process before the server does, and says what it would do
         assert "started again" not in shown
 

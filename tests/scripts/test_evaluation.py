@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process, end_well
 
 pytestmark = pytest.mark.slow
 
@@ -22,20 +21,15 @@ MODES = {
     "localsgd": ("--mode", "localsgd", "--local-steps", "4"),
     "averaging": ("--mode", "localsgd", "--local-steps", "2", "--delayed-update"),
 }
-SLOW = ("delayed_update", "averaging", "async", "localsgd")
 
 
-def run(cluster: Cluster, mode: str, *flags: str, codes: tuple[int, ...] = (0, 0, 0), **env: str) -> Process:
+def run(cluster: Cluster, mode: str, **env: str) -> list[Process]:
+    """The two workers of a run that has ended well."""
     outputs = ("--summary", "s.json", "--save", "w.safetensors", "--curve", "c.csv")
-    server = cluster.server("--workers", "2", *MODES[mode], *outputs, *flags)
+    server = cluster.server("--workers", "2", *MODES[mode], *outputs)
     scripts = [cluster.script(rank, SCRIPT, **env) for rank in range(2)]
-    assert tuple(process.wait() for process in (*scripts, server)) == codes, server.output + scripts[0].output
-    cluster.scripts_run = scripts
-    return server
-
-
-def summary(cluster: Cluster) -> dict:
-    return json.loads((cluster.folder / "s.json").read_text())
+    end_well(*scripts, server)
+    return scripts
 
 
 def total(path: Path) -> float:
@@ -43,16 +37,16 @@ def total(path: Path) -> float:
     return sum(tensor.double().sum().item() for name, tensor in load_file(path).items() if name in names)
 
 
-@pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow if m in SLOW else ()) for m in MODES])
+@pytest.mark.parametrize("mode", MODES)
 def test_one_worker_evaluates_versions_and_the_best_is_kept(cluster: Cluster, mode: str) -> None:
     """24 steps each."""
-    run(cluster, mode, EVERY="5")
-    found = summary(cluster)
+    scripts = run(cluster, mode, EVERY="5")
+    found = cluster.summary()
     steps = [point["step"] for point in found["curve"]]
     assert steps == ([8, 12, 16, 20, 24] if mode == "localsgd" else steps) and len(steps) >= 3
     if mode == "sync":
         assert steps == [5, 10, 15, 20, 24] and [point["version"] for point in found["curve"]] == steps
-    by = [script.output.count("evaluates") for script in cluster.scripts_run]
+    by = [script.output.count("evaluates") for script in scripts]
     assert by == [len(steps), 0], "one of them"
     best = min(found["curve"], key=lambda point: point["metrics"]["loss"])
     assert found["best"] == best
@@ -75,22 +69,15 @@ def test_it_changes_no_bit(cluster: Cluster, tmp_path: Path) -> None:
 TASK = ("--task", f"{SCRIPT.with_name('fragile.py')}:Fragile")
 
 
-def with_evaluator(cluster: Cluster, *flags: str, **env: str) -> tuple[Process, Process, Process]:
-    outputs = ("--summary", "s.json", "--save", "w.safetensors")
-    server = cluster.server("--workers", "1", "--steps", "60", *outputs, *flags, *TASK)
-    evaluator = cluster.start(
-        "evaluator", "-m", "paramserver.worker", "--evaluate", "--server", cluster.address, "--eval-every", "5", *TASK,
-        **env,
-    )  # fmt: skip
+def test_a_evaluator_evaluates_and_the_workers_need_not(cluster: Cluster) -> None:
+    every, outputs = ("--eval-every", "5"), ("--summary", "s.json", "--save", "w.safetensors")
+    server = cluster.server("--workers", "1", "--steps", "60", *outputs, *every, *TASK)
+    where = ("--evaluate", "--server", cluster.address)
+    evaluator = cluster.start("evaluator", "-m", "paramserver.worker", *where, *every, *TASK)
     server.event("evaluator")
     worker = cluster.worker(0, "--set", "slowdown.base_s=0.05", *TASK)
-    return server, evaluator, worker
-
-
-def test_a_evaluator_evaluates_and_the_workers_need_not(cluster: Cluster) -> None:
-    server, evaluator, worker = with_evaluator(cluster, "--eval-every", "5")
-    assert [worker.wait(), server.wait(), evaluator.wait()] == [0, 0, 0], server.output + evaluator.output
-    found = summary(cluster)
+    end_well(worker, server, evaluator)
+    found = cluster.summary()
     versions = [event["version"] for event in evaluator.events("evaluated")]
     assert len(versions) >= 3 and set(versions) <= {point["version"] for point in found["curve"]}
     assert {point["version"] for point in found["curve"]} - set(versions) <= {5, 10, 15, 20, 60}, "before it was there"
@@ -104,14 +91,14 @@ def test_a_script_is_a_evaluator_too_and_ends_where_its_loop_would_begin(cluster
     evaluator = cluster.script(0, SCRIPT, EVERY="5", SAVE="evaluator.pt", PS_WORKER__EVALUATE="1")
     server.event("evaluator")
     worker = cluster.script(0, SCRIPT, EVERY="5", PS_SLOWDOWN__BASE_S="0.05")
-    assert [worker.wait(), server.wait(), evaluator.wait()] == [0, 0, 0], server.output + evaluator.output
+    end_well(worker, server, evaluator)
     events = evaluator.events("evaluated")
     assert len(events) >= 3 and {event["version"] for event in events} <= {
-        point["version"] for point in summary(cluster)["curve"]
+        point["version"] for point in cluster.summary()["curve"]
     }
     assert worker.output.count("evaluates") <= 2, "what was due before it was there, and the final weights"
-    assert not (cluster.folder / "evaluator.pt").exists() and summary(cluster)["workers"][0]["training_steps"] == 48
-    assert total(cluster.folder / "best.safetensors") == pytest.approx(summary(cluster)["best"]["metrics"]["total"])
+    assert not (cluster.folder / "evaluator.pt").exists() and cluster.summary()["workers"][0]["training_steps"] == 48
+    assert total(cluster.folder / "best.safetensors") == pytest.approx(cluster.summary()["best"]["metrics"]["total"])
 
 
 def test_a_evaluator_over_shards_evaluates_one_version_and_what_is_enough_is_the_end(cluster: Cluster) -> None:
@@ -119,17 +106,16 @@ def test_a_evaluator_over_shards_evaluates_one_version_and_what_is_enough_is_the
     outputs = ("--summary", "s.json", "--save", "w.safetensors", "--optimizer", "sgd", "--lr", "1")
     run_of = ("--workers", "2", "--steps", "500", "--stop-when", "loss < -60", "--mode", "async", *outputs, *task)
     server = cluster.server("--shards", "3", *run_of)
-    shards = [cluster.shard(number, 3) for number in (1, 2)]
+    shards = cluster.shards(3)
     where = ("--evaluate", "--server", cluster.address, "--eval-every", "5")
     evaluator = cluster.start("evaluator", "-m", "paramserver.worker", *where, *task)
     server.event("evaluator")
     workers = [cluster.worker(rank, "--set", "slowdown.base_s=0.02", *task) for rank in range(2)]
-    ends = [process.wait() for process in (*workers, server, *shards, evaluator)]
-    assert ends == [0] * 6, server.output + evaluator.output
+    end_well(*workers, server, *shards, evaluator)
     events = evaluator.events("evaluated")
     assert len(events) >= 3 and all(event["spread"] == 0 for event in events)
     assert all(event["loss"] == -event["version"] for event in events)
-    found = summary(cluster)
+    found = cluster.summary()
     assert {event["version"] for event in events[:-1]} <= {point["version"] for point in found["curve"]}
     assert found["ended_by"].startswith("stopped: loss < -60 (run.stop_when): ")
     weight = load_file(cluster.folder / "best.safetensors")["weight"]
@@ -143,8 +129,8 @@ def test_a_task_is_evaluated_each_epoch_where_nothing_else_is_said(cluster: Clus
     outputs = ("--summary", "s.json", "--curve", "c.jsonl")
     for total_epochs, steps in (("2", [4, 8]), ("4", [4, 12, 16])):
         server = cluster.server(*kept, *outputs, "--epochs", total_epochs)
-        assert [cluster.worker(0, *TASK).wait(), server.wait()] == [0, 0], server.output
-        assert [point["step"] for point in summary(cluster)["curve"]] == steps
+        end_well(cluster.worker(0, *TASK), server)
+        assert [point["step"] for point in cluster.summary()["curve"]] == steps
         assert len((cluster.folder / "c.jsonl").read_text().splitlines()) == len(steps)
 
 
@@ -156,8 +142,8 @@ def test_alone_one_that_fails_fails_the_run_too(cluster: Cluster, every: tuple[s
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.count("Traceback") == 1 and "ValueError: no such metric" in done.stderr, done.stderr
     steps = 5 if every else 12
-    assert summary(cluster)["ended_by"] == f"failed at step {steps}: ValueError: no such metric"
-    assert summary(cluster)["version"] == steps and f"step {steps}" in done.stdout + done.stderr
+    assert cluster.summary()["ended_by"] == f"failed at step {steps}: ValueError: no such metric"
+    assert cluster.summary()["version"] == steps and f"step {steps}" in done.stdout + done.stderr
     with safe_open(cluster.folder / "w.safetensors", "pt") as weights:
         assert weights.metadata()["version"] == str(steps)
     assert (cluster.folder / "steps.txt").read_text().split() == [str(step) for step in range(steps)]

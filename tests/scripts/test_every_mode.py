@@ -1,11 +1,11 @@
 """Scripts and options in every mode: a run ends after its steps, or says in a sentence why it cannot begin.
 
-A combination that no other test names may still be what a user types first.
+A combination that no other test names may still be what a user types first. `tests/combinations` has the pairs of the
+table of combinations; here are options that are not in it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -22,18 +22,11 @@ SCRIPTS = {
     "ordinary/sparse": 10, "ordinary/unfreezing": 12, "parts/gan": 12, "parts/actor_critic": None,
 }  # fmt: skip
 OPTIONS = {
-    "q4 up and down": ["--set", "worker.codec=q4", "--set", "worker.reply_codec=q4"],
     "powersgd": ["--set", "worker.codec=powersgd"],
-    "topk, shards": ["--set", "worker.codec=topk", "--shards", "2"],
-    "delayed update": ["--delayed-update"],
     "rmsprop": ["--optimizer", "rmsprop", "--set", "optimizer.momentum=0.5"],
     "schedule": ["--optimizer", "adamw", "--lr-schedule", "cosine", "--warmup", "3", "--clip-norm", "1.0"],
-    "group": ["--group", "2"],
     "accumulate": ["--accumulate", "3", "--precision", "bf16"],
-    "snapshots of shards": ["--shards", "2", "--checkpoint-dir", "snapshots", "--checkpoint-every", "4"],
     "median": ["--set", "policy.aggregation=median"],
-    "fragments": ["--fragments", "2", "--local-steps", "6"],
-    "grpc": ["--set", "server.shared_memory=false", "--set", "server.direct=false"],
     "backup workers": ["--backup-workers", "1"],
     "evaluations": ["--eval-every", "5", "--best", "loss"],
     "samples": ["--set", "policy.weighting=samples"],
@@ -42,13 +35,13 @@ OPTIONS = {
 
 
 def check(cluster: Cluster, num_steps: int | None, *flags: str, **env: str) -> None:
-    done = cluster.command("launch", "-n", "2", "--max-restarts", "0", "--summary", "summary.json", *flags, **env)
+    done = cluster.command("launch", "-n", "2", "--max-restarts", "0", "--summary", "s.json", *flags, **env)
     text = done.stdout + done.stderr
     assert done.returncode in (0, 2) and "Traceback" not in text, text
     if done.returncode == 2:
         assert "fix" in text or "; use --mode" in text, text
         return
-    summary = json.loads((cluster.folder / "summary.json").read_text())
+    summary = cluster.summary()
     steps = [worker["training_steps"] for worker in summary["workers"]]
     assert len(set(steps)) == 1 and steps[0] == (num_steps or steps[0]), text
     assert summary["loss"] is None or math.isfinite(summary["loss"]), text

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
 
-from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process, end_well
 
 EPOCHS = Path(__file__).parent / "length" / "epochs.py"
 MODES = {"sync": (), "localsgd": ("--local-steps", "4"), "async": (), "ssp": ("--staleness", "1")}
@@ -18,7 +17,7 @@ def run(cluster: Cluster, *flags: str, num_steps: int = 0) -> tuple[Process, lis
     outputs = ("--summary", "s.json", "--set", "server.status_interval_s=0.05")
     server = cluster.server("--workers", "2", *outputs, *flags)
     workers = [cluster.script(rank, EPOCHS, str(num_steps)) for rank in range(2)]
-    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], server.output + workers[0].output
+    end_well(*workers, server)
     return server, workers
 
 
@@ -31,10 +30,6 @@ def final(worker: Process) -> str:
     return worker.output.rpartition(" has ")[2].strip()
 
 
-def summary(cluster: Cluster) -> dict:
-    return json.loads((cluster.folder / "s.json").read_text())
-
-
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("localsgd", "sync", "async", "ssp")]
 )
@@ -43,9 +38,9 @@ def test_a_script_s_own_loop_rules_where_nobody_has_set_a_length(cluster: Cluste
     server, workers = run(cluster, "--mode", mode, *MODES[mode], num_steps=3)
     assert [counts(worker) for worker in workers] == [[5, 10, 15]] * 2
     assert final(workers[0]) == final(workers[1]) != ""
-    assert summary(cluster)["version"] == {"sync": 15, "localsgd": 4}.get(mode, 30)
+    assert cluster.summary()["version"] == {"sync": 15, "localsgd": 4}.get(mode, 30)
     assert all(event["steps"] == 0 for event in server.events("status"))
-    assert [worker["samples"] for worker in summary(cluster)["workers"]] == [60, 60]
+    assert [worker["samples"] for worker in cluster.summary()["workers"]] == [60, 60]
 
 
 @pytest.mark.slow
@@ -54,7 +49,7 @@ def test_epochs_of_the_run_become_steps(cluster: Cluster, mode: str) -> None:
     server, workers = run(cluster, "--mode", mode, *MODES[mode], "--epochs", "3")
     assert [counts(worker) for worker in workers] == [[15], [15]]
     assert [event["steps"] for event in server.events("length")] == [15]
-    assert summary(cluster)["version"] == {"sync": 15, "localsgd": 4}[mode]
+    assert cluster.summary()["version"] == {"sync": 15, "localsgd": 4}[mode]
 
 
 @pytest.mark.slow
@@ -63,7 +58,7 @@ def test_a_run_goes_on_with_more_epochs_and_knows_when_it_is_done(cluster: Clust
     run(cluster, *kept, "--epochs", "1")
     _, workers = run(cluster, *kept, "--epochs", "3")
     assert [counts(worker) for worker in workers] == [[10], [10]]
-    assert summary(cluster)["version"] == 15
+    assert cluster.summary()["version"] == 15
     again = cluster.server("--workers", "2", *kept, "--epochs", "3")
     assert (again.wait(), again.event("already_done")["steps"]) == (0, 15)
 
@@ -73,11 +68,11 @@ def test_a_task_is_trained_for_epochs_or_its_default(cluster: Cluster) -> None:
     """1,438 samples of the digits, two workers, batches of 100: 8 steps."""
     server = cluster.server("--workers", "2", "--epochs", "1", "--batch-size", "100", "--summary", "s.json")
     workers = [cluster.worker(rank, "--task", "digits") for rank in range(2)]
-    assert [process.wait() for process in (*workers, server)] == [0, 0, 0], server.output
-    assert summary(cluster)["version"] == 8
+    end_well(*workers, server)
+    assert cluster.summary()["version"] == 8
     server = cluster.server("--workers", "1", "--summary", "s.json", "--task", "xor", "--mode", "localsgd")
-    assert [cluster.worker(0).wait(), server.wait()] == [0, 0], server.output
-    row = summary(cluster)["workers"][0]
+    end_well(cluster.worker(0), server)
+    row = cluster.summary()["workers"][0]
     assert (row["training_steps"], row["contributions"]) == (500, 63), "8 steps in a contribution"
 
 
@@ -100,11 +95,7 @@ ACCEPTS = {"PS_WORKER__ACCEPT_OTHER_DATA": "1"}
 def on_data(cluster: Cluster, lengths: tuple[int, int], steps: int, *flags: str, **env: str) -> list[Process]:
     """A script whose ranks have data sets of these lengths, beside its server, which is the last."""
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", str(steps), *flags)
-    script = EPOCHS.parents[1] / "ordinary" / "divided.py"
-    return [
-        *(cluster.script(rank, script, NUM=str(num), OUT="w.pt", **env) for rank, num in enumerate(lengths)),
-        server,
-    ]
+    return [*(cluster.script(rank, EPOCHS, "0", NUM=str(num), **env) for rank, num in enumerate(lengths)), server]
 
 
 def refused(process: Process) -> bool:
@@ -116,13 +107,13 @@ def refused(process: Process) -> bool:
 
 def test_a_run_that_resumes_on_data_of_another_length_is_refused_unless_it_is_accepted(cluster: Cluster) -> None:
     kept = ("--checkpoint-dir", "snapshots")
-    assert [process.wait() for process in on_data(cluster, (400, 400), 3, *kept)] == [0, 0, 0]
+    end_well(*on_data(cluster, (400, 400), 3, *kept))
     *ranks, server = on_data(cluster, (300, 300), 6, *kept)
     assert [rank.wait() for rank in ranks] == [12, 12] and all(refused(rank) for rank in ranks), ranks[0].output
     server.signal(signal.SIGTERM)
     server.wait()
     again = on_data(cluster, (300, 300), 6, *kept, **ACCEPTS)
-    assert [process.wait() for process in again] == [0, 0, 0], again[0].output
+    end_well(*again)
 
 
 def test_ranks_with_data_of_different_lengths_are_refused_unless_they_accept_it(cluster: Cluster) -> None:
@@ -133,4 +124,4 @@ def test_ranks_with_data_of_different_lengths_are_refused_unless_they_accept_it(
     ranks.remove(other)
     ranks[0].kill()
     accepting = on_data(cluster, (400, 300), 4, **ACCEPTS)
-    assert [process.wait() for process in accepting] == [0, 0, 0], accepting[0].output
+    end_well(*accepting)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.tests.cluster import Cluster
+from paramserver.tests.cluster import Cluster, end_well
 
 HERE = Path(__file__).parent / "process"
 
@@ -17,8 +17,7 @@ HERE = Path(__file__).parent / "process"
 def test_a_forked_child_does_not_leave_for_its_parent_or_train_for_it(cluster: Cluster, how: str, code: int) -> None:
     server = cluster.server("--mode", "sync", "--workers", "1", "--steps", "8")
     script = cluster.script(0, HERE / "forks.py", how)
-    assert script.wait() == 0, script.output
-    assert server.wait() == 0, server.output
+    end_well(script, server)
     assert f"child {code}" in script.output
     assert script.output.count("belongs to process") == (code == 2), script.output
     assert "weights [[-0.8" in script.output, script.output
@@ -29,8 +28,7 @@ def test_a_forked_child_does_not_leave_for_its_parent_or_train_for_it(cluster: C
 def test_a_spawned_child_that_runs_the_script_again_does_not_join(cluster: Cluster) -> None:
     server = cluster.server("--mode", "sync", "--workers", "1", "--steps", "4")
     script = cluster.script(0, HERE / "spawns.py")
-    assert script.wait() == 0, script.output
-    assert server.wait() == 0, server.output
+    end_well(script, server)
     assert "steps 4" in script.output
     assert not server.events("replaced")
 

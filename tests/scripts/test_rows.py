@@ -3,12 +3,8 @@ sparse embeddings and the union batch does; a row's gradient counts exactly as o
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import grpc
@@ -17,32 +13,18 @@ import torch
 
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
-from paramserver.tests.cluster import Cluster, Process, at_gates
+from paramserver.tests.cluster import Cluster, at_gates, end_well
+from paramserver.tests.scripts.test_ordinary import BATCH, assert_near
+from paramserver.tests.scripts.test_ordinary import plain as ordinary
 
 SCRIPT = Path(__file__).parent / "rows" / "lookup.py"
-BATCH, STEPS = 10, 12
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """One process, torch's own embeddings, the union batch."""
-    out = tmp_path_factory.mktemp("plain") / "plain.pt"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PS_", "RANK", "WORLD_SIZE"))}
-    environ |= {"BATCH": str(2 * BATCH), "OUT": str(out), "PLAIN": "1", "PS_RUN__STEPS": str(STEPS)}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environ, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return torch.load(out)
-
-
-def start(cluster: Cluster, out: Path, **more: str) -> list[Process]:
-    return [cluster.script(rank, SCRIPT, BATCH=str(BATCH), OUT=str(out), **more) for rank in range(2)]
-
-
-def ends_like(plain: dict[str, torch.Tensor], out: Path) -> None:
-    found = torch.load(out)
-    assert found.keys() == plain.keys()
-    for name, tensor in plain.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-7, atol=1e-9), name
+    return ordinary(SCRIPT, tmp_path_factory.mktemp("plain"), PLAIN="1", PS_RUN__STEPS=str(STEPS))
 
 
 SNAPSHOTS = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "4")
@@ -55,17 +37,18 @@ def test_a_worker_and_then_the_server_are_killed_and_nothing_else_changes(
     """Nobody goes on without the other (min_workers); optimizer state of the rows is in the snapshot."""
     flags = ("--mode", "sync", "--workers", "2", "--steps", str(STEPS), "--set", "policy.min_workers=2", *SNAPSHOTS)
     server = cluster.server(*flags)
-    first, second = start(cluster, tmp_path / "out.pt", DIE="1:3", GATE="9")
+    env = {"BATCH": str(BATCH), "OUT": str(tmp_path / "out.pt"), "GATE": "9"}
+    first, second = (cluster.script(rank, SCRIPT, DIE="1:3", **env) for rank in range(2))
     assert second.wait() == -signal.SIGKILL
-    again = cluster.script(1, SCRIPT, BATCH=str(BATCH), OUT=str(tmp_path / "out.pt"), GATE="9")
-    at_gates((first, again))
-    server.until(lambda: any(event["version"] >= 4 for event in server.events("snapshot")), "snapshot")
+    again = cluster.script(1, SCRIPT, **env)
+    at_gates(first, again)
+    server.snapshot(4)
     server.kill()
     (tmp_path / "go").touch()
     server = cluster.server("--listen", cluster.address, *flags)
-    assert [process.wait() for process in (first, again, server)] == [0, 0, 0], again.output + server.output
+    end_well(first, again, server)
     assert server.event("resumed")["version"] >= 4
-    ends_like(plain, tmp_path / "out.pt")
+    assert_near(torch.load(tmp_path / "out.pt"), plain, rtol=1e-7)
 
 
 CLICKS = Path(__file__).parents[2] / "examples" / "clicks.py"
@@ -89,12 +72,12 @@ def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken
     gate = (str(cluster.folder / "go"), "12")
     nan = "" if "delayed-update" in mode else "1:2"  # a loop that is ahead does not compute a rejected step again
     scripts = [cluster.script(rank, COUNTED, "20", *gate, NAN=nan) for rank in range(2)]
-    at_gates(scripts)
-    server.until(lambda: any(event["version"] for event in server.events("snapshot")), "snapshot of a later version")
+    at_gates(*scripts)
+    server.snapshot()
     server.kill()
     (cluster.folder / "go").touch()
     second = cluster.server("--listen", cluster.address, *flags)
-    assert [script.wait() for script in (*scripts, second)] == [0, 0, 0], scripts[0].output + second.output
+    end_well(*scripts, second)
     counted(cluster, 20, 0.5 if mode == "sync" else 1.0)
     assert second.event("resumed")["version"] > 0
     assert ("rejected" in scripts[1].output) == bool(nan)
@@ -107,11 +90,11 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
     shard = cluster.shard(1, 2, *SNAPSHOTS)
     gate = (str(cluster.folder / "go"), "12")
     scripts = [cluster.script(rank, COUNTED, "20", *gate) for rank in range(2)]
-    at_gates(scripts)
-    shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
+    at_gates(*scripts)
+    shard.snapshot()
     if killed == "a shard":
         shard.kill()
-        server.until(lambda: bool(server.events("shard_lost")), "loss of the shard")
+        server.event("shard_lost")
     else:
         scripts[1].kill()
         scripts[1] = cluster.script(1, COUNTED, "20")
@@ -119,7 +102,7 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
     (cluster.folder / "go").touch()
     if killed == "a shard":
         shard = cluster.shard(1, 2, *SNAPSHOTS)
-    assert [script.wait() for script in (*scripts, server, shard)] == [0] * 4, scripts[0].output + server.output
+    end_well(*scripts, server, shard)
     counted(cluster, 20)
 
 
@@ -144,8 +127,8 @@ def test_the_example_learns_and_sends_what_it_uses(cluster: Cluster):
     """Four ids a sample: whoever sent the table would send 64 kB of it a step, each way."""
     server = cluster.server("--mode", "sync", "--workers", "2", "--steps", "60", "--summary", "s.json")
     scripts = [cluster.script(rank, CLICKS, ROWS="1000") for rank in range(2)]
-    assert [script.wait() for script in (*scripts, server)] == [0, 0, 0], scripts[0].output
-    summary = json.loads((cluster.folder / "s.json").read_text())
+    end_well(*scripts, server)
+    summary = cluster.summary()
     assert summary["final"]["auc"] > 0.75
     output = "".join(script.output for script in scripts)
     sent = float(re.search(r"a step sent ([0-9.]+) MB", output)[1])
@@ -158,15 +141,15 @@ def test_rows_asked_of_a_new_coordinator_wait_for_its_shards(cluster: Cluster):
     flags = ("--mode", "sync", "--workers", "2", "--steps", "20", "--shards", "2", *SNAPSHOTS)
     server, shard = cluster.server(*flags), cluster.shard(1, 2, *SNAPSHOTS)
     scripts = [cluster.script(rank, COUNTED, "20", str(cluster.folder / "go"), "12") for rank in range(2)]
-    at_gates(scripts)
-    shard.until(lambda: any(event["version"] for event in shard.events("snapshot")), "snapshot of a later version")
+    at_gates(*scripts)
+    shard.snapshot()
     server.kill()
     shard.signal(signal.SIGSTOP)
     second = cluster.server("--listen", cluster.address, *flags)
     (cluster.folder / "go").touch()  # each asks for rows next
     assert refusal_of_rows(cluster, server.event("listening")["run"]) == "NOT_READY"
     shard.signal(signal.SIGCONT)
-    assert [script.wait() for script in (*scripts, second, shard)] == [0] * 4, scripts[0].output + second.output
+    end_well(*scripts, second, shard)
     assert second.event("resumed")["version"] > 0
     counted(cluster, 20, 0.5)
 

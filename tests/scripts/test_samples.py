@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from paramserver.common.errors import UsageError
 from paramserver.common.reporting.report import report_console, summary_table
 from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
-from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process, end_well
 
 SCRIPT = Path(__file__).parent / "ordinary" / "own_loader.py"
 FLAGS = ("--summary", "s.json", "--history", "h.jsonl", "--set", "server.status_interval_s=0.05")
@@ -24,7 +23,7 @@ def run(cluster: Cluster, mode: str, *envs: dict[str, str]) -> tuple[Process, Su
     flags = ("--local-steps", "2") if mode == "localsgd" else ()
     server = cluster.server("--mode", mode, "--workers", str(len(envs)), "--steps", "4", *FLAGS, *flags)
     ranks = [cluster.script(rank, SCRIPT, SEED=str(rank), STEP_S="0.2", **env) for rank, env in enumerate(envs)]
-    assert [rank.wait() for rank in (*ranks, server)] == [0] * (len(envs) + 1), ranks[0].output
+    end_well(*ranks, server)
     return server, Summary.model_validate_json((cluster.folder / "s.json").read_text())
 
 
@@ -41,10 +40,6 @@ def printed(summary: Summary) -> str:
     return shown.get()
 
 
-def lines(cluster: Cluster) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (cluster.folder / "h.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     "mode", ["sync", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "localsgd", "allreduce"))]
 )
@@ -57,7 +52,7 @@ def test_samples_that_nobody_said_are_unknown(cluster: Cluster, mode: str) -> No
     status = last_status(server)
     assert (status["samples"], status["samples_per_s"]) == (None, None)
     assert [(row["samples"], row["samples_per_s"]) for row in status["workers"]] == [(None, None)] * 2
-    accepted = [line for line in lines(cluster) if line.get("outcome") == "accepted"]
+    accepted = [line for line in cluster.history() if line.get("outcome") == "accepted"]
     assert accepted and all(line["samples"] is None for line in accepted)
     with RunStore(cluster.folder / "runs" / "paramserver.db") as store:
         (stored,) = store.runs()
@@ -73,4 +68,4 @@ def test_samples_that_a_script_says_are_shown_and_a_sum_with_unknown_ones_is_not
     server, summary = run(cluster, "async", {"SAID": "1"}, {})
     assert [worker.samples for worker in summary.workers] == [4 * 8, None]
     assert summary.samples is None and last_status(server)["samples"] is None
-    assert {line["samples"] for line in lines(cluster) if line.get("outcome") == "accepted"} == {8, None}
+    assert {line["samples"] for line in cluster.history() if line.get("outcome") == "accepted"} == {8, None}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.tests.cluster import Cluster, Process
+from paramserver.tests.cluster import Cluster, Process, at_gates
 
 SCRIPT = Path(__file__).parent / "state" / "schedule.py"
 slow = pytest.mark.slow
@@ -19,14 +19,14 @@ def run(cluster: Cluster, mode: str, how: str, *flags: str, workers: int = 1) ->
     server = cluster.server("--mode", mode, "--workers", str(workers), "--steps", "16", *flags)
     ranks = [cluster.script(rank, SCRIPT, HOW=how) for rank in range(workers - 1)]
     ranks.append(cluster.script(workers - 1, SCRIPT, HOW=how, GATE_AT="6"))
-    ranks[-1].until(lambda: "at the gate" in ranks[-1].output, "gate")
+    at_gates(ranks[-1])
     return server, ranks
 
 
 def replaced(cluster: Cluster, server: Process, old: Process, how: str, rank: int = 0, **env: str) -> Process:
     """Another process has the rank; it waits nowhere."""
     old.kill()
-    server.until(lambda: any(event["rank"] == rank for event in server.events("left")), "leave")
+    server.event("left")
     return cluster.script(rank, SCRIPT, HOW=how, **env)
 
 

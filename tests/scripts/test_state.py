@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramserver.tests.cluster import Cluster, Process, at_gates
+from paramserver.tests.cluster import Cluster, Process, at_gates, end_well
 
 pytestmark = pytest.mark.slow
 
@@ -44,28 +44,18 @@ class Job:
 
     def end(self) -> None:
         """Workers first: a server whose worker has died waits for it."""
-        for item in (*self.ranks, self.server):
-            assert item.wait() == 0, "".join(rank.output for rank in (*self.ranks, self.server))
+        end_well(*self.ranks, self.server)
 
-    def at_the_gate(self) -> None:
-        at_gates(self.ranks)
-
-    def has_snapshot(self, least: int) -> None:
-        self.server.until(
-            lambda: any(event["version"] >= least for event in self.server.events("snapshot")), "snapshot"
-        )
-
-    def kill(self, *processes: Process) -> None:
-        for process in processes or (*self.ranks, self.server):
+    def kill(self) -> None:
+        for process in (*self.ranks, self.server):
             process.kill()
 
-    def replace(self, rank: int, gate: Path) -> None:
-        """Kill it alone, and go on with another process."""
-        self.kill(self.ranks[rank])
-        self.server.until(lambda: any(event["rank"] == rank for event in self.server.events("left")), "leave")
+    def replace(self, rank: int) -> None:
+        """Kill it alone, and go on with another process, which waits at no gate."""
+        self.ranks[rank].kill()
+        self.server.event("left")
         env = {name: value for name, value in self.env.items() if not name.startswith("GATE")}
         self.ranks[rank] = self.start(rank, **env)
-        gate.touch()
 
 
 def flat(value: object, name: str = "") -> dict[str, object]:
@@ -98,8 +88,8 @@ def test_a_script_goes_on_with_what_it_remembers(cluster: Cluster, env: dict[str
     whole.end()
     gate = {"GATE": str(cluster.folder / "never"), "GATE_AT": "33" if env else "27"}
     killed = Job(cluster, "killed", EPOCHS, "--checkpoint-every", "1", workers=1, steps=45, **gate, **env)
-    killed.at_the_gate()
-    killed.has_snapshot(24 if env else 20)
+    at_gates(*killed.ranks)
+    killed.server.snapshot(24 if env else 20)
     killed.kill()
     resumed = Job(cluster, "killed", EPOCHS, workers=1, steps=45, **env)
     resumed.end()
@@ -119,14 +109,15 @@ def test_two_workers_killed_and_one_replaced_end_in_the_same_bits(
     gate = cluster.folder / "go"
     env = {"ACCUMULATE": accumulate, "GATE": str(gate)}
     killed = Job(cluster, "killed", EPOCHS, steps=steps, GATE_AT=str(first), **env)
-    killed.at_the_gate()
-    killed.has_snapshot(first // int(accumulate) - 9)
+    at_gates(*killed.ranks)
+    killed.server.snapshot(first // int(accumulate) - 9)
     killed.kill()
     resumed = Job(cluster, "killed", EPOCHS, steps=steps, GATE_AT=str(second), **env)
-    resumed.at_the_gate()
+    at_gates(*resumed.ranks)
     step, epoch = begun(resumed.ranks[0])
     assert epoch == step // per_epoch, "where the last step of the snapshot began"
-    resumed.replace(1, gate)
+    resumed.replace(1)
+    gate.touch()
     resumed.end()
     assert begun(resumed.ranks[1])[0] > step
     for rank in range(2):
@@ -144,11 +135,9 @@ def test_the_example_with_its_scheduler_ends_in_the_same_bits(cluster: Cluster) 
     whole = Job(cluster, "whole", script, *flags, "--save", "whole.safetensors", steps=90)
     whole.end()
     killed = Job(cluster, "killed", script, *flags, steps=90, PS_SLOWDOWN__BASE_S="0.03")  # it does not end meanwhile
-    killed.has_snapshot(15)
-    killed.kill(killed.ranks[1])
-    killed.server.until(lambda: bool(killed.server.events("left")), "leave")
-    killed.ranks[1] = killed.start(1, **killed.env)
-    killed.has_snapshot(45)
+    killed.server.snapshot(15)
+    killed.replace(1)
+    killed.server.snapshot(45)
     killed.kill()
     resumed = Job(cluster, "killed", script, *flags, "--save", "killed.safetensors", steps=90)
     resumed.end()
@@ -167,12 +156,10 @@ def test_a_live_script_goes_back_with_its_server(cluster: Cluster, gate_at: int,
     gate = cluster.folder / "go"
     killed = Job(cluster, "killed", EPOCHS, *flags, steps=45, GATE=str(gate), GATE_AT=str(gate_at), GOES_BACK="1")
     follower = cluster.shard(1, 2, "--checkpoint-dir", "killed")
-    killed.at_the_gate()
+    at_gates(*killed.ranks)
     for process in (killed.server, follower):
-        process.until(
-            lambda item=process: any(event["version"] >= newest for event in item.events("snapshot")), "snapshot"
-        )
-    killed.kill(killed.server)
+        process.snapshot(newest)
+    killed.server.kill()
     killed.server = cluster.server(*killed.flags, "--listen", cluster.address)
     gate.touch()
     killed.end()
@@ -188,9 +175,10 @@ def test_in_other_modes_schedules_go_on_where_they_were(cluster: Cluster, mode: 
     steps, gate = 44, cluster.folder / "go"
     flags = ("--set", "policy.local_steps=3") if mode == "localsgd" else ("--set", "policy.delayed_update=true")
     killed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps, GATE=str(gate), GATE_AT="13", FED="1")
-    killed.at_the_gate()
-    killed.replace(1, gate)
-    killed.has_snapshot(2 if mode == "localsgd" else 20)
+    at_gates(*killed.ranks)
+    killed.replace(1)
+    gate.touch()
+    killed.server.snapshot(2 if mode == "localsgd" else 20)
     killed.kill()
     resumed = Job(cluster, "killed", EPOCHS, *flags, mode=mode, steps=steps, FED="1")
     resumed.end()

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from paramserver.tests.cluster import Cluster
+from paramserver.tests.cluster import Cluster, end_well
 from paramserver.tests.scripts.tasks.double import NUM_SAMPLES, Double, Weighted
 
 FILE = Path(__file__).parent / "tasks" / "double.py"
@@ -74,7 +74,7 @@ def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path
     server.until(lambda: any(5 <= event["step"] < STEPS for event in server.events("status")), "five steps")
     server.signal(signal.SIGKILL)
     again = cluster.server(*flags, *kept, "--listen", cluster.address)
-    assert [worker.wait() for worker in (*workers, again)] == [0, 0, 0], workers[0].output + again.output
+    end_well(*workers, again)
     check(tmp_path / "w.safetensors", plain(8, ACCUMULATE, name))
 
 
@@ -91,7 +91,7 @@ def test_a_worker_alone_and_one_that_averages_with_itself(cluster: Cluster, tmp_
     flags = ("--mode", "localsgd", "--local-steps", "4", "--batch-size", "8", *RUN, *accumulate)
     server = cluster.server(*flags, "--workers", "1", "--save", "local.safetensors")
     worker = cluster.worker(0, *TASK)
-    assert [process.wait() for process in (alone, worker, server)] == [0, 0, 0], alone.output + worker.output
+    end_well(alone, worker, server)
     for name in ("alone", "local"):
         check(tmp_path / f"{name}.safetensors", plain(8, ACCUMULATE))
 
@@ -103,7 +103,7 @@ def test_a_run_begins_with_the_weights_of_a_file(cluster: Cluster, tmp_path: Pat
     save_file(weights, tmp_path / "init.safetensors")
     server = cluster.server("--workers", "1", "--steps", "1", "--lr", "1e-30", "--save", "w.safetensors")
     worker = cluster.worker(0, *TASK, "--init", "init.safetensors")
-    assert [worker.wait(), server.wait()] == [0, 0], worker.output
+    end_well(worker, server)
     found = load_file(str(tmp_path / "w.safetensors"))
     assert all(torch.equal(found[name.removeprefix("module.")], tensor) for name, tensor in weights.items())
 
@@ -118,7 +118,7 @@ def test_another_rate_on_resume_takes_effect_and_the_log_says_so(cluster: Cluste
     for steps, lr in (("6", "0.05"), ("9", "0.2")):
         server = cluster.server(*kept, "--steps", steps, "--lr", lr, "--save", "w.safetensors")
         worker = cluster.worker(0, *TASK)
-        assert [worker.wait(), server.wait()] == [0, 0], worker.output + server.output
+        end_well(worker, server)
     changes = [(event["what"], event["now"], event["snapshot"]) for event in server.events("resumed_with_another")]
     assert changes == [("lr", 0.2, 0.05)]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from paramserver.tests.cluster import end_well
 from paramserver.tests.forks import SERVER, Forked, Programs, Run
 from paramserver.tests.scripts.union.loop import BATCH, NUM, data, make
 
@@ -50,19 +51,13 @@ class Scripts(Run):
                 self.script(rank, **env)
             else:
                 self.group(rank, group, of=LOOP, OUT=str(self.folder / "w"), **env)
-        arguments = [
-            (process.wait(), f"== {process.name}: {process.output[-2000:]}") for process in reversed(self.processes)
-        ]
-        assert not any(code for code, _ in arguments), "\n".join(output for code, output in arguments if code)
+        self.end()
         found = [torch.load(path) for path in sorted(self.folder.glob("w-*.pt"))]
         assert len(found) == num * group
         assert all(
             torch.equal(found[0][name], other[name]) for other in found for name in other if "running" not in name
         )
         return found[0]
-
-    def server_said(self, event: str) -> list[dict[str, object]]:
-        return self.processes[0].events(event)
 
 
 def plain(
@@ -114,19 +109,27 @@ def test_a_summed_loss_is_one_process_with_the_union_batch(run: Scripts, flags: 
     assert difference(wanted, plain(2, lr=0.002)) > 1e-3, "it matters"
 
 
+SUMMED = {"LOSS": "sum", "REDUCTION": "sum"}
+
+
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "env", "words"),
     [
-        pytest.param(("--mode", "localsgd"), "mode localsgd, whose workers step by themselves", id="localsgd"),
-        pytest.param(("--mode", "diloco"), "mode diloco, whose workers", id="diloco", marks=slow),
-        pytest.param(("--mode", "async_diloco"), "mode async_diloco, whose workers", id="async_diloco", marks=slow),
-        pytest.param(("--mode", "buffered"), "mode buffered, whose steps use a w", id="buffered", marks=slow),
-        pytest.param(("--mode", "sync", "--set", "policy.aggregation=median"), "aggregation median, which", marks=slow),
+        pytest.param(("--mode", "localsgd"), SUMMED, "mode localsgd, whose workers step by themselves", id="localsgd"),
+        pytest.param(("--mode", "diloco"), SUMMED, "mode diloco, whose workers", marks=slow),
+        pytest.param(("--mode", "async_diloco"), SUMMED, "mode async_diloco, whose workers", marks=slow),
+        pytest.param(("--mode", "buffered"), SUMMED, "mode buffered, whose steps use a w", marks=slow),
+        pytest.param(("--set", "policy.aggregation=median"), SUMMED, "aggregation median, which", marks=slow),
+        ((), {"REDUCTION": "max"}, "reduction='max'): use 'mean' or 'sum'"),
+        ((), {"CLIP": "-1"}, "clip_grad_norm(-1.0): the norm must be above 0"),
+        ((), {"CLIP": "early"}, "optimizer.clip_grad_norm() before the first backward()"),
     ],
-)  # fmt: skip
-def test_a_mode_that_makes_no_sum_refuses_it(run: Scripts, flags: tuple[str, ...], words: str) -> None:
-    run.serve("--workers", "1", "--steps", "5", *flags)
-    script = run.script(0, LOSS="sum", REDUCTION="sum")
+)
+def test_what_makes_no_sum_or_clips_nothing_is_refused(
+    run: Scripts, flags: tuple[str, ...], env: dict[str, str], words: str
+) -> None:
+    run.serve("--mode", "sync", "--workers", "1", "--steps", "5", *flags)
+    script = run.script(0, **env)
     assert script.wait() == 2, script.output
     assert words in script.output and "Traceback" not in script.output
 
@@ -141,12 +144,6 @@ def test_workers_that_disagree_on_the_reduction_are_refused_by_name(run: Scripts
         "the optimizer of rank 1 differs from the run's: different reduction: expected sum, got mean" in second.output
     )
     first.signal(9)
-
-
-def test_another_word_is_a_mistake(run: Scripts) -> None:
-    script = run.script(0, REDUCTION="max", PS_SERVER="")
-    assert script.wait() == 2, script.output
-    assert "reduction='max'): use 'mean' or 'sum'" in script.output
 
 
 # ---- clipping ------------------------------------------------------------------------------------------
@@ -178,8 +175,8 @@ def test_workers_that_clip_to_different_norms_are_named_once(run: Scripts) -> No
     """One of them never has its way: the rule of learning rates, by which the lowest of equal ranks counts."""
     run.serve("--mode", "sync", "--workers", "2", "--steps", str(STEPS))
     scripts = run.script(0), run.script(1, CLIP=str(CLIP))
-    assert [script.wait() for script in (*scripts, run.processes[0])] == [0, 0, 0], run.processes[0].output
-    (event,) = run.server_said("clip_norms_differ")
+    end_well(*scripts, run.processes[0])
+    (event,) = run.processes[0].events("clip_norms_differ")
     assert (event["level"], event["norms"], event["used"]) == ("warning", "none (rank 0), 0.05 (rank 1)", "none")
 
 
@@ -201,20 +198,6 @@ def test_one_worker_clips_as_plain_torch_does_in_every_mode(run: Scripts, flags:
         assert script.wait() == 0, script.output
         found = torch.load(run.folder / "w-0-0.pt")
     assert difference(found, plain(1, clip=CLIP)) <= NEAR
-
-
-@pytest.mark.parametrize(
-    ("clip", "words"),
-    [
-        pytest.param("-1", "clip_grad_norm(-1.0): the norm must be above 0", id="negative"),
-        pytest.param("early", "optimizer.clip_grad_norm() before the first backward()", id="early"),
-    ],
-)
-def test_a_norm_that_clips_nothing_is_a_mistake(run: Scripts, clip: str, words: str) -> None:
-    run.serve("--mode", "sync", "--workers", "1", "--steps", "5")
-    script = run.script(0, CLIP=clip)
-    assert script.wait() == 2, script.output
-    assert words in script.output and "Traceback" not in script.output
 
 
 # ---- BatchNorm -----------------------------------------------------------------------------------------

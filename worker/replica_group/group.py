@@ -168,8 +168,8 @@ class Group(Channel):
             finally:
                 undo()
         if reason := backends.why_not_nccl([item["device"] for item in found]):
-            log.info("not_over_nccl", inner=self.rank, reason=reason)
-        log.routine("worker_group", inner=self.rank, of=self.size, backend=self.backend)
+            log.info("not_over_nccl", group_rank=self.rank, reason=reason)
+        log.routine("worker_group", group_rank=self.rank, of=self.size, backend=self.backend)
 
     def _meet(self, member: Member, rendezvous: Rendezvous, info: str, wait_s: float) -> list[dict[str, Any]]:
         """Connect to group rank 0's store. Returns the info of each process, by group rank. Raises UnreachableError."""

@@ -13,7 +13,6 @@ imported only then (`load`), because that takes 1.5 s.
 from __future__ import annotations
 
 import copy
-import importlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -51,7 +50,6 @@ log = get_logger()
 
 _V_SHAPED = ("zbvzerobubble", "dualpipev")  # process i has pieces i and 2G - 1 - i
 _ALL_UNDER_WAY = ("gpipe", "loopedbfs")  # these schedules keep the activations of all microbatches
-_SCHEDULES = "torch.distributed.pipelining.schedules"
 _REPEATS = 5  # runs of each layer in a measurement
 _TIMEOUT = timedelta(hours=6)  # of one message; the group's watch notices a dead process much earlier
 _OF_A_LAYER = "failed to run forward"  # torch's schedules wrap an exception of a layer in a RuntimeError with this text
@@ -65,7 +63,7 @@ def is_chain(schedule: str, device: torch.device) -> bool:
 def load(schedule: str, device: torch.device) -> None:
     """Import torch's schedules if this one needs them. That takes seconds, in which a server must not wait."""
     if not is_chain(schedule, device):
-        importlib.import_module(_SCHEDULES)
+        import torch.distributed.pipelining.schedules  # noqa: F401
 
 
 def num_pieces(schedule: str) -> int:

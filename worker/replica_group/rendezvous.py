@@ -97,14 +97,12 @@ class Rendezvous:
 
     def publish(self, address: Address) -> bytes:
         """Publish the rendezvous store's address. Returns its secret. Raises RuntimeError."""
-        if self._member.is_on_one_host:
-            secret = secrets.token_bytes(32)
-            value = json.dumps({"address": address, "secret": secret.hex()})
-            write_whole(self._file, value.encode(), mode=0o600, is_synced=False)
-            return secret
         secret = self._secret or secrets.token_bytes(32)
         value = json.dumps({"address": address, "secret": "" if self._secret else secret.hex()})
-        self._named_store(timeout_s=60.0).set(_KEY, value)
+        if self._member.is_on_one_host:
+            write_whole(self._file, value.encode(), mode=0o600, is_synced=False)
+        else:
+            self._named_store(timeout_s=60.0).set(_KEY, value)
         return secret
 
     def look_up(self, timeout_s: float) -> tuple[Address, bytes]:

@@ -120,7 +120,7 @@ class Sharded:
         self.redistribution = redistribution = Redistribution(group.channel("exchange"), borders)
         self.whole.transfer_of = lambda part: RedistributedTransfer(part, redistribution)
         num_bytes, model_bytes = sum(tensor.nbytes for tensor in self.tensors.tensors), self.whole.layout.total_bytes
-        log.routine("sharded", inner=group.rank, of=group.size, bytes=num_bytes, model_bytes=model_bytes)
+        log.routine("sharded", group_rank=group.rank, of=group.size, bytes=num_bytes, model_bytes=model_bytes)
 
     def _shape(self, name: str, item: torch.Tensor) -> torch.Size:
         """Of the whole tensor."""

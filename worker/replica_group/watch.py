@@ -54,7 +54,7 @@ class Watch:
         """Watch these connections, given by group rank, from now on."""
         self._sockets = connections
         if connections:
-            threading.Thread(target=self._look, daemon=True, name="inner-watch").start()
+            threading.Thread(target=self._look, daemon=True, name="group-watch").start()
 
     def expect(self, lease_s: float) -> None:
         """Group rank 0: from now on, no process may be silent for longer than the lease. Heartbeats tell the others."""

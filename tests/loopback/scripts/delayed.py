@@ -1,11 +1,7 @@
 """Gradient descent on a parabola of the rank's own, 0.5 * (rank + 1) * (w - rank)^2, at lr 0.1 and in float64.
 
-Prints the weights at the start of every step. argv: [WAIT_FILE STEP], as in onehot.py.
+Prints the weights at the start of every step.
 """
-
-import sys
-import time
-from pathlib import Path
 
 import torch
 
@@ -17,10 +13,6 @@ num_steps = 0
 with paramserver.connect() as session:
     optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     while not session.is_done:
-        if len(sys.argv) > 2 and num_steps == int(sys.argv[2]):
-            print("at the gate", flush=True)
-            while not Path(sys.argv[1]).exists():
-                time.sleep(0.005)
         print("before step", num_steps, model.w[0].item().hex(), flush=True)
         model.w.grad = (session.rank + 1) * (model.w.detach() - session.rank)
         session.record(num_samples=1)

@@ -3,8 +3,6 @@ makes the reference of. argv: sgd|adamw, with -deep or -wide behind it or not, [
 """
 
 import sys
-import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -37,15 +35,13 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
 
 def main() -> None:
     import paramserver
+    from paramserver.tests.gates import Gate
 
-    model, inner = make(sys.argv[1])
+    (model, inner), gate = make(sys.argv[1]), Gate(*sys.argv[2:])
     with paramserver.connect() as session:
         optimizer = session.optimizer(model, inner)
         while not session.is_over():
-            if len(sys.argv) > 3 and session.step == int(sys.argv[3]):
-                print("at the gate", flush=True)
-                while not Path(sys.argv[2]).exists():
-                    time.sleep(0.005)
+            gate.wait(session.step)
             backward(model, session.rank, session.step)
             session.record(num_samples=size(session.rank))
             optimizer.step()

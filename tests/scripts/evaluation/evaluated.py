@@ -1,7 +1,7 @@
 """A script that evaluates while it trains, with all that an evaluation might disturb.
 
 The metric is a sum of weights, so that whoever has them can say which they were. In the environment: EVERY (none:
-it does not evaluate), FAIL (which evaluation raises), SAVE (where rank 0 writes its final weights).
+it does not evaluate), SAVE (where rank 0 writes its final weights).
 """
 
 import os
@@ -18,14 +18,9 @@ model = torch.nn.Sequential(
 session = paramserver.connect()
 optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.05))
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
-count = 0
 
 
 def evaluate(found: torch.nn.Module) -> dict[str, float]:
-    global count
-    count += 1
-    if str(count) == os.environ.get("FAIL"):
-        raise ValueError("no such metric")
     found.train()  # a mistake that must not matter
     found(torch.randn(8, 4))
     total = sum(parameter.double().sum().item() for parameter in found.parameters())

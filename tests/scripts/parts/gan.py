@@ -1,10 +1,8 @@
 """A GAN as the tutorials have it: the critic steps on a real and a fake batch, then the generator (each
 EVERY batches), whose loss goes through the critic. NOISE: from torch's generator, and BatchNorm in the generator.
-SGD for the critic. WIDTH of both, which have about 50 bytes for each unit."""
+SGD for the critic."""
 
 import os
-import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,14 +10,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paramserver
+from paramserver.tests.gates import Gate
 
 STEPS, BATCH, EVERY = 12, int(os.environ["BATCH"]), int(os.environ.get("EVERY", "1"))
-WIDTH = int(os.environ.get("WIDTH", "8"))
+WIDTH, GATE = 8, Gate(os.environ.get("GATE", ""), os.environ.get("GATE_AT", ""))
 torch.manual_seed(0)
 real_data = torch.randn(240, 4, dtype=torch.float64) * 0.5 + torch.tensor([1.0, -1.0, 0.0, 2.0], dtype=torch.float64)
-latents = torch.randn(
-    240, 3, dtype=torch.float64
-)  # of each sample, so that two halves of a batch have those of the whole
+# Of each sample, so that two halves of a batch have those of the whole.
+latents = torch.randn(240, 3, dtype=torch.float64)
 norm = nn.BatchNorm1d(WIDTH) if os.environ.get("NOISE") else nn.Identity()
 generator = nn.Sequential(nn.Linear(3, WIDTH), norm, nn.Tanh(), nn.Linear(WIDTH, 4)).double()
 critic = nn.Sequential(nn.Linear(4, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, 1)).double()
@@ -30,14 +28,6 @@ if os.environ.get("SGD"):  # of another class, with two groups
     of_critic = torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
 else:
     of_critic = torch.optim.Adam(critic.parameters(), lr=0.01, weight_decay=0.01)
-
-
-def gate(name):
-    """Wait there for a file."""
-    if name == os.environ.get("GATE_AT"):
-        print("at the gate", flush=True)
-        while not Path(os.environ["GATE"]).exists():
-            time.sleep(0.01)
 
 
 def loss_of(scores, is_real):
@@ -61,12 +51,12 @@ def main():
             loss_of(critic(fake.detach()), False).backward()
             session.record(loss=c_loss.item())
             c_optimizer.step()
-            gate(f"critic {number}")
+            GATE.wait(f"critic {number}")
             if number % EVERY == 0:
                 g_optimizer.zero_grad()
                 loss_of(critic(fake), True).backward()
                 g_optimizer.step()
-                gate(f"generator {number}")
+                GATE.wait(f"generator {number}")
                 if not os.environ.get("NOISE"):
                     schedule.step()
         if session.finish():

@@ -13,20 +13,16 @@ torch.nn.init.zeros_(model.weight)
 
 
 def leave() -> None:
-    if HOW == "exit":
-        sys.exit(0)
     if HOW == "fail":
         raise RuntimeError("of the child")
-    if HOW == "close":
-        session.close()
-    if HOW == "finish":
-        session.finish()
-    if HOW == "step":
-        optimizer.step()
-    if HOW == "record":
-        session.record(loss=1.0)
-    if HOW == "shard":
-        next(iter(session.shard(torch.zeros(8, 4), batch_size=2)))
+    {
+        "exit": lambda: sys.exit(0),
+        "close": lambda: session.close(),
+        "finish": lambda: session.finish(),
+        "step": lambda: optimizer.step(),
+        "record": lambda: session.record(loss=1.0),
+        "shard": lambda: next(iter(session.shard(torch.zeros(8, 4), batch_size=2))),
+    }[HOW]()
 
 
 with paramserver.connect() as session:

@@ -3,8 +3,6 @@ the tables' first values."""
 
 import os
 import signal
-import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paramserver
+from paramserver.tests.gates import Gate
 
-STEPS, BATCH, SEED = int(os.environ.get("STEPS", "12")), int(os.environ["BATCH"]), 1797
-NAMES = ["sgd", "adagrad", "sparse_adam"]
+BATCH, NAMES = int(os.environ["BATCH"]), ["sgd", "adagrad", "sparse_adam"]
 SIZES = {"sgd": 60, "adagrad": 60, "sparse_adam": 3000}  # in the last, most rows are not touched
 torch.manual_seed(0)
 ids = torch.stack([torch.randint(0, SIZES[name], (240,)) for name in NAMES] + [torch.randint(0, 60, (240,))], 1)
@@ -23,7 +21,7 @@ model = nn.Sequential(nn.Linear(4 * 4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 dense = torch.optim.Adam(model.parameters(), lr=0.01)
 
 with paramserver.connect() as session:
-    rank = session.rank
+    rank, gate = session.rank, Gate("go", os.environ.get("GATE", ""))
     tables = {
         name: session.rows(name, SIZES[name], 4, optimizer=name, lr=0.1, init_std=0.5, dtype=torch.float64)
         for name in NAMES
@@ -56,9 +54,7 @@ with paramserver.connect() as session:
         for other in others:
             other.step()
         session.record(loss=loss.item())
-        while os.environ.get("GATE") == str(step) and not Path("go").exists():
-            print("at the gate", flush=True)
-            time.sleep(0.05)
+        gate.wait(step)
         if os.environ.get("DIE") == f"{rank}:{step}":
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()

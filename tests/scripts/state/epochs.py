@@ -3,8 +3,6 @@ an average of the weights; gradients accumulated over ACCUMULATE batches; waits 
 
 import os
 import random
-import time
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -12,10 +10,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import paramserver
+from paramserver.tests.gates import Gate
 
 ACCUMULATE = int(os.environ.get("ACCUMULATE", "1"))
 DTYPE = torch.float32 if "SCALER" in os.environ else torch.float64
-GATE, GATE_AT = os.environ.get("GATE"), int(os.environ.get("GATE_AT", "-1"))
+GATE = Gate(os.environ.get("GATE", ""), os.environ.get("GATE_AT", ""))
 
 generator = torch.Generator().manual_seed(3)
 x = torch.randn(78, 6, dtype=DTYPE, generator=generator)
@@ -51,10 +50,7 @@ with paramserver.connect() as session:
         batches = session.shard(TensorDataset(x, y), batch_size=4, accumulate=ACCUMULATE)
         num = len(batches)
         for number, (inputs, wanted) in enumerate(batches, 1):
-            if num_batches == GATE_AT:
-                print("at the gate", flush=True)
-                while not Path(GATE).exists():
-                    time.sleep(0.01)
+            GATE.wait(num_batches)
             num_batches += 1
             jitter = torch.randn((), generator=noise) * random.random()
             loss = F.mse_loss(model(inputs * (1 + 0.01 * jitter)), wanted)

@@ -2,15 +2,15 @@
 
 import math
 import os
-import time
 
 import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 import paramserver
+from paramserver.tests.gates import Gate
 
-HOW, GATE_AT = os.environ["HOW"], int(os.environ.get("GATE_AT", "-1"))
+HOW, GATE = os.environ["HOW"], Gate("never", os.environ.get("GATE_AT", ""))
 STEPS = 16
 
 torch.manual_seed(0)
@@ -31,9 +31,7 @@ with paramserver.connect() as session:
     count = 0
     for _ in session.epochs(1) if HOW == "epochs" else [0]:
         for (x,) in session.shard(TensorDataset(torch.randn(256, 4)), batch_size=4):
-            if count == GATE_AT:
-                print("at the gate", os.getpid(), flush=True)
-                time.sleep(1000)
+            GATE.wait(count)
             if HOW == "counter":
                 optimizer.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * count / STEPS))
             if HOW == "by hand" and count == 2:
