@@ -23,7 +23,6 @@ from ..worker.conversation.threads import Helper
 from ..worker.strategies.base import Strategy
 from ..worker.strategies.blocking import BlockingStrategy
 from ..worker.strategies.delayed_update import Overlapped
-from ..worker.tensors.local_steps import shift
 from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.readings import Readings
 
@@ -73,7 +72,7 @@ def merge(layout: Layout, now: torch.Tensor, before: torch.Tensor, new: torch.Te
     """
     for flat in (*layout.runs_of(Kind.PARAMETER), *layout.runs_of(Kind.BUFFER)):
         if flat.kind is Kind.PARAMETER or (flat.is_float and flat.is_averaged):
-            shift(flat.view(now), flat.view(before), flat.view(new))
+            flat.view(now).sub_(flat.view(before)).add_(flat.view(new))
 
 
 def log_not_counted(samples: int, steps: int, meaning: str, is_sent_again: bool = False) -> None:

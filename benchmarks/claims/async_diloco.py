@@ -80,7 +80,6 @@ class Run:
         self._chance = [torch.Generator().manual_seed(seed * len(SECONDS) + rank) for rank in range(len(SECONDS))]
         self._taken: dict[int, tuple[int, torch.Tensor, int]] = {}  # by rank: version, weights, steps
         self._due: dict[int, float] = {}
-        self._in_mean: list[tuple[int, float]] = []
         self._staged: dict[int, torch.Tensor] = {}
 
     def go(self, limit: int) -> Outcome:
@@ -124,11 +123,9 @@ class Run:
         for decision in decisions:
             if isinstance(decision, Fold):
                 self._store.fold(self._staged.pop(decision.rank), decision.weight, decision.rank)
-                self._in_mean.append((decision.rank, decision.weight))
             elif isinstance(decision, Commit):
-                scale = decision.lr_scale(self._in_mean) if self._has_share else 1.0
+                scale = decision.lr_scale if self._has_share else 1.0
                 self._store.commit(Step(len(SECONDS), 0, [{**self._outer, **(decision.numbers or {})}], lr_scale=scale))
-                self._in_mean.clear()
             elif isinstance(decision, Reply):
                 rank, steps = decision.rank, self._policy.next_local_steps(decision.rank)
                 self._taken[rank] = self._policy.version, self._store.weights.clone(), steps

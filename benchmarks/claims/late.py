@@ -60,7 +60,6 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
         policy.joined(rank, 0.0)
     bases = {rank: (0, store.weights.clone()) for rank in range(num_workers)}  # version and weights of each worker
     images, labels = task.train_data().tensors  # type: ignore[attr-defined]
-    in_mean: list[tuple[int, float]] = []  # rank, weight
     chance = torch.Generator().manual_seed(seed)
     for index in range(num_contributions):
         rank = index % num_workers
@@ -77,11 +76,9 @@ def run(way: str, num_workers: int, seed: int, num_contributions: int) -> float:
         for decision in policy.contributed(rank, Contribution(id, counts=Counts(BATCH), base=Base(version)), 0.0):
             if isinstance(decision, Fold):
                 store.fold(payload, decision.weight, rank)
-                in_mean.append((rank, decision.weight))
             elif isinstance(decision, Commit):
-                scale = decision.lr_scale(in_mean)
-                store.commit(Step(num_workers, 0, lr_scale=scale, momentum_among=decision.momentum_among))
-                in_mean.clear()
+                step = Step(num_workers, 0, lr_scale=decision.lr_scale, momentum_among=decision.momentum_among)
+                store.commit(step)
         bases[rank] = policy.version, store.weights.clone()
     _put(layout, store.weights, tensors)
     return task.evaluate(net)["accuracy"]

@@ -193,7 +193,6 @@ class Run:
         self.sent = self.received = 0  # bytes of payloads, framed
         self.now = 0.0
         self._due: list[tuple[float, int]] = []  # when somebody's steps are taken
-        self._in_mean: list[tuple[int, float]] = []
 
     def run(self) -> None:
         for rank in range(NUM_WORKERS):
@@ -223,7 +222,6 @@ class Run:
                 if self._asked.dropped and torch.rand((), generator=self._chance).item() < self._asked.dropped:
                     weight *= 1e-6  # its work is lost, and counts in no mean with others
                 self.store.fold(worker.payload, weight, decision.rank, without=worker.without)
-                self._in_mean.append((decision.rank, weight))
             elif isinstance(decision, Discard):
                 self.workers[decision.rank].payload = None
             elif isinstance(decision, Commit):
@@ -234,9 +232,7 @@ class Run:
     def _commit(self, commit: Commit) -> None:
         outer = self.policy.outer
         assert outer is not None
-        scale = commit.lr_scale(self._in_mean)
-        self.store.commit(Step(NUM_WORKERS, 0, [dict(outer.arguments)], lr_scale=scale))
-        self._in_mean.clear()
+        self.store.commit(Step(NUM_WORKERS, 0, [dict(outer.arguments)], lr_scale=commit.lr_scale))
         if isinstance(self._down, ByTensor) and moves_reference(self._down):
             assert isinstance(self._encoder, PieceEncoder)
             down = only_rest(self._down, self._without())

@@ -259,7 +259,9 @@ class Plan:
         if placement is None:
             return spec
         env = {**spec.env, **placement.env}
-        return dataclasses.replace(spec, argv=(placement.python, *spec.argv[1:]), env=env, host=placement.host)
+        return dataclasses.replace(
+            spec, argv=(placement.python or spec.argv[0], *spec.argv[1:]), env=env, host=placement.host
+        )
 
     @cached_property
     def _num_sharing(self) -> Counter[tuple[str, str]]:

@@ -60,7 +60,9 @@ class Engine:
         self.why_not_ready: Callable[[], str] = lambda: ""  # the reason that workers cannot join yet, as a phrase
         self.run = Run(options or options_of(config), policy, name)
         self.publish, self.now = publish, now
-        self.is_observed = {kind: is_observed(kind) for kind in effects.FACTS}  # the others are not published
+        self.is_observed: dict[type, bool] = {
+            kind: is_observed(kind) for kind in effects.FACTS
+        }  # the others are not published
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self.broke("tensors", error))
         self.model = Model(config, self.tensors, policy)
@@ -105,7 +107,7 @@ class Engine:
                         if (carry_out := self._carry_out.get(type(effect))) is not None:
                             carry_out(effect)
                         if self.is_observed.get(type(effect)):
-                            self.publish(event.at, effect)
+                            self.publish(event.at, effect)  # type: ignore[arg-type]  # only facts are observed
                     if self.sequencer.compares:
                         self.sequencer.applied(found)
                 except Exception as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...common.codecs.base import Codec, decode_payload, encode_payload
+from ...common.codecs.base import Codec, FreeBuffers, decode_payload, encode_payload
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
@@ -70,7 +70,7 @@ class Down:
             layout = model.store.layout
             payload = model.store.weights[: layout.exchange_bytes].clone()
             if is_encoded:
-                decode_payload(codec, layout, encode_payload(codec, layout, payload), payload)
+                decode_payload(codec, layout, encode_payload(codec, layout, payload, FreeBuffers()), payload)
         else:
             (whole,) = reference.update_from(0).made
             assert whole.payload is not None
