@@ -237,12 +237,12 @@ def test_a_fault_that_meets_a_process_which_has_ended_does_nothing(monkeypatch: 
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     monkeypatch.setattr(faults, "job_processes", lambda launcher: {WORKER: (gone.pid, "S")})
-    said: list[str] = []
-    injector = Injector(0, Network(lambda port: None, 1), 1, said.append, lambda shard: None, 2)
+    lines: list[str] = []
+    injector = Injector(0, Network(lambda port: None, 1), 1, lines.append, lambda shard: None, 2)
     for kind in ("kill_worker", "freeze_worker", "full_disk"):
         injector.inject(Fault(0, kind, rank=0, for_s=1.0))
     injector.inject(Fault(0, "kill_worker", rank=1))
-    assert injector.killed == [] and [text.rpartition(": ")[2] for text in said] == ["it is not running"] * 4
+    assert injector.killed == [] and [text.rpartition(": ")[2] for text in lines] == ["it is not running"] * 4
 
 
 def test_a_port_nobody_has_is_nobodys() -> None:

@@ -100,8 +100,8 @@ def direct_peer(server: Server) -> tuple[Any, socket.socket]:
 def outside(offset: int) -> bytes:
     """A contribution whose bytes are to lie beyond it."""
     header = contribution_header(1, 0, in_shared_memory=True)
-    placed = message(out_of_band_frame(offset, 1 << 30))
-    return message(header.SerializeToString()) + placed + bytes(1 << 20)
+    announced = message(out_of_band_frame(offset, 1 << 30))
+    return message(header.SerializeToString()) + announced + bytes(1 << 20)
 
 
 @pytest.mark.parametrize(

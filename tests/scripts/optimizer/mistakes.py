@@ -12,9 +12,9 @@ samples = TensorDataset(torch.ones(64, 4))
 
 
 def wrong(words, action):
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         action()
-    assert words in f"{told.value.message}; {told.value.fix}"
+    assert words in f"{raised.value.message}; {raised.value.fix}"
 
 
 with paramserver.connect() as session:
