@@ -66,8 +66,7 @@ class Readings:
         if began < self._norm_at or self.optimizer is None:
             return
         groups = self.optimizer.param_groups
-        if groups:
-            self._values["learning_rate"] = float(groups[0].get("lr", math.nan))
+        self._values["learning_rate"] = float(groups[0].get("lr", math.nan))
         gradients = [item.grad for group in groups for item in group["params"] if item.grad is not None]
         # The norm of a DTensor would need all processes of a worker.
         plain = [item for item in gradients if type(item) is torch.Tensor and not item.is_sparse]
