@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.errors import UnreachableError
 from paramserver.common.wire.records import Position
+from paramserver.worker.conversation.messages import join_message
 from paramserver.worker.session import Progress, Retry
 
 from ..records import reply_of
@@ -137,3 +138,13 @@ def test_a_start_ends_what_is_computed_once_more() -> None:
     progress.replay(Position(3, 1, 0))
     progress.replied(reply_of(2, 7, 1, training_steps=2))
     assert not progress.is_replaying and progress.position == 2
+
+
+def test_a_worker_that_has_not_begun_names_its_incarnation_and_no_run() -> None:
+    """It may join another run, and stays out if another process has replaced it."""
+    progress = Progress(process="this")
+    progress.welcomed("first", rank=1, incarnation=2)
+    joins = [join_message(progress, "cpu", None)]
+    progress.started(reply_of())
+    joins.append(join_message(progress, "cpu", None))
+    assert [(join.run, join.incarnation) for join in joins] == [("", 2), ("first", 2)]

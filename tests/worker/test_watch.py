@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from paramserver.common.kinds import ContributionKind
+from paramserver.common.wire.records import Contribution
+from paramserver.worker.conversation.messages import Outgoing
+from paramserver.worker.session import Progress
+from paramserver.worker.strategies.base import Strategy
 from paramserver.worker.tensors.transfer import ModelTensors
 from paramserver.worker.tensors.watch import Watch
 
@@ -95,3 +103,23 @@ def test_what_is_restored_is_the_same_but_for_roundings_and_so_is_nan() -> None:
     assert watch.changed()
     watch.note()
     assert not watch.changed()
+
+
+class Peer(Strategy):
+    """One whose optimizer gives the weights other memory in each step."""
+
+    def _start(self, *_: Any) -> None:
+        pass
+
+    def _contribute(self, outgoing: Outgoing) -> None:
+        for tensor in self._model.tensors:
+            tensor.data = tensor.data - 1
+
+
+def test_weights_that_a_peers_optimizer_moves_were_not_changed_by_the_script() -> None:
+    settings = SimpleNamespace(kind=ContributionKind.COMPLETION)
+    peer = Peer(SimpleNamespace(settings=settings, progress=Progress(), moved=lambda: None))  # type: ignore[arg-type]
+    peer.start(ModelTensors(torch.nn.Linear(3, 2)), None)  # type: ignore[arg-type]
+    for _ in range(2):
+        peer.contribute(Outgoing(Contribution()))
+        assert peer.changes() == {}

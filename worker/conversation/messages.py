@@ -104,11 +104,10 @@ def join_message(
     A worker that has not begun belongs to no run yet: it may join another that a restarted server begins.
     """
     region_name, num_workers = region or ("", 0)
-    has_begun = progress.num_starts > 0 or seated is not None
     return pb.Join(
-        run=progress.run if has_begun else "",
+        run=progress.run if progress.num_starts or seated is not None else "",
         rank=-1 if progress.rank is None else progress.rank,
-        incarnation=progress.incarnation if has_begun else 0,
+        incarnation=progress.incarnation,
         host=socket.gethostname(),
         pid=os.getpid(),
         device=device,

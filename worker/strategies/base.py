@@ -282,6 +282,8 @@ class Strategy:
         if self._is_fresh:  # the loop finishes its epoch before the replay
             self._at_start = self.progress.num_starts, self._changing()
         self._note_weights()
+        if self.kind.has_peers:  # the optimizer has stepped meanwhile, and may have given the weights other memory
+            self._find_model()
         if self._watch is not None:
             self._watch.note()
 

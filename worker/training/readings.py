@@ -58,11 +58,15 @@ class Readings:
         self._values.update(values)
 
     def note_step(self) -> None:
-        """Note the gradients' norm of a step. Norms are rare, so that they cost no visible time."""
+        """Note the learning rate and the gradients' norm of a step, but rarely: they shall cost no visible time.
+
+        The training thread reads the rate. On a GPU, another thread's reading would break off the capture of a graph.
+        """
         began = time.perf_counter()
         if began < self._norm_at or self.optimizer is None:
             return
         groups = self.optimizer.param_groups
+        self._values["learning_rate"] = float(groups[0].get("lr", math.nan))
         gradients = [item.grad for group in groups for item in group["params"] if item.grad is not None]
         # The norm of a DTensor would need all processes of a worker.
         plain = [item for item in gradients if type(item) is torch.Tensor and not item.is_sparse]
@@ -73,8 +77,6 @@ class Readings:
     def taken(self) -> dict[str, float]:
         """Returns all current values, by name."""
         found = {**self._values, **self._recorded, "memory_bytes": float(HERE.memory())}
-        if self.optimizer is not None and (groups := self.optimizer.param_groups):
-            found["learning_rate"] = float(groups[0].get("lr", math.nan))
         if torch.cuda.is_initialized():  # nothing of a GPU before the process uses one
             found["gpu_bytes"] = float(torch.cuda.memory_reserved())
             with suppress(ImportError, RuntimeError):  # no nvidia-ml-py, or a driver without it

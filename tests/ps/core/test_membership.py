@@ -23,7 +23,7 @@ def roster_of(num_workers: int | None) -> Roster:
 
 
 def join(roster: Roster, rank: int | None, previous: int) -> tuple[Worker, Worker | None]:
-    return roster.seat(Joined(1, rank, incarnation=previous))
+    return roster.seat(Joined(1, rank, run="this" if previous else "", incarnation=previous))
 
 
 class MembershipMachine(RuleBasedStateMachine):
@@ -109,3 +109,10 @@ def test_refusals_say_what_to_do() -> None:
     assert error.message == "no rank 5: the run has 2 workers, ranks 0 to 1"
     assert error.fix == "use --rank 0 to 1, or start ps-server with --workers 6 or more"
     assert "incarnation 3" in str(replaced(0, 3))
+
+
+def test_a_process_that_had_not_begun_joins_another_run_but_not_again_once_it_was_replaced() -> None:
+    roster = roster_of(2)
+    assert roster.seat(Joined(1, 0, incarnation=3, process="old"))[0].incarnation == 1
+    roster.seat(Joined(2, 0, process="new"))
+    assert refused(lambda: roster.seat(Joined(3, 0, incarnation=1, process="old"))).reason is Reason.REPLACED

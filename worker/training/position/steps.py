@@ -148,8 +148,7 @@ class Steps:
                 drawn = data.prepare_step()
                 num_samples = num_samples or drawn
         self.strategy.before_step(num_samples, self._fresh_losses, part.param_groups)
-        if self._fresh_losses:
-            self._fresh_losses = []
+        self._fresh_losses = []
         return True
 
     def _is_void(self) -> bool:
