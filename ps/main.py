@@ -22,7 +22,9 @@ from ..common.config.option import SERVER
 from ..common.config.preflight.machine import check_optimizer
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
+from ..common.errors import UsageError
 from ..common.reporting.log import get_logger, setup_logging
+from ..common.security import check_exposure, read_token
 
 if TYPE_CHECKING:
     from .server import Server
@@ -48,7 +50,7 @@ def serve(
     """
     resolved = cli.resolve(config, flags, sets, print_config)
     resolved.check_options([resolved.config.run.mode])
-    check_optimizer(resolved.config.optimizer.name)
+    check_before_loading(resolved.config)
     setup_logging(resolved.config.log, SERVER)
     for key in resolved.unread([resolved.config.run.mode]):
         message = f"mode {resolved.config.run.mode} has no such option, so it has no effect"
@@ -56,6 +58,22 @@ def serve(
         say = get_logger().debug if ":" in resolved.origins[key] else get_logger().warning
         say("unread_option", key=key, source=resolved.origins[key], meaning=message)
     asyncio.run(_serve(resolved))
+
+
+def check_before_loading(config: Config) -> None:
+    """Raise errors that would otherwise end the server once torch is loaded, or only after training."""
+    from ..common.reporting.output import check_writable
+
+    check_optimizer(config.optimizer.name)
+    best = config.output.best if config.run.eval_every is not None else None
+    for path in (config.output.save, config.output.summary, config.output.curve, best):
+        if path is not None:
+            check_writable(path)
+    has_token, otherwise = read_token(config.security) is not None, "on one machine listen on 127.0.0.1"
+    check_exposure("the server", config.server.listen, config, has_token=has_token, otherwise=otherwise)
+    if config.run.epochs is not None and config.run.workers is None:
+        problem = f"run.epochs is {config.run.epochs}: the length of an epoch depends on the number of workers"
+        raise UsageError(problem, fix="add --workers N, or give the length with --steps")
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

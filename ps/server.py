@@ -10,9 +10,9 @@ from dataclasses import asdict
 import torch
 
 from ..common.config.schema import Config
-from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError, UsageError
+from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError
 from ..common.reporting.log import get_logger
-from ..common.reporting.output import check_writable, write_results
+from ..common.reporting.output import write_results
 from ..common.tensors.optimizers import check_arguments
 from .core.controls import keep_out
 from .core.effects import RunEnded, RunStarted, StatusTaken
@@ -42,14 +42,7 @@ _TICK_S = 0.2
 def check_before_start(config: Config) -> None:
     """Raise errors now that would otherwise end the run only after training."""
     check_arguments(config.optimizer.name, config.optimizer.arguments())
-    best = config.output.best if config.run.eval_every is not None else None
-    for path in (config.output.save, config.output.summary, config.output.curve, best):
-        if path is not None:
-            check_writable(path)
     check_security(config)
-    if config.run.epochs is not None and config.run.workers is None:
-        problem = f"run.epochs is {config.run.epochs}: the length of an epoch depends on the number of workers"
-        raise UsageError(problem, fix="add --workers N, or give the length with --steps")
 
 
 class Server:

@@ -58,6 +58,9 @@ def serve(
     )  # fmt: skip
     if resolved.was_set("task.name"):
         check_task(resolved.config.task.name, resolved.config.task.args)
+    if run is not None:
+        with _store(resolved) as store:
+            store.find(run)  # its newest weights are those when it is served
     setup_logging(resolved.config.log, SERVE)
     signal.signal(signal.SIGTERM, _drain)
     from ..common.user_code import UserCodeError, format_user_traceback
@@ -104,15 +107,20 @@ def _served(resolved: Resolved, run: str | None, file: Path | None) -> Served:
 
 def _recorded(resolved: Resolved, wanted: str) -> tuple[str, dict[str, Any], Source]:
     """Return the task of a recorded run, its arguments, and its newest weights."""
-    from ..common.runstore.reading import RunStore
-    from ..common.runstore.schema import FILE
     from .source import WeightsFile
 
-    with RunStore(Path(resolved.config.output.track_dir) / FILE) as store:
+    with _store(resolved) as store:
         found = store.find(wanted)
         settings = store.config(found).get("task", {})
         path, version = _newest(store, found)
     return settings.get("name", ""), settings.get("args") or {}, WeightsFile(path, found.label, version)
+
+
+def _store(resolved: Resolved) -> RunStore:
+    from ..common.runstore.reading import RunStore
+    from ..common.runstore.schema import FILE
+
+    return RunStore(Path(resolved.config.output.track_dir) / FILE)
 
 
 def _newest(store: RunStore, run: StoredRun) -> tuple[Path, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..common.config.schema import Config, SlowdownConfig
@@ -144,12 +144,10 @@ def alone(config: Config, world: World) -> tuple[Config, World]:
 def _world(config: Config, flags: Flags) -> World:
     if flags.megabytes is not None and not 0 <= flags.megabytes < 1e6:
         raise UsageError(f"flag --mb: {flags.megabytes:g} is not a size in MB", fix="e.g. --mb 10")
-    sizes = payload_sizes(config, flags.megabytes)
     most = config.worker.max_mbit * 1e6 / 8 if config.worker.max_mbit else math.inf
     down, up = (min(rate, most) for rate in bandwidth("--bandwidth", flags.bandwidth))
     server_down, server_up = bandwidth("--server-bandwidth", flags.server_bandwidth)
     failures = named("--failures", flags.failures, ("mtbf", "back")) if flags.failures else {}
-    fold_s, step_s = sizes.start * _FOLD_S_PER_BYTE, sizes.start * _STEP_S_PER_BYTE
     assert config.run.workers is not None
     joins_at = _joins_at(flags.join_at) if flags.join_at else ()
     world = World(
@@ -164,10 +162,8 @@ def _world(config: Config, flags: Flags) -> World:
         latency_s=seconds("--latency", flags.latency),
         server_down=server_down,
         server_up=server_up,
-        fold_s=fold_s if flags.fold is None else seconds("--fold", flags.fold),
-        step_s=step_s if flags.step is None else seconds("--step", flags.step),
-        sizes=sizes,
-        framing=framing_of(config, sizes),
+        fold_s=0.0 if flags.fold is None else seconds("--fold", flags.fold),
+        step_s=0.0 if flags.step is None else seconds("--step", flags.step),
         max_staged=config.server.max_staged,
         mtbf_s=seconds("--failures", failures["mtbf"]) if failures else math.inf,
         back_s=seconds("--failures", failures["back"]) if failures else 0.0,
@@ -178,7 +174,10 @@ def _world(config: Config, flags: Flags) -> World:
         (world.mtbf_s < world.compute_s, f"flag --failures: a worker that fails every {failures.get('mtbf')} hardly "
          f"ever ends a step of {flags.compute}", f"mtbf of at least {flags.compute}"),
     )  # fmt: skip
-    return world
+    sizes = payload_sizes(config, flags.megabytes)  # of the task's model, which takes seconds to load
+    world = replace(world, sizes=sizes, framing=framing_of(config, sizes))
+    world = world if flags.fold is not None else replace(world, fold_s=sizes.start * _FOLD_S_PER_BYTE)
+    return world if flags.step is not None else replace(world, step_s=sizes.start * _STEP_S_PER_BYTE)
 
 
 def _joins_at(text: str) -> tuple[float, ...]:

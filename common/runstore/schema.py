@@ -102,7 +102,7 @@ def open_to_write(path: Path, wait_s: float) -> sqlite3.Connection:
 def open_to_read(path: Path) -> sqlite3.Connection:
     """Open the file for reading only. Raises StoreError with the reason if it cannot be read."""
     if not path.is_file():
-        fix = "name the file with --db FILE; a server writes its runs into output.track_dir of its own folder"
+        fix = "name the file (ps-runs --db FILE) or its folder (--set output.track_dir=DIR), where the server wrote it"
         raise StoreError(f"there is no run store {path}", fix=fix)
     try:
         connection = connected(path, "mode=ro")

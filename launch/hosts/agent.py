@@ -149,7 +149,7 @@ class Agent:
     def _start(self, message: dict[str, Any]) -> None:
         number = message["id"]
         env = {name: value for name, value in os.environ.items() if name not in self._drop}
-        if message["sharing"] and "OMP_NUM_THREADS" not in env:
+        if message["sharing"] and not env.get("OMP_NUM_THREADS"):
             env["OMP_NUM_THREADS"] = str(max(1, num_cores() // message["sharing"]))
         env.update(message["env"])
         argv = [os.path.expanduser(message["argv"][0]), *message["argv"][1:]]

@@ -69,6 +69,7 @@ def libraries_s() -> float:
         (["--backend", "ssh"], 2, ["flag --backend: backend ssh needs hosts", "--hosts hosts.yaml"]),
         (["--colocate"], 2, ["--colocate: there are no hosts"]),
         (["--shards", "2", "--set", "server.shard=1"], 2, ["--set server.shard: server.shard belongs to one server"]),
+        (["--", "--epochs"], 2, ["arguments after -- (--epochs) belong to a script", "ps-launch FILE.py ARGS"]),
     ],
 )
 def test_a_mistake_stops_before_anything_starts(argv: list[str], code: int, words: list[str], marked) -> None:

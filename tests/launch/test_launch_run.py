@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.reporting.summary import Summary
+from paramserver.launch.hosts.agent import num_cores
 
 DEADLINE_S = 120.0
 SOON = ("--set", "launch.backoff_s=0.01")
@@ -153,12 +154,13 @@ def test_a_failing_mode_ends_the_comparison_and_keeps_what_there_is(marked) -> N
     assert len(json.loads((marked.folder / "all.json").read_text())["runs"]) == 1
 
 
-def test_a_script_of_ones_own(marked) -> None:
-    run = marked.run("-n", "2", WORKER, "--epochs", "3", OMP_NUM_THREADS="3")
+@pytest.mark.parametrize(("chosen", "found"), [("3", 3), ("", max(1, num_cores() // 2))])
+def test_a_script_of_ones_own(chosen: str, found: int, marked) -> None:
+    run = marked.run("-n", "2", WORKER, "--epochs", "3", OMP_NUM_THREADS=chosen)
     assert run.returncode == 0
     for rank in range(2):
         assert f"[worker {rank}] hello from {rank}, arguments ['--epochs', '3']" in run.stderr
-    assert run.stderr.count("threads=3") == 2, "as somebody has chosen"
+    assert run.stderr.count(f"threads={found}") == 2, "as somebody has chosen, or a share of the cores"
 
 
 def test_a_script_that_never_joins_is_no_success(marked) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import AuthError
+from paramserver.ps.main import check_before_loading
 from paramserver.ps.wire.security import check_security, insecurity
 
 from ..certificates import certs, secured
@@ -42,14 +43,15 @@ def test_open_address_needs_tls_and_token(
 ) -> None:
     monkeypatch.setenv("PS_TOKEN", "a-token" if has_token else "")
     security = {"cert": f"{folder}/server.crt", "key": f"{folder}/server.key"} if has_tls else {}
+    config = config_of(server={"listen": listen}, security=security)
+    insecure = config_of(server={"listen": listen, "insecure": True}, security=security)
+    check_before_loading(insecure)
     if words is None:
-        check_security(config_of(server={"listen": listen}, security=security))
+        check_before_loading(config)
         return
     with pytest.raises(AuthError, match=words.replace("(", r"\(")) as refused:
-        check_security(config_of(server={"listen": listen}, security=security))
+        check_before_loading(config)
     assert "ps-certs init" in refused.value.fix and "--insecure" in refused.value.fix
-    insecure = config_of(server={"listen": listen, "insecure": True}, security=security)
-    check_security(insecure)
     assert insecurity(insecure) in refused.value.message, "it is warned of"
 
 

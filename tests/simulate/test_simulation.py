@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.config.schema import SlowdownConfig
+from paramserver.common.config.schema import SlowdownConfig, TaskConfig
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 from paramserver.ps.core import effects
@@ -182,14 +182,17 @@ def test_percentiles_are_values_that_were_there() -> None:
         ({"failures": "mtbf=1h,mtbf=2h,back=1s"}, "not of the form mtbf=...,back=..."),
         ({"stragglers": "p=0.1,p=0.9,x=5"}, "not of the form p=...,x=..."),
         ({"failures": "mtbf=1h"}, "not of the form"),
+        ({"bandwidth": "100"}, "flag --bandwidth"),
+        ({"latency": "40"}, "flag --latency"),
         ({"compute": "0s"}, "the time of a training step must be positive"),
         ({"join_at": "60s:0"}, "'0' is not a number from 1"),
         ({"join_at": "4"}, "'4' is not a time"),
     ],
 )
-def test_what_cannot_be_simulated_is_said(flags: dict[str, str], message: str) -> None:
+def test_what_cannot_be_simulated_is_said_before_the_task_is_loaded(flags: dict[str, str], message: str) -> None:
+    config = config_of("sync", 2, 4).model_copy(update={"task": TaskConfig(name="nowhere.py:Task")})
     with pytest.raises(UsageError) as error:
-        worlds([config_of("sync", 2, 4)], Flags(megabytes=1.0, **flags))
+        worlds([config], Flags(**flags))
     assert message in str(error.value)
 
 
