@@ -22,8 +22,6 @@ def test_the_first_is_that_of_the_first_step_and_the_last_that_of_what_counts() 
     found.counted(1, of(0.06, 0.6), ())
     found.counted(1, of(0.06, 0.6), (0.1, 1.0))  # of a process that has replaced the first
     assert found.of_rank.get(1) == RateInfo((0.1, 1.0), (0.06, 0.6), 1)
-    found.counted(2, None, (0.1,))
-    assert found.of_rank.get(2) is None
 
 
 def test_they_are_in_snapshots() -> None:
