@@ -60,9 +60,7 @@ class Engine:
         self.why_not_ready: Callable[[], str] = lambda: ""  # the reason that workers cannot join yet, as a phrase
         self.run = Run(options or options_of(config), policy, name)
         self.publish, self.now = publish, now
-        self.is_observed: dict[type, bool] = {
-            kind: is_observed(kind) for kind in effects.FACTS
-        }  # the others are not published
+        self.is_observed: dict[type, bool] = {kind: is_observed(kind) for kind in effects.FACTS}  # others: unpublished
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.tensors = TensorThread(lambda error: self.broke("tensors", error))
         self.model = Model(config, self.tensors, policy)
@@ -297,7 +295,7 @@ class Engine:
             effects.Begin: self._begin,
             effects.ContributionTaken: self.folding.taken,
             effects.Fold: self.folding.fold,
-            effects.Commit: self.folding.commit,
+            effects.Commit: self._commit if self.config.log.level == "debug" else self.folding.commit,
             effects.Clip: self.folding.clip,
             effects.SendReply: self._reply,
             effects.KeepWeights: lambda effect: self.copies.keep(effect.version, effect.reader),
@@ -310,6 +308,10 @@ class Engine:
             effects.End: lambda end: self._resolve(end.error),
             effects.Log: self._log,
         }
+
+    def _commit(self, commit: effects.Commit) -> None:
+        log.debug("commit", version=commit.version, reason=commit.reason)
+        self.folding.commit(commit)
 
     def _seat(self, effect: effects.Seated | effects.NotSeated) -> None:
         self._seating = effect

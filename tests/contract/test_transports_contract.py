@@ -92,13 +92,13 @@ class Pair:
         def write(offset: int, data: memoryview) -> None:
             target[offset : offset + len(data)] = data
 
-        def place(offset: int, num_bytes: int) -> None:
+        def copy(offset: int, num_bytes: int) -> None:
             if self.transport.segment is None:  # they follow the message
                 return
             arrived[offset : offset + num_bytes].copy_(self.transport.segment[offset : offset + num_bytes])
 
         reader = PayloadReader(
-            first.header.payload.num_bytes, write, place if first.header.payload.in_shared_memory else None
+            first.header.payload.num_bytes, write, copy if first.header.payload.in_shared_memory else None
         )
         reader.feed(first)
         for raw in frames[1:]:

@@ -252,6 +252,7 @@ def served(
     max_staged: int = 1,
     store: dict[str, Any] | None = None,
     policy: dict[str, Any] | None = None,
+    log: dict[str, Any] | None = None,
     **run: Any,
 ) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
     """Run the test on a server of its own, its first argument, whose calls end with it."""
@@ -260,7 +261,8 @@ def served(
         @functools.wraps(test)
         def play(**arguments: Any) -> None:
             async def main() -> None:
-                server = Server(layout, max_staged, {"store": store or {}, "policy": policy or {}}, **run)
+                sections = {"store": store or {}, "policy": policy or {}, "log": log or {}}
+                server = Server(layout, max_staged, sections, **run)
                 try:
                     await test(server, **arguments)
                 finally:

@@ -1,4 +1,5 @@
-"""Whose memory a contribution is folded from: its worker's, or a copy where it may be replied before the commit."""
+"""Whose memory a contribution is folded from: its worker's, or a copy where it may be replied before the commit. Why a
+version was made."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import NO_ROW, Base, Contribution, ContributionId, Counts
@@ -14,6 +16,8 @@ from paramserver.ps.core import effects
 from paramserver.ps.engine.folding import Folding, Staged
 from paramserver.ps.tensors.staging import StagingPool
 from paramserver.ps.tensors.thread import TensorThread
+
+from ..streams import Server, served
 
 IDENTITY = ContributionId(0, 1, 1)
 
@@ -88,3 +92,14 @@ def test_a_workers_memory_is_not_scaled() -> None:
     """The worker may keep it as a gradient."""
     payload, folded = folded_from(a_workers_memory(), replies_before_commit=False)
     assert folded is not payload and payload.tolist() == [2, 2, 2, 2]
+
+
+@served(max_staged=2, workers=2, log={"level": "debug"}, policy={"backup_workers": 1})
+async def test_a_version_is_logged_with_its_reason(server: Server) -> None:
+    with capture_logs() as lines:
+        workers = await server.workers(2)
+        workers[1].contribute()
+        await server.settle()
+    commits = [line for line in lines if line["event"] == "commit"]
+    why = "1 contributed, 1 of 1 backup workers did not"
+    assert commits == [{"event": "commit", "log_level": "debug", "version": 1, "reason": why}]

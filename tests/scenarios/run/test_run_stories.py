@@ -47,8 +47,8 @@ def test_story(path: Path) -> None:
 def test_snapshots_go_on_where_a_script_no_longer_steps_its_second_optimizer() -> None:
     tell = begin({"mode": "sync", "num_workers": 1, "keeps_snapshots": True, "every_steps": 1}, [])
     first = ["enter w0", "bring w0", "stored 1 v0", "contribute w0 s1 part 1", "contribute w0 s2 part 2"]
-    told = [tell(text) for text in [*first, *(f"contribute w0 s{seq} part 1" for seq in range(3, 70))]]
-    assert ["snapshot 2" in text for text in told].index(True) == len(first) + 64
+    lines = [tell(text) for text in [*first, *(f"contribute w0 s{seq} part 1" for seq in range(3, 70))]]
+    assert ["snapshot 2" in text for text in lines].index(True) == len(first) + 64
 
 
 def test_a_contribution_that_waits_is_forgotten_once_another_process_contributes() -> None:
