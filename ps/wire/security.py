@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc.aio
 
-from ...common.config.addresses import is_loopback, split_address
 from ...common.config.schema import Config, SecurityConfig
 from ...common.errors import AuthError, Reason, refusal
 from ...common.reporting.log import get_logger
@@ -21,6 +20,7 @@ from ...common.security import (
     ANY_RANK,
     RANK_PREFIX,
     SHARD_PREFIX,
+    exposure,
     facts_of,
     read_pem,
     read_token,
@@ -35,12 +35,6 @@ log = get_logger()
 
 _HEALTH = "/grpc.health.v1.Health/"
 _RANK_NAME = re.compile(rf"{RANK_PREFIX}(0|[1-9][0-9]{{0,5}})")
-# The missing protection of a connection that has TLS and a token, or not.
-_LACKS = {
-    (False, False): "the connection is neither encrypted nor authenticated: no security.cert, no token",
-    (False, True): "the connection is not encrypted: no security.cert and security.key (--cert, --key)",
-    (True, False): "the connection is not authenticated: no token (--token-file, or PS_TOKEN)",
-}
 _GIVE_TOKEN = "give the worker the server's token: --token-file FILE, or PS_TOKEN in its environment"
 
 
@@ -78,10 +72,7 @@ def insecurity(config: Config) -> str | None:
 
     Raises AuthError for an unusable token.
     """
-    has_tls, has_token = config.security.cert is not None, read_token(config.security) is not None
-    if is_loopback(split_address(config.server.listen)[0]):
-        return None
-    return _LACKS.get((has_tls, has_token))
+    return exposure(config.server.listen, config.security, has_token=read_token(config.security) is not None)
 
 
 def security_text(config: Config) -> str:
