@@ -130,6 +130,14 @@ def direct(server: Server) -> Server:
     return server
 
 
+def test_one_that_closes_its_socket_and_not_its_stream(direct: Server) -> None:
+    """Half of a worker is none: its stream ends, and its rank is free."""
+    peer = exchanges(direct, 52)
+    peer.socket.shutdown(socket.SHUT_RDWR)
+    assert peer.ended()[0] in ("OK", "CANCELLED")
+    exchanges(direct, 52)
+
+
 def test_one_that_goes_on_over_the_stream(direct: Server) -> None:
     """What was left for the direct connection is read no more: nothing of it counts."""
     peer = exchanges(direct, 53)

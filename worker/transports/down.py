@@ -27,7 +27,7 @@ class Down:
     """
 
     def __init__(self, codec: Codec, model: ModelTensors, transfer: DirectTransfer) -> None:
-        self.codec, self.transfer, self._moves_reference = codec, transfer, moves_reference(codec)
+        self.codec, self.transfer = codec, transfer
         self._layout, self._names_at = model.layout, model.names_at
         self.reference = 0
         self._copy: torch.Tensor | None = None  # uint8 [exchange_bytes]
