@@ -29,6 +29,7 @@ class Down:
     def __init__(self, codec: Codec, model: ModelTensors, transfer: DirectTransfer) -> None:
         self.codec, self.transfer = codec, transfer
         self._layout, self._names_at = model.layout, model.names_at
+        self._moves_reference = moves_reference(codec)
         self.reference = 0
         self._copy: torch.Tensor | None = None  # uint8 [exchange_bytes]
         self._encoded, self._payloads = FreeBuffers(), FreeBuffers()
