@@ -70,7 +70,7 @@ class Seats(Follower):
         self.replies: dict[Seat, list[Line]] = {}
         self._rules: list[Rule] = []
         self._policy: Policy | None = None  # a fresh one of the run's mode; None: it is not known here
-        self._finished: set[int] = set()  # ranks that rounds go on without
+        self._finished: set[int] = set()  # ranks that rounds go on without; after a restart: perhaps
         self._starts({})
 
     def _starts(self, steps: dict[int, int]) -> None:
@@ -93,7 +93,6 @@ class Seats(Follower):
             if incarnation <= newest:
                 self._report(f"rank {rank} joins as incarnation {incarnation} after {newest}: it must grow")
         self._newest[rank] = max(incarnation, newest or 0)
-        self._finished.discard(rank)
         before = self._members.get(rank)
         known = self._known_number(rank)
         if number != known:
@@ -126,8 +125,9 @@ class Seats(Follower):
             self._report(f"rank {rank} enters, and is a member already")
         if number != (known := self._known_number(rank)):
             self._report(f"rank {rank} enters at number {number}: it is at {known}")
-        if rank not in self._steps and (steps := self._steps_of_members()):
+        if rank not in self._steps and rank not in self._finished and (steps := self._steps_of_members()):
             self._steps[rank] = min(steps)
+        self._finished.discard(rank)
         self.lineage.begin(rank)
         member.number, member.is_member = number, True
 
@@ -278,7 +278,7 @@ class Seats(Follower):
         for rank in found.keys() & steps.keys():
             steps[rank] += found[rank]
         newest = max((steps[rank] for rank in found.keys() & steps.keys()), default=0)
-        for rank in steps.keys() - self._finished:
+        for rank in steps.keys() - found.keys() - self._finished:
             steps[rank] = max(steps[rank], newest)
         found.clear()
 

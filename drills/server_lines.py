@@ -92,7 +92,7 @@ class ServerLines(Seats):
             self.samples, self.set_aside, self._finished = {}, {}, set()
         self._durable = version if has_source and not self._is_relay else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
-        self._starts({rank: row.steps for rank, row in line.rows.items()} if has_source else {})
+        self._starts({rank: row.steps for rank, row in line.rows.items() if has_source and rank not in self._finished})
         self._rules = self._rules_of(line.fields)
         self._snapshots, self._has_ended, self._is_cut = set(), False, True
 

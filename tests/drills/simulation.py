@@ -64,7 +64,7 @@ class Simulation:
         self.run, self.being_written = run, list[effects.TakeSnapshot]()
         for worker in self.workers:
             worker.state = "gone"
-        started = run_started(run, version, saved.get("rows", {}), "s" if saved else None)
+        started = run_started(run, version, dict(run.policy.committed), "s" if saved else None)
         self.write("server", *line_of(started))
 
     def happens(self, event: events.Event) -> None:
@@ -173,7 +173,7 @@ class Simulation:
 
 
 _STATES = ("gone", "joining", "waiting", "computing")
-_CONTROLS = ("pause", "resume", "set", "snapshot")
+_CONTROLS = ("pause", "resume", "evict", "set", "snapshot")
 _CHANGES = [("lr_scale", 0.5), ("staleness", 2), ("buffer", 1), ("straggler_timeout_s", 0.5), ("backup_workers", 1)]
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paramserver.ps.core import events
 from paramserver.tests.drills.histories import Line, messages, verdict_of
-from paramserver.tests.drills.simulation import ALL_MODES, SETTINGS, server_segments, simulate
+from paramserver.tests.drills.simulation import ALL_MODES, SETTINGS, Simulation, server_segments, simulate
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)
@@ -40,3 +41,31 @@ def test_what_a_killed_server_could_not_write_any_more_is_no_loss(mode: str, see
         last = chance.randint(max(segment.start, segment.stop - 8), segment.stop)
         kept += [lines[i] for i in segment if i <= last or lines[i]["role"] == "worker"]
     assert messages(kept) == ""
+
+
+@pytest.mark.parametrize("is_in_snapshot", [False, True])
+@pytest.mark.parametrize("mode", ["sync", "localsgd", "diloco", "ssp"])
+def test_a_rank_that_was_evicted_comes_back_after_a_restart(mode: str, is_in_snapshot: bool) -> None:
+    run = Simulation(mode, random.Random(0), num_workers=2, staleness=9)
+
+    def act(action: str, *ranks: int) -> None:
+        for rank in ranks:
+            run.contribute(rank, run.workers[rank].version) if action == "contribute" else getattr(run, action)(rank)
+        while run.being_written:
+            run.store()
+
+    for action in ("join", "offer", "contribute"):
+        act(action, 0, 1)
+    run.happens(events.Controlled("evict", 1))
+    if is_in_snapshot:
+        act("contribute", 0)
+    run.start()
+    for action in ("join", "offer", "contribute"):
+        act(action, 0)
+    act("join", 1)
+    if is_in_snapshot:  # a version between the join and the START
+        act("contribute", 0)
+    act("offer", 1)
+    act("contribute", 0, 1)
+    assert messages(run.lines) == ""
+    assert sum(line["op"] == "reply" and line["rank"] == 1 and line["outcome"] == "START" for line in run.lines) == 2
