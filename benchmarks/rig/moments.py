@@ -22,12 +22,12 @@ class Watch:
     def __init__(self, session: Any) -> None:
         self.last: Moments | None = None
         exchange, shard = session._exchange, session._exchange.shards.first
-        contribute, send, expect = exchange.contribute, shard.contribute, shard.expect
+        contribute, send, expect = exchange.contribute, shard.up.contribute, shard.expect
         sent = replied = 0.0
 
-        def timed_send(outgoing: Any) -> None:
+        def timed_send(contribution: Any, **topics: Any) -> None:
             nonlocal sent
-            send(outgoing)
+            send(contribution, **topics)
             sent = time.perf_counter()
 
         def timed_expect(*kinds: str) -> Any:
@@ -42,4 +42,4 @@ class Watch:
             self.last = Moments(begun, sent, replied, time.perf_counter(), reply.result.gate_wait_s)
             return reply
 
-        exchange.contribute, shard.contribute, shard.expect = timed_contribute, timed_send, timed_expect
+        exchange.contribute, shard.up.contribute, shard.expect = timed_contribute, timed_send, timed_expect
