@@ -476,8 +476,8 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # ---- size and names ----------------------------------------------------------------------------------
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 44_000
-MAX_TEST_LINES = 51_172
+MAX_PRODUCT_LINES = 43_994
+MAX_TEST_LINES = 46_983
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

@@ -120,3 +120,15 @@ def test_who_fails_near_the_end_is_not_waited_for_and_fails_the_job(cluster: Clu
     *_, last = done.stderr.splitlines()
     assert last.startswith("ps-launch: worker 1 failed: ValueError: in the middle ("), done.stderr
     assert "the server ended with exit code 0: the run is complete; asked to end: worker 1" in done.stderr
+
+
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_buffers_that_are_changed_after_the_last_step_are_not_replaced_without_a_word(
+    cluster: Cluster, when: str
+) -> None:
+    server = cluster.server("--mode", "sync", "--workers", "1")
+    worker = cluster.script(0, LOOP.with_name("statistics.py"), when)
+    end_well(worker, server)
+    found = [(event["tensors"], event["fix"]) for event in worker.events("buffers_replaced")]
+    assert found == ([("'1.running_mean' and 2 more", found[0][1])] if when == "before" else [])
+    assert not found or "update_bn" in found[0][1]

@@ -181,23 +181,38 @@ class Strategy:
     def changes(self) -> dict[int, torch.Tensor]:
         """Copies of the weights that the script has changed since the newest step, by index, and of all buffers.
 
-        It is empty if the script has changed none.
+        It is empty if the script has changed neither.
         """
         if self._watch is None or self.progress.is_replaying:
             return {}
         self._find_model()
         changed = self._watch.changed()
-        buffers = range(self._model.num_trained, self._model.num_exchanged) if changed else ()
+        has_others = changed or self._watch.has_other_buffers()
+        buffers = range(self._model.num_trained, self._model.num_exchanged) if has_others else ()
         return {index: self._model.tensors[index].detach().clone() for index in (*changed, *buffers)}
 
     def keep(self, changes: dict[int, torch.Tensor]) -> None:
-        """Put the script's changes back after the run's final weights came, and say so."""
+        """Put the script's changes back after the run's final weights came, and say so.
+
+        If only buffers were changed, those of the run stay: they are a mean over all workers.
+        """
         assert self._watch is not None
+        trained = [index for index in changes if index < self._model.num_trained]
+        if not trained:
+            tensors = self._model.tensors
+            if lost := [index for index, mine in changes.items() if not torch.equal(mine, tensors[index])]:
+                log.warning(
+                    "buffers_replaced",
+                    tensors=self._watch.names(lost),
+                    meaning="the script changed these buffers after its last step; they have the run's values now",
+                    fix="change buffers (torch.optim.swa_utils.update_bn, say) after session.finish()",
+                )
+            return
         for index, tensor in changes.items():
             self._model.tensors[index].data.copy_(tensor)
         log.warning(
             "weights_kept",
-            tensors=self._watch.names([index for index in changes if index < self._model.num_trained]),
+            tensors=self._watch.names(trained),
             meaning="the script changed these weights after its last step; they stay so in this process, but the run's "
             "final weights, which the server saves, are without the change",
             fix="change weights after session.finish(), and save them in the script",

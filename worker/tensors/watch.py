@@ -1,4 +1,4 @@
-"""Detects changes of the trained weights by anyone but the run and its optimizer, in every element."""
+"""Detects changes of weights by anyone but the run and its optimizer: of the trained ones in every element."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Watch:
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
-        self._names = [entry.spec.name for entry in model.layout.entries[: model.num_trained]]
+        self._names = [entry.spec.name for entry in model.layout.entries[: model.num_exchanged]]
         self._places: list[int] | None = None
         self._small: dict[int, memoryview] = {}  # tensors that are compared as bytes, by index
         self._rest: dict[int, torch.Tensor] = {}  # the others
@@ -38,6 +38,15 @@ class Watch:
             self._look_up()
         self._before = {}
         self._noted, self._sums = list(map(bytes, self._small.values())), list(map(_value, self._rest.values()))
+        self._buffers = [] if self._model.num_trained == self._model.num_exchanged else self._buffer_versions()
+
+    def has_other_buffers(self) -> bool:
+        """Whether a buffer was written or replaced since, as a forward pass of BatchNorm in training does."""
+        return self._buffers != self._buffer_versions()
+
+    def _buffer_versions(self) -> list[tuple[int, int]]:
+        buffers = self._model.tensors[self._model.num_trained : self._model.num_exchanged]
+        return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in buffers]
 
     def changed(self) -> list[int]:
         """Indices of the tensors that differ from the remembered weights."""
