@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import NO_ROW, Base, Contribution, ContributionId, Counts
 from paramserver.ps.core import effects
+from paramserver.ps.engine import engine
 from paramserver.ps.engine.folding import Folding, Staged
 from paramserver.ps.tensors.staging import StagingPool
 from paramserver.ps.tensors.thread import TensorThread
@@ -96,10 +97,9 @@ def test_a_workers_memory_is_not_scaled() -> None:
 
 @served(max_staged=2, workers=2, log={"level": "debug"}, policy={"backup_workers": 1})
 async def test_a_version_is_logged_with_its_reason(server: Server) -> None:
-    with capture_logs() as lines:
+    lines: list[tuple[str, dict[str, Any]]] = []
+    with patch.object(engine.log, "debug", lambda event, **fields: lines.append((event, fields)), create=True):
         workers = await server.workers(2)
         workers[1].contribute()
         await server.settle()
-    commits = [line for line in lines if line["event"] == "commit"]
-    why = "1 contributed, 1 of 1 backup workers did not"
-    assert commits == [{"event": "commit", "log_level": "debug", "version": 1, "reason": why}]
+    assert lines == [("commit", {"version": 1, "reason": "1 contributed, 1 of 1 backup workers did not"})]
