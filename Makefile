@@ -24,7 +24,7 @@ demo: .venv/installed  ## one server and four workers learn handwritten digits (
 	$(BIN)/ps-launch configs/digits.yaml
 
 # Most tests wait for processes they started: three at a time keep two cores busy.
-test: .venv/installed  ## every test but the slow ones, 7 to 14 minutes on 2 cores
+test: .venv/installed  ## every test but the slow ones, 6 to 12 minutes on 2 cores
 	$(BIN)/pytest -q -n 3 --dist worksteal -m "not slow and not campaign and not docker and not trainers and not gpu"
 
 test-slow: .venv/trainers  ## of those that take longer one case each, about an hour: slow links, transports, kills, peers; ALL=1 every case
