@@ -3,7 +3,6 @@ own scheduler, by real processes."""
 
 from __future__ import annotations
 
-import signal
 import warnings
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def test_two_workers_in_sync_killed_and_resumed(cluster: Cluster, tmp_path: Path
     server = cluster.server(*flags, *kept, "--set", "server.status_interval_s=0.02")
     workers = [cluster.worker(0, *task_flags), cluster.worker(1, *task_flags, "--loader-workers", "1")]
     server.until(lambda: any(5 <= event["step"] < STEPS for event in server.events("status")), "five steps")
-    server.signal(signal.SIGKILL)
+    server.kill()
     again = cluster.server(*flags, *kept, "--listen", cluster.address)
     end_well(*workers, again)
     check(tmp_path / "w.safetensors", plain(8, ACCUMULATE, name))
