@@ -70,8 +70,8 @@ def make_large() -> nn.Sequential:
 
 
 def limit_memory() -> None:
-    """This process may have less than the model more than it has now."""
-    most = memory("VmData") + int(0.95 * LARGE_BYTES)
+    """This process may have less than the model more than it has now, and map a file of its weights."""
+    most = memory("VmData") + int(1.95 * LARGE_BYTES)
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
 
