@@ -438,7 +438,7 @@ def race(
     bandwidth: Annotated[str, of_run(help="Of each worker's link, each way.")] = "100mbit",
     latency: Annotated[str, of_run(help="From host to host and back.")] = "20ms",
     server_bandwidth: Annotated[
-        str | None, of_run(help="A host of its own for the server, with this link; 0: unlimited.")
+        str | None, of_run(help="The server gets a separate host, with this link; 0: unlimited.")
     ] = None,
     shards: Annotated[int, of_run(min=0, max=16, help="Of a server on the workers' hosts; 0: one on each.")] = 0,
     workers: Annotated[int, of_run(min=2, max=16, help="Worker processes.")] = 2,

@@ -18,6 +18,11 @@ from ..errors import UsageError, did_you_mean
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether a layer of the model can normalise with the statistics of a batch."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
 def batch_norms(model: nn.Module, with_synchronized: bool) -> list[str]:
     """Return the names of the layers in training mode that normalise with the statistics of a batch.
 

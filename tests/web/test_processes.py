@@ -102,11 +102,11 @@ def test_norms_take_a_two_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch)
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.ones(2)
     found = Readings()
-    found.optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.5))
+    groups = [{"lr": torch.tensor(0.5), "params": [weight]}]
     for _ in range(60):
-        found.note_step()
+        found.note_step(groups)
         clock[0] += 1.0
-    found.optimizer = None  # the rate may be on a GPU, so the heartbeat's thread leaves it alone
+    groups.clear()  # the rate may be on a GPU, so the heartbeat's thread leaves it alone
     assert len(taken) == 3 and taken[1] - taken[0] >= 20
     assert (found.taken()["grad_norm"], found.taken()["learning_rate"]) == (3.0, 0.5)
 

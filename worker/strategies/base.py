@@ -194,7 +194,7 @@ class Strategy:
     def keep(self, changes: dict[int, torch.Tensor]) -> None:
         """Put the script's changes back after the run's final weights came, and say so.
 
-        If only buffers were changed, those of the run stay: they are a mean over all workers.
+        If only buffers were changed, those of the run stay, which are the same on all workers.
         """
         assert self._watch is not None
         trained = [index for index in changes if index < self._model.num_trained]

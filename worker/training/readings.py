@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,7 +40,6 @@ class Readings:
         self._values: dict[str, float] = {}
         self._recorded: dict[str, float] = {}
         self._norm_at = 0.0  # when the next norm is due
-        self.optimizer: torch.optim.Optimizer | None = None  # that the training loop steps
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Take the newest values of metrics that a script records. Raises UsageError for a value that is no number."""
@@ -57,15 +56,15 @@ class Readings:
         """Take the newest values of metrics of the table (`common/reporting/metrics.py`)."""
         self._values.update(values)
 
-    def note_step(self) -> None:
-        """Note the learning rate and the gradients' norm of a step, but rarely: they shall cost no visible time.
+    def note_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Note the learning rate and the gradients' norm of a step.
 
-        The training thread reads the rate. On a GPU, another thread's reading would break off the capture of a graph.
+        Most steps are left out, so that this costs no visible time. The rate may be a tensor on a GPU, so only the
+        training thread reads it.
         """
         began = time.perf_counter()
-        if began < self._norm_at or self.optimizer is None:
+        if began < self._norm_at:
             return
-        groups = self.optimizer.param_groups
         self._values["learning_rate"] = float(groups[0].get("lr", math.nan))
         gradients = [item.grad for group in groups for item in group["params"] if item.grad is not None]
         # The norm of a DTensor would need all processes of a worker.

@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -17,7 +16,7 @@ from ...common.config.schema import Config, SlowdownConfig
 from ...common.errors import UsageError, shown
 from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import Reduction, check_is_plain, describe_optimizers
-from ...common.tensors.statistics import batch_norms
+from ...common.tensors.statistics import batch_norms, has_batch_norm
 from ...common.tensors.tables import make_spec
 from ..strategies.base import divided_tensor
 from ..tensors.transfer import together
@@ -254,8 +253,7 @@ class Session(RunMember):
         self.evaluation.run = self._evaluate
         for table in self._tables:
             table.follow(optimizers[0])
-        has_norms = any(isinstance(module, _BatchNorm) for module in model.modules())
-        if has_norms and not (self.group_rank or self.resumed):  # once per run, not in each process
+        if has_batch_norm(model) and not (self.group_rank or self.resumed):  # once per run, not in each process
             steps.notice = self._notice_batch_norm
         found = tuple(ExchangeOptimizer(optimizer, steps) for optimizer in optimizers)
         strategy.ready(optimizers[0], found[0].step_inner)

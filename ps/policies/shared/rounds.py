@@ -226,8 +226,7 @@ class RoundPolicy(Policy):
     def _why_close(self, now: float) -> str | None:
         """Returns the reason that the open round closes now; None while it stays open."""
         contributed, num_missing = len(self._weights), len(self._missing)
-        # Of all live workers there are enough, as `_settle` has seen.
-        if not contributed or ((num_missing or self._late) and contributed < self._needed):
+        if contributed < max(1, self._needed):
             return None
         if not num_missing:
             live = len(self.members) - len(self._late)

@@ -199,8 +199,7 @@ class Steps:
                 gradients = [parameter.grad for parameter in parameters_of(part) if parameter.grad is not None]
                 self._digest = 0 if self.data.uses_shard else digest_of(gradients)
             if self.readings is not None:
-                self.readings.optimizer = part
-                self.readings.note_step()
+                self.readings.note_step(part.param_groups)
             self._iteration += 1
             drawn = self.data.step()
             self._fresh_samples = self._fresh_samples or drawn
