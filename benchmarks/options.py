@@ -34,7 +34,7 @@ KeepOption = Annotated[bool, of_output("--keep", help="Write them to benchmarks/
 
 def check_bench_device(name: str) -> None:
     """Raise UsageError for a device that this machine lacks."""
-    from ..common.config.preflight.machine import check_device
+    from ..common.config.preflight import check_device
 
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise UsageError(f"--device {name}: no such device", fix="cpu, cuda or cuda:I")

@@ -11,13 +11,12 @@ from rich.text import Text
 
 from ..common.config.conditions import Condition, condition
 from ..common.errors import UsageError, plain
+from ..common.reporting.comparison import findings
 from ..common.reporting.curve import add_trained
-from ..common.reporting.findings import findings
 from ..common.reporting.report import comparison_table, report_console
 from ..common.reporting.summary import Summary
 from ..common.runstore.reading import IRRELEVANT_SETTINGS, RunStore, StoredRun, config_differences
-from ..web.report import write_report
-from ..web.stored import summary_of, view_of
+from ..web.stored import summary_of, view_of, write_report
 from .showing import print_json
 
 _MOST_IN_A_LABEL = 2

@@ -24,8 +24,7 @@ from ..common.reporting.metrics import Display, shown_of_run
 from ..common.reporting.output import write_result
 from ..common.reporting.pictures import png, svg
 from ..common.reporting.report import FittingTable, duration, report_console, short_number, summary_table
-from ..common.runstore.changing import remove, rename
-from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
+from ..common.runstore.reading import RunStore, StoredRun, relevant_settings, remove, rename
 from ..common.wire.json_text import to_json
 
 _STYLES = {"running": "green", "lost": "red", "stopped": "yellow"}

@@ -19,17 +19,15 @@ from typing import Any
 from ..common.config.option import LAUNCHER
 from ..common.errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, OutputError, ParamServerError
 from ..common.reporting.curve import Point, add_trained
-from ..common.reporting.status import Status
-from ..common.reporting.summary import Summary
+from ..common.reporting.summary import Status, Summary
 from .backends.base import Backend, Site
 from .hosts.connection import watched
-from .plan.process import SERVE, SERVER, Child
+from .plan.hosts import SERVE, SERVER, Child
 from .plan.runs import Plan
-from .supervise.blame import Blame, Raised
 from .supervise.exits import describe_exit
+from .supervise.restarts import Blame, Raised
 from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
-from .view.events import Event, parse_event
-from .view.screen import JsonScreen, LiveScreen, Screen, Series, WorkerLogs
+from .view import Event, JsonScreen, LiveScreen, Screen, Series, WorkerLogs, parse_event
 
 _TICK_S = 0.1
 _SIGNALLED = 128  # exit codes above it are signals'

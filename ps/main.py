@@ -19,11 +19,11 @@ from ..common.config import quiet  # noqa: F401  (before the slow imports)
 # isort: split
 from ..common.config import cli
 from ..common.config.option import SERVER
-from ..common.config.preflight.machine import check_optimizer
+from ..common.config.preflight import check_optimizer
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
-from ..common.reporting.log import get_logger, setup_logging
+from ..common.reporting.output import get_logger, setup_logging
 from ..common.security import check_exposure, read_token
 
 if TYPE_CHECKING:

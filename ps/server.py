@@ -11,28 +11,24 @@ import torch
 
 from ..common.config.schema import Config
 from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError
-from ..common.reporting.log import get_logger
-from ..common.reporting.output import write_results
+from ..common.reporting.output import get_logger, write_results
 from ..common.tensors.optimizers import check_arguments
 from .core.controls import keep_out
 from .core.effects import RunEnded, RunStarted, StatusTaken
 from .core.events import Stopped
-from .engine.clock import Clock, until_one_ends
-from .engine.engine import Engine
+from .engine.engine import Clock, Engine, until_one_ends
 from .engine.modes import make_policy
 from .engine.resuming import go_on
 from .observe import reports
 from .observe.sinks import make_bus
-from .shards.attend import Attendance
-from .shards.gather import collect, write_tables
-from .shards.messages import BeginRun, End
+from .shards.attend import Attendance, BeginRun, End
+from .shards.link import collect, write_tables
 from .shards.server import shared_config
 from .snapshots.available import Available
 from .snapshots.common import choose_common
-from .snapshots.resume import after_going_back
-from .wire.listening import Listening
+from .snapshots.snapshots import after_going_back
 from .wire.security import check_security, security_text
-from .wire.service import ParameterServerService
+from .wire.service import Listening, ParameterServerService
 
 log = get_logger()
 

@@ -12,7 +12,7 @@ import torch
 
 from ..common.config.schema import Config
 from ..common.reporting.history import region_run
-from ..common.reporting.log import get_logger
+from ..common.reporting.output import get_logger
 from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
 from ..common.wire.records import Contribution, Outcome
@@ -20,8 +20,7 @@ from ..worker.conversation.exchange import Exchange
 from ..worker.conversation.messages import Outgoing
 from ..worker.conversation.security import worker_credentials
 from ..worker.conversation.threads import Helper
-from ..worker.strategies.base import Strategy
-from ..worker.strategies.blocking import BlockingStrategy
+from ..worker.strategies.base import BlockingStrategy, Strategy
 from ..worker.strategies.delayed_update import Overlapped
 from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.readings import Readings

@@ -26,16 +26,16 @@ import torch
 from ..common.combinations import Choices, refusal
 from ..common.config.schema import Config
 from ..common.errors import ParamServerError, Reason, UsageError
-from ..common.reporting.log import get_logger
+from ..common.reporting.output import get_logger
 from ..common.wire.records import COUNTED, Contribution, Counts, FirstInfo, Outcome, Position, TrainingInfo
 from ..ps.core import effects, events
-from ..ps.core.counting.stats import work_of
+from ..ps.core.counting import work_of
 from ..ps.core.run import ABOVE_IS_OVER
 from ..ps.engine.engine import Engine
 from ..ps.engine.resuming import restore_traffic
 from ..ps.snapshots.common import Keeper
 from ..ps.tensors.model import names_of
-from ..ps.tensors.replies.publication import Publication
+from ..ps.tensors.replies import Publication
 from ..ps.tensors.store import Store
 from ..worker.tensors.packed import pack, unpack
 from .link import OVER, Link, RegionContribution, log_not_counted, merge

@@ -10,10 +10,10 @@ from ..common import combinations
 from ..common.config.addresses import split_address
 from ..common.config.schema import Config
 from ..common.errors import UnreachableError, raise_first
-from ..common.reporting.log import get_logger
+from ..common.reporting.output import get_logger
 from ..ps.core.effects import Evaluated, Fact
 from ..ps.core.events import Stopped
-from ..ps.engine.clock import Clock
+from ..ps.engine.engine import Clock
 from ..ps.server import Server
 from ..worker.conversation.messages import Goodbye
 from .link import Link

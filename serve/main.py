@@ -12,10 +12,10 @@ import typer
 from ..common.config import quiet  # noqa: F401  (before all that takes time to load)
 from ..common.config.cli import ConfigOption, Drained, Flags, PrintConfigOption, SetOption, resolve, run_command
 from ..common.config.option import SERVE
-from ..common.config.preflight.code import check_task
+from ..common.config.preflight import check_task
 from ..common.config.sources import Resolved
 from ..common.errors import CheckpointError, UsageError, raise_first
-from ..common.reporting.log import setup_logging
+from ..common.reporting.output import setup_logging
 
 if TYPE_CHECKING:
     from ..common.runstore.reading import RunStore, StoredRun

@@ -16,7 +16,7 @@ from ..common.config.cli import after_torch, before_torch
 from ..common.config.conditions import every
 from ..common.config.schema import Config
 from ..common.errors import UsageError
-from ..common.reporting.log import get_logger, setup_logging
+from ..common.reporting.output import get_logger, setup_logging
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +84,7 @@ def _engine(config: Config, served: Served, failed: Callable[[Exception], None])
     """Return the engine, and the stages of its model, if there are several."""
     from ..common.user_code import user_code
     from .engine import Engine
-    from .models import language_model
+    from .infer import language_model
 
     settings, task = config.serve, served.task
     if settings.group == 1:
@@ -119,7 +119,7 @@ class _Models(dict[int, Any]):
 
 def wait_for_run(config: Config) -> tuple[LiveRun, StatusReply]:
     """Return the run at worker.server and where it stands, once its server replies."""
-    from ..worker.conversation.reader import Reader
+    from ..worker.conversation.exchange import Reader
     from .source import LiveRun
 
     reader = Reader(config, secrets.token_hex(8))

@@ -12,10 +12,10 @@ from torch import nn
 
 from ..common.config.conditions import Every
 from ..common.errors import ParamServerError, UsageError
-from ..common.reporting.log import get_logger
+from ..common.reporting.output import get_logger
 from ..worker.conversation.channel import Lost
+from ..worker.conversation.exchange import Reader
 from ..worker.conversation.messages import StatusReply
-from ..worker.conversation.reader import Reader
 from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.tasks.init import check_file, load_weights
 from .engine import Engine

@@ -104,7 +104,7 @@ def simulate(
     try:
         runs = worlds(configs, flags)
         if regions is not None:
-            from .tiers import tiers
+            from .plan import tiers
 
             runs = tiers(runs, flags)
         if trace is not None:
@@ -138,8 +138,7 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
     """Print how well the first half of a recorded run predicts its second; returns the runs with fitted worlds."""
     from ..common.reporting.report import share
     from .plan import changed, framing_of
-    from .recorded.fit import calibrate, fitted
-    from .recorded.replay import config_of
+    from .recorded.replay import calibrate, config_of, fitted
 
     recorded, world = config_of(lines, runs[0][0]), runs[0][1]
     try:
@@ -168,9 +167,9 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
 
 def _compare(runs: Runs, learns: bool, has_baseline: bool, as_json: bool, report: str | None) -> int:
     """Simulate the runs, print and write the results, and return the exit code."""
-    from ..common.reporting.log import setup_logging
+    from ..common.reporting.output import setup_logging
     from ..common.reporting.report import comparison_table, report_console
-    from ..web.report import write_report
+    from ..web.stored import write_report
     from .results.summary import as_text, for_people, sentence, summary, time_cells, time_pictures, time_table
 
     setup_logging(runs[0][0].log.model_copy(update={"level": "warning"}), PROGRAM)

@@ -50,28 +50,25 @@ PURE = [
 IMPURE = {"torch", "numpy", "grpc", "paramserver.proto", "time", "random", "threading", "asyncio", "os", "logging"}
 
 TENSOR_WORK = [
-    "ps/snapshots/store_state.py", "ps/tensors/flat_optimizer.py", "ps/snapshots/checkpoint.py",
-    "ps/snapshots/manifest.py", "ps/snapshots/files.py", "ps/snapshots/available.py", "ps/snapshots/resharding.py",
-    "ps/tensors/store.py", "ps/tensors/tables.py", "ps/tensors/sanity.py", "ps/tensors/aggregation/*",
-    "common/codecs/*", "common/tensors/layout.py", "common/tensors/sharding.py", "common/tensors/tables.py",
-    "worker/training/rows.py", "common/tensors/optimizers.py", "worker/tasks/*", "drills/tasks/*",
-    "worker/training/tasks/loading.py", "worker/trainer.py", "worker/tensors/transfer.py", "worker/tensors/staged.py",
-    "worker/training/data.py", "worker/training/optimizer.py",
+    "ps/snapshots/store_state.py", "ps/tensors/flat_optimizer.py", "ps/snapshots/manifest.py", "ps/snapshots/files.py",
+    "ps/snapshots/available.py", "ps/snapshots/resharding.py", "ps/tensors/store.py", "ps/tensors/sanity.py",
+    "ps/tensors/aggregation/*", "common/codecs/*", "common/tensors/layout.py", "common/tensors/sharding.py",
+    "common/tensors/tables.py", "worker/training/rows.py", "common/tensors/optimizers.py", "worker/tasks/*",
+    "drills/tasks/*", "worker/training/tasks/loading.py", "worker/trainer.py", "worker/tensors/transfer.py",
+    "worker/tensors/staged.py", "worker/training/data.py", "worker/training/optimizer.py",
 ]  # fmt: skip
 WIRE = {"grpc", "grpc_health", "grpc_reflection", "google.protobuf", "paramserver.proto"}
 
 # The only files that know gRPC, and those that know the messages alone.
 GRPC_USERS = {
-    "ps/wire/service.py", "ps/wire/conversation.py", "ps/wire/joining.py", "ps/wire/stream.py", "ps/wire/listening.py",
-    "ps/health.py", "ps/wire/security.py", "ps/shards/attend.py", "ps/shards/link.py", "ps/shards/gather.py",
-    "worker/conversation/channel.py", "worker/conversation/heartbeat.py", "worker/conversation/shard.py",
-    "worker/conversation/stream_client.py", "common/wire/protocol.py",
+    "ps/wire/service.py", "ps/wire/conversation.py", "ps/wire/joining.py", "ps/wire/stream.py", "ps/health.py",
+    "ps/wire/security.py", "ps/shards/attend.py", "ps/shards/link.py", "worker/conversation/channel.py",
+    "worker/conversation/shard.py", "worker/conversation/stream_client.py", "common/wire/protocol.py",
 }  # fmt: skip
 MESSAGE_USERS = {
     "worker/conversation/messages.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/receiver.py",
-    "ps/wire/partial_transfers.py", "worker/transports/transport.py", "worker/transports/up.py",
-    "common/wire/checks.py", "common/wire/frames.py", "common/wire/messages.py", "common/wire/segments.py",
-    "common/wire/structs.py",
+    "ps/wire/partial_transfers.py", "worker/transports/transport.py", "common/wire/checks.py", "common/wire/frames.py",
+    "common/wire/messages.py", "common/wire/segments.py",
 }  # fmt: skip
 WIRE_USERS = GRPC_USERS | MESSAGE_USERS
 
@@ -476,8 +473,8 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # ---- size and names ----------------------------------------------------------------------------------
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 43_994
-MAX_TEST_LINES = 46_983
+MAX_PRODUCT_LINES = 43_462
+MAX_TEST_LINES = 46_974
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

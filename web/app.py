@@ -20,7 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from ..common.errors import ParamServerError
 from ..common.reporting.comparison import IS_UP, compare
 from ..common.reporting.metrics import Display, shown_of_run, shown_of_workers
-from ..common.reporting.status import Status
+from ..common.reporting.summary import Status
 from ..common.reporting.worker_logs import last_lines
 from ..common.runstore.reading import StoredRun, relevant_settings
 from ..common.version import PROGRAM_VERSION

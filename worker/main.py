@@ -24,12 +24,11 @@ from ..common.config.cli import (
 from ..common.config.flags import flag_name, flags_of
 from ..common.config.launchers import engine_settings
 from ..common.config.option import WORKER
-from ..common.config.preflight.code import check_task
-from ..common.config.preflight.machine import check_device, check_weights
+from ..common.config.preflight import check_device, check_task, check_weights
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
-from ..common.reporting.log import get_logger, setup_logging
+from ..common.reporting.output import get_logger, setup_logging
 from .conversation import threads
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ def _work(resolved: Resolved) -> None:
     from ..common.tensors.optimizers import without_compiler
     from ..common.user_code import UserCodeError, format_user_traceback
     from .api import open_session
-    from .conversation.reader import Evaluator
+    from .conversation.exchange import Evaluator
     from .trainer import choose_device, train
     from .training.alone import AloneSession
     from .training.tasks.evaluator import evaluate_for

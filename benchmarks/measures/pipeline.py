@@ -145,10 +145,9 @@ def stage_life(rank: int, port: int, options: PipelineOptions) -> Iterator[Measu
     from ...common.config.schema import LogConfig
     from ...common.config.sections.processes import WorkerConfig
     from ...common.kinds import ContributionKind
-    from ...common.reporting.log import setup_logging
-    from ...worker.replica_group.group import Group
+    from ...common.reporting.output import setup_logging
+    from ...worker.replica_group.group import Group, find_member
     from ...worker.replica_group.pipeline import StagedPipeline
-    from ...worker.replica_group.rendezvous import find_member
     from ...worker.training.pipeline import layers_of, loss_of
 
     setup_logging(LogConfig(level="warning"), "ps-bench")

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .shared.by_tensor import ROOM, sizes_of
-from .shared.in_blocks import BLOCK, TINY, InBlocks
+from .shared.by_tensor import BLOCK, ROOM, TINY, InBlocks, sizes_of
 
 # A float32 of this size has no fraction. So adding it rounds, and the lowest byte of the sum's bits is the level.
 _ROUND = torch.full((1, BLOCK), 1.5 * 2**23, device="cpu")

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from .shared.by_tensor import ROOM, sizes_of
-from .shared.in_blocks import TINY, InBlocks
+from .shared.by_tensor import ROOM, TINY, InBlocks, sizes_of
 
 _PER_BYTE = 4
 _ABOVE = 0.5  # level minus code

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from .shared.by_tensor import ROOM, sizes_of
-from .shared.in_blocks import TINY, InBlocks
+from .shared.by_tensor import ROOM, TINY, InBlocks, sizes_of
 
 _MANTISSA_BITS = 23
 # Added to the bits of a float32, this carries into the exponent from sqrt(2) on, where log2 rounds up.

@@ -183,7 +183,7 @@ def before_torch() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # A process that waits in torch's store would otherwise log two lines of C++ every second.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # A failed handshake is reported with its reason by `common/tls_probe.py`.
+    # A failed handshake is reported with its reason by `common/security.py`.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 

@@ -15,8 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from .curve import Point, split_names
 from .metrics import Display, Value, shown_of_run
-from .status import RECORDED, Status
-from .summary import Cost
+from .summary import RECORDED, Cost, Status
 
 _MOST_ROWS = 1_000  # of the series; at twice as many, every second row is dropped
 _MOST_EVENTS = 300

@@ -152,7 +152,8 @@ class Incoming:
 class DirectSocket(Incoming):
     """One side of a direct connection. Its calls raise one of WAITS where they had to wait for the other side.
 
-    The worker then waits in poll (`worker/conversation/direct.py`), the server on its loop (`ps/wire/connection.py`).
+    The worker then waits in poll (`worker/conversation/stream_client.py`), the server on its loop
+    (`ps/wire/connection.py`).
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...proto import parameter_server_pb2 as pb
 from . import records
-from .structs import hyperparameters_from_proto, struct
+from .checks import hyperparameters_from_proto, struct
 
 _INNER = {"rates": records.RateInfo, "position": records.Position}  # topics of `StartInfo`, which is a topic itself
 

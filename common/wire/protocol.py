@@ -16,8 +16,7 @@ from ..errors import ParamServerError, Reason, UnreachableError, bad_request, re
 from ..tensors.layout import Kind, Layout, TensorSpec
 from ..tensors.optimizers import GroupSpec, OptimizerSpec, Reduction, TableSpec
 from ..version import PROGRAM_VERSION, PROTOCOL_VERSION
-from .checks import check_text
-from .structs import hyperparameters_from_proto, struct
+from .checks import check_text, hyperparameters_from_proto, struct
 
 SERVICE = f"paramserver.v{PROTOCOL_VERSION}.ParameterServer"
 OTHER_PROTOCOL = "another protocol: "  # begins the message to a caller of an older or a newer one

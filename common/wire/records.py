@@ -169,7 +169,7 @@ class FirstInfo:
     digest: int = 0  # of the first gradients; equal digests mean equal batches
     run_steps: int = 0  # training steps of the run, as this worker counts them
     rates: tuple[float, ...] = ()  # learning rates at the process's first training step
-    work: str = ""  # what the process runs, as JSON; only the record reads it (`runstore/ran.py`)
+    work: str = ""  # what the process runs, as JSON; only the record reads it (`runstore/record.py`)
 
 
 @record(frozen=True)

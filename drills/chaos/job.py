@@ -13,14 +13,13 @@ from pathlib import Path
 
 from ...common.config.schema import Config
 from ...common.proxies import DRILL_VARIABLE
-from ...common.reporting.status import Status
+from ...common.reporting.summary import Status
 from ...launch.backends.base import Site
 from ...launch.backends.local import LocalBackend
-from ...launch.plan.process import SERVER, Child, ProcessSpec
-from ...launch.view.events import Event, parse_event
-from .faults import Injector, Say
+from ...launch.plan.hosts import SERVER, Child, ProcessSpec
+from ...launch.view import Event, parse_event
+from .faults import Injector, Say, child_of_port, children_of, job_processes
 from .plan import Fault
-from .processes import child_of_port, children_of, job_processes
 from .proxy import Network
 
 LAUNCHER = Child("launcher", 0)

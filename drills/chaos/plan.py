@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...common.errors import UsageError, did_you_mean
-from ...launch.plan.process import Child
+from ...launch.plan.hosts import Child
 
 KINDS = (
     "kill_worker", "kill_server", "freeze_worker", "freeze_server", "partition", "lose_replies",

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from ...common.config.addresses import split_address
 from ...common.errors import UsageError
-from ...launch.plan.process import Child
+from ...launch.plan.hosts import Child
 
 _PIECE_BYTES = 1 << 16
 _HEAD_TIMEOUT_S = 10.0

@@ -77,7 +77,7 @@ def doctor(
          "flag --verify needs a task to run, not a size and a time", "give only a CONFIG with the task"),
     )  # fmt: skip
     if pipeline:
-        from .pipeline import examine_pipeline
+        from .measure import examine_pipeline
 
         return examine_pipeline(config, sets or [], as_json)
     return examine(

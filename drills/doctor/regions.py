@@ -23,8 +23,7 @@ from ...launch.backends.base import Site
 from ...launch.backends.ssh import SshBackend
 from ...launch.hosts.connection import Unreachable
 from ...launch.hosts.remote import hosts_of
-from ...launch.plan.hosts import Host, load_hosts, text_with_regions
-from ...launch.plan.placement import check_addresses, place_servers
+from ...launch.plan.hosts import Host, check_addresses, load_hosts, place_servers, text_with_regions
 from ...launch.plan.regions import MIN_HEIGHT_S, MIN_RATIO, Region, Trips, distances, find_regions, load_scipy
 
 _NUM_CONNECTS = 7

@@ -15,8 +15,7 @@ from ...common.config.sources import load_config, of_mode
 from ...common.errors import EXIT_INTERRUPTED, ParamServerError, UsageError
 from ...common.reporting.pictures.progress import Steps
 from ...common.reporting.summary import Summary
-from ...launch.plan.hosts import load_hosts
-from ...launch.plan.placement import place_servers, place_workers
+from ...launch.plan.hosts import load_hosts, place_servers, place_workers
 from . import advice
 from .measure import TINY_MB, Plan, measure, probe_messages, task_of
 from .results import Report

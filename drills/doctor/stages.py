@@ -24,9 +24,8 @@ from paramserver.common.config.sections.processes import WorkerConfig  # noqa: E
 from paramserver.common.errors import ParamServerError  # noqa: E402
 from paramserver.common.kinds import ContributionKind  # noqa: E402
 from paramserver.common.wire.json_text import read_json  # noqa: E402
-from paramserver.worker.replica_group.group import Group  # noqa: E402
+from paramserver.worker.replica_group.group import Group, find_member  # noqa: E402
 from paramserver.worker.replica_group.pipeline import StagedPipeline  # noqa: E402
-from paramserver.worker.replica_group.rendezvous import find_member  # noqa: E402
 from paramserver.worker.trainer import choose_device  # noqa: E402
 from paramserver.worker.training.data import to_device  # noqa: E402
 from paramserver.worker.training.pipeline import Pipeline, inputs_of, layers_of  # noqa: E402

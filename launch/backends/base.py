@@ -42,10 +42,9 @@ from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import ParamServerError
 from ...common.reporting.summary import RESULTS_VARIABLE
 from ..hosts.connection import MAX_LINE_BYTES, Connection, Unreachable, watched
-from ..plan.hosts import Host
-from ..plan.process import WILDCARDS, Child, ProcessSpec
+from ..plan.hosts import WILDCARDS, Child, Host, ProcessSpec
 from ..supervise.exits import CANNOT_START, HOST_LOST
-from ..view.events import LineSplitter
+from ..view import LineSplitter
 
 OnLine = Callable[[Child, str], None]
 OnExit = Callable[[Child, int], None]

@@ -21,9 +21,9 @@ from ...common.errors import UsageError
 from ..hosts.agent import end_with
 from ..hosts.connection import Connection, agent_command, watched
 from ..hosts.ray_job import PASS
-from ..plan.process import Child, ProcessSpec
+from ..plan.hosts import Child, ProcessSpec
 from ..supervise.exits import HOST_LOST
-from ..view.events import object_in
+from ..view import object_in
 from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, start_helper
 
 

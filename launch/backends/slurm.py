@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from ...common.errors import UsageError
 from ..hosts.connection import Connection, agent_command, watched
-from ..plan.placement import Allocation, Task, parse_counts, place_on_nodes
-from ..plan.process import Child, ProcessSpec
+from ..plan.hosts import Allocation, Child, ProcessSpec, Task, parse_counts, place_on_nodes
 from ..supervise.exits import CANNOT_START, HOST_LOST
 from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, start_helper
 

@@ -22,10 +22,9 @@ from ...common.version import PROGRAM_VERSION
 from ..hosts.agent import Guardian
 from ..hosts.connection import BOOTSTRAP, Connection, Unreachable
 from ..hosts.host_check import INSTALLED, check_installed, ssh_problem
-from ..plan.hosts import THIS_MACHINE, Host
-from ..plan.process import Child, ProcessSpec
+from ..plan.hosts import THIS_MACHINE, Child, Host, ProcessSpec
 from ..plan.settings import code_file
-from ..view.events import object_in
+from ..view import object_in
 from .base import Backend, OnExit, OnLine, Running, Site, T, command_text
 
 _REACH_S = 5.0

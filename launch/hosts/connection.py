@@ -25,7 +25,7 @@ from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.standstill import Standstill
 from ...common.wire.json_text import read_json
 from ..supervise.exits import HOST_LOST
-from ..view.events import LineSplitter, object_in
+from ..view import LineSplitter, object_in
 from . import agent
 
 BOOTSTRAP = "import sys;exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"

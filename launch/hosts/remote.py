@@ -16,8 +16,7 @@ from ...common.errors import AuthError, raise_first
 from ...common.registry import MODES
 from ...common.security import TOKEN_VARIABLE, check_exposure
 from ..backends.base import Backend
-from ..plan.hosts import THIS_MACHINE, Host, load_hosts
-from ..plan.placement import place_workers
+from ..plan.hosts import THIS_MACHINE, Host, load_hosts, place_workers
 from ..plan.runs import Plan
 from ..plan.settings import code_file
 

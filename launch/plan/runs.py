@@ -6,10 +6,10 @@ One run is one `Plan`: a server and N workers. The mode `single` is one worker t
 Children read the same `--config FILE`. Settings from the launcher's flags follow as `--set key=value`, so there is one
 mechanism for all of them; children inherit `PS_SECTION__KEY` variables. A user's script has no such flags and gets all
 settings as variables. Workers and the other shards of the server need its address, which is known once it listens:
-`Plan.workers(address)`, `Plan.shards(address)`. With regions (`relays.py`) relays take the place of shards.
+`Plan.workers(address)`, `Plan.shards(address)`. With regions (`settings.py`) relays take the place of shards.
 
 Where processes may run on other machines (`Machine.spans_hosts`), the settings of CONFIG follow as --set too, and the
-launcher writes the summary. `placement.py` decides which process runs where.
+launcher writes the summary. `hosts.py` decides which process runs where.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ from functools import cached_property
 from typing import Any
 
 from ...common.combinations import check, check_values
-from ...common.config.documents import scalar_text
 from ...common.config.schema import Config
-from ...common.config.sources import Resolved
+from ...common.config.sources import Resolved, scalar_text
 from ...common.registry import MODES, mode_label
-from .hosts import Host
-from .process import SERVE, SERVER, WILDCARDS, Child, ProcessSpec
-from .relays import check_regions, mode_above, settings_above, settings_of_relays, settings_of_size
+from .hosts import SERVE, SERVER, WILDCARDS, Child, Host, ProcessSpec
 from .settings import (
     DEFAULT_HOST,
     SINGLE,
     arguments,
+    check_regions,
     check_together,
     chosen,
     code_file,
     file_of,
     for_workers,
     listen_address,
+    mode_above,
     own_identity,
     own_path,
     passed_settings,
     read_files,
+    settings_above,
+    settings_of_relays,
+    settings_of_size,
     single_settings,
     value_of,
     variable,

@@ -30,10 +30,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ...common.reporting.summary import Summary
-from ..plan.process import SERVE, SERVER, Child
-from .blame import Raised
+from ..plan.hosts import SERVE, SERVER, Child
 from .exits import BUDGET_SPENT, UNREACHABLE, USAGE, describe_exit, signal_name
-from .restarts import Failure, Restarts, can_mend
+from .restarts import Failure, Raised, Restarts, can_mend
 
 # A server whose workers are done only writes its results. It is asked to end soon, because a script may exit without
 # leaving, and killed late, because large weights take a while.

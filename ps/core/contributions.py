@@ -19,8 +19,7 @@ from ...common.wire.records import COUNTED, Contribution, Outcome
 from ..policies.base import Commit, Decision, Discard, Fold, Outer, Policy, Refuse, Reply, Wait
 from ..policies.shared.late import momentum_left
 from . import effects
-from .counting.announced import Data, Groups, Rates, difference_of, first_difference
-from .counting.stats import MOST_BINS, WorkerStats, restored_bins
+from .counting import MOST_BINS, Data, Groups, Rates, WorkerStats, difference_of, first_difference, restored_bins
 from .effects import Effect, Log
 from .events import Contributed
 from .roster import Roster, Worker

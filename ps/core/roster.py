@@ -25,7 +25,7 @@ from typing import Any
 
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.standstill import Standstill
-from .counting.stats import WorkerStats
+from .counting import WorkerStats
 from .events import Joined
 
 # More joins of one rank than this between two snapshots are not believed.

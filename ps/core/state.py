@@ -17,8 +17,7 @@ from ...common.reporting.curve import Curve
 from ...common.wire.records import Row
 from ..policies.base import Policy
 from .contributions import Contributions
-from .counting.announced import Length
-from .counting.stats import MOST_BINS
+from .counting import MOST_BINS, Length
 from .roster import Roster, Worker
 from .snapshot_rhythm import Rhythm
 

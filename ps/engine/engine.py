@@ -10,17 +10,17 @@ import asyncio
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal
-from ...common.reporting.log import get_logger
+from ...common.reporting.output import get_logger
 from ..core import effects, events
-from ..core.counting.stats import Traffic
+from ..core.counting import Traffic
 from ..core.effects import Fact
 from ..core.ending import stopping
 from ..core.replication import Sequencer
@@ -31,9 +31,8 @@ from ..snapshots.common import Keeper
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 from .copies import Copies
-from .folding import Folding
+from .folding import Done, Folding, Go, Peer, ShardState
 from .modes import options_of
-from .peers import Done, Go, Peer, ShardState
 
 log = get_logger()
 
@@ -461,3 +460,33 @@ class Engine:
     def elapsed_s(self) -> float:
         """Seconds of training, over all starts of the server."""
         return self.run.contributions.elapsed_s(self.now(), self.run.has_training_ended)
+
+
+# ---- clock ---------------------------------------------------------------------------------------
+# The time of a server process: its clock, which a test may replace by one that jumps, and tasks beside each other.
+
+
+class Clock:
+    now = staticmethod(time.monotonic)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def every(self, interval_s: float, work: Callable[[], object]) -> NoReturn:
+        """Call `work` every `interval_s`, first after one interval. Its exceptions reach the awaiter."""
+        while True:
+            await self.sleep(interval_s)
+            work()
+
+
+async def until_one_ends(*work: Coroutine[Any, Any, object]) -> None:
+    """Run these beside each other until one ends, and cancel the others. Raises the error of one that has failed."""
+    tasks = [asyncio.create_task(item) for item in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

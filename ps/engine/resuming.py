@@ -6,12 +6,11 @@ import contextlib
 from typing import Any
 
 from ...common.registry import mode_anywhere
-from ...common.reporting.log import get_logger
-from ..core.counting.stats import Traffic
+from ...common.reporting.output import get_logger
+from ..core.counting import Traffic
 from ..snapshots.available import Available
 from ..snapshots.common import SnapshotName
-from ..snapshots.resume import new_incarnation, resume_model, take_line
-from ..snapshots.snapshots import Snapshots
+from ..snapshots.snapshots import Snapshots, new_incarnation, resume_model, take_line
 from ..tensors.model import names_of
 from .engine import Engine
 

@@ -7,13 +7,20 @@ from heapq import nsmallest
 from typing import Any
 
 from ...common.reporting.curve import Point
-from ...common.reporting.folding import folded, mean_recorded, with_mean_rate
-from ...common.reporting.metrics import OF_WORKER, Tense, Value, part_of_time, values_of
-from ...common.reporting.status import Status, WorkerStatus
-from ...common.reporting.summary import Cost, ShardSummary, Summary
-from ...common.runstore.ran import Ran, read_work, what_ran
+from ...common.reporting.metrics import (
+    OF_WORKER,
+    Tense,
+    Value,
+    folded,
+    mean_recorded,
+    part_of_time,
+    values_of,
+    with_mean_rate,
+)
+from ...common.reporting.summary import Cost, ShardSummary, Status, Summary, WorkerStatus
+from ...common.runstore.record import Ran, read_work, what_ran
 from ...common.wire.records import NO_ROW
-from ..core.counting.stats import Traffic, WorkerSource, work_of
+from ..core.counting import Traffic, WorkerSource, work_of
 from ..core.run import Run
 from ..engine.engine import Engine
 from ..policies.shared.decisions import Outer

@@ -6,11 +6,9 @@ import sys
 
 from ...common.config.schema import Config
 from ...common.reporting.curve import Point
-from ...common.reporting.log import get_logger
-from ...common.reporting.output import write_curve
-from ...common.reporting.panel import TerminalConsole, live_panel
-from ...common.reporting.report import status_line
-from ...common.reporting.status import Status
+from ...common.reporting.output import get_logger, write_curve
+from ...common.reporting.report import TerminalConsole, live_panel, status_line
+from ...common.reporting.summary import Status
 from ..core.effects import Evaluated, Fact, StatusTaken
 from ..engine.engine import Engine
 from .bus import Bus, Sink
@@ -117,7 +115,7 @@ def make_bus(config: Config) -> Bus:
 
         sinks.append(TracingSink(output.traces))
     if server.web is not None:
-        from .dashboard import DashboardSink
+        from .ticks import DashboardSink
 
         sinks.append(DashboardSink(config))
     return Bus(sinks)

@@ -1,6 +1,6 @@
 """Collects the facts between two statuses into a `Tick` (`common/reporting/view.py`), and records the ticks of a run.
 
-The dashboard (`dashboard.py`) and the run store (`common/runstore`) get the ticks.
+The dashboard (`DashboardSink`) and the run store (`common/runstore`) get the ticks.
 
 This runs on the event loop and only counts. Each status makes one tick, for any number of contributions. A tick is an
 immutable value that other threads use, so neither viewers nor a disk can slow the run.
@@ -8,20 +8,31 @@ immutable value that other threads use, so neither viewers nor a disk can slow t
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import time
 from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 from ...common.config.schema import Config
+from ...common.errors import UsageError
 from ...common.reporting.happenings import event
-from ...common.reporting.status import Status
-from ...common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, Tick, Wait
-from ...common.runstore.ran import Ran
-from ...common.runstore.record import Record
-from ..core import effects
+from ...common.reporting.summary import Status
+from ...common.reporting.view import About, EvaluatedPoint, Event, Snapshot, Span, Tick, View, Wait
+from ...common.runstore.record import Ran, Record
+from ...common.version import PROGRAM_VERSION
+from ..core import controls, effects
+from ..core.effects import ControlTaken, Fact, RunStarted
+from ..core.events import Controlled
 from ..engine.engine import Engine
 from . import reports
 from .bus import Sink
 from .history import line_of
+
+if TYPE_CHECKING:
+    from ...web.serve import Dashboard
+
 
 _MOST_SPANS = 4  # spans of a rank in one tick; further spans are added to the last
 
@@ -204,3 +215,109 @@ class Timeline:
             for rank, spans in ranks.items()
             for begin_s, wait_s, transfer_s, compute_s in ([round(seconds, 4) for seconds in span] for span in spans)
         ]
+
+
+# ---- dashboard -----------------------------------------------------------------------------------
+# The sink for the dashboard of a run (`paramserver/web`), and the controls that the dashboard sends to the run.
+#
+# The dashboard runs on its own thread. Its packages are an extra, and are loaded only with `server.web`.
+
+
+_CONTROL_S = 10.0  # time limit for every shard to carry out a control
+
+
+class DashboardSink(Sink):
+    """Shows the run on the dashboard. Raises UsageError if the dashboard's packages are not installed."""
+
+    name = "dashboard"
+    kinds = (RunStarted, ControlTaken, TickTaken)
+
+    def __init__(self, config: Config) -> None:
+        try:
+            from ...web.serve import Dashboard
+        except ModuleNotFoundError as error:
+            problem = f"the dashboard needs the package {error.name}, which is not installed"
+            raise UsageError(problem, fix="pip install 'paramserver[web]'; or leave --web out") from None
+        self._is_shown = config.log.format == "text"
+        self._dashboard: Dashboard = Dashboard(config)
+        self._about: About | None = None
+        self._requests: dict[int, asyncio.Future[str]] = {}  # controls without an outcome, by number
+        self._numbers = count(1)  # of controls
+
+    def begin(self, engine: Engine) -> None:
+        """Start the dashboard. Raises BindError for an unavailable address, and AuthError for an unsafe one."""
+        super().begin(engine)
+        self._loop = asyncio.get_running_loop()
+        self._dashboard.start()
+        engine.dashboard = self._dashboard.address
+        if self._is_shown:
+            print(f"the dashboard: {self._dashboard.url}", file=sys.stderr)
+
+    def take(self, at: float, fact: Fact) -> None:
+        match fact:
+            case TickTaken(tick):
+                self._look_again()  # the first contribution says what runs
+                self._dashboard.push(tick)
+            case RunStarted():
+                self._about = self._about_run(time.time())
+                points = [reports.with_bytes(self._engine, point) for point in self._run.curve.points]
+                evaluations = [EvaluatedPoint(**point.model_dump()) for point in points]
+                self._dashboard.begin(View(about=self._about, evaluations=evaluations), self._control, fact.version)
+            case ControlTaken():
+                self._look_again()
+                outcome = self._requests.get(fact.event.number)
+                if outcome is not None and not outcome.done():
+                    if fact.is_done:
+                        outcome.set_result(fact.result)
+                    else:
+                        outcome.set_exception(ValueError(fact.result))
+
+    def _look_again(self) -> None:
+        if (before := self._about) is not None:
+            self._about = self._about_run(before.started)
+            if self._about != before:
+                self._dashboard.retell(self._about)
+
+    def close(self) -> None:
+        self._dashboard.close()
+
+    def _about_run(self, started: float) -> About:
+        """Return a description of the run: mode, settings and controls. `started` is in Unix seconds."""
+        run, ran = self._run, reports.ran(self._engine)
+        options = type(run.policy).summary(run.policy.options)
+        return About(
+            label=f"{run.mode} ({options})" if options else run.mode, lr_scale=run.contributions.lr_scale,
+            run=run.name, mode=run.mode, task=ran.work, started=started, settings=ran.settings,
+            server_incarnation=run.incarnation, version=PROGRAM_VERSION, controls=controls.offered(run),
+        )  # fmt: skip
+
+    # ---- controls --------------------------------------------------------------------------
+
+    async def _control(self, fields: dict[str, Any]) -> str:
+        """On the dashboard's thread: carry out a control, and return the outcome as a sentence.
+
+        Raises ValueError if the control was not carried out.
+        """
+        known = ("do", "rank", "name", "value")
+        if unknown := [name for name in fields if name not in known]:
+            raise ValueError(f"unknown field '{unknown[0][:40]}'; known: {', '.join(known)}")
+        do, rank, name, value = fields.get("do"), fields.get("rank"), fields.get("name", ""), fields.get("value")
+        if not isinstance(do, str) or not isinstance(name, str):
+            raise ValueError("do and name are text")
+        if rank is not None and type(rank) is not int:
+            raise ValueError(f"rank is a whole number, got {rank!r:.40}")
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise ValueError("value is a number, text, true, false or null")
+        request = asyncio.run_coroutine_threadsafe(self._request(Controlled(do, rank, name, value)), self._loop)
+        return await asyncio.wrap_future(request)
+
+    async def _request(self, event: Controlled) -> str:
+        event.number = number = next(self._numbers)
+        self._requests[number] = outcome = asyncio.get_running_loop().create_future()
+        self._engine.offer(event)
+        try:
+            return await asyncio.wait_for(outcome, _CONTROL_S)
+        except TimeoutError:
+            raise ValueError(f"not every shard has received it within {_CONTROL_S:g} s; see the events") from None
+        finally:
+            del self._requests[number]

@@ -37,9 +37,23 @@ from pydantic import ValidationError
 
 from ...common.config.option import Section
 from ...common.wire.records import Contribution, Counts, Outcome
-from .shared.decisions import Commit, Decision, Discard, Fold, Outer, Refuse, Reply, Wait
+from .shared.decisions import (
+    Closed,
+    Commit,
+    Common,
+    Decision,
+    Discard,
+    Fold,
+    Member,
+    Outer,
+    Refuse,
+    Reply,
+    Wait,
+    Waiting,
+    names,
+    plain,
+)
 from .shared.ledger import Ledger
-from .shared.members import Closed, Common, Member, Waiting, names, plain
 
 __all__ = [
     "Closed", "Commit", "Common", "Contribution", "Decision", "Discard", "Fold", "Member", "Outcome", "Outer", "Policy",

@@ -11,23 +11,21 @@ from pydantic import TypeAdapter
 
 from ...common.config.schema import Config, own_modes
 from ...common.errors import DivergedError, ParamServerError, UsageError, shown
-from ...common.reporting.log import get_logger
+from ...common.reporting.output import get_logger
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.json_text import read_json
 from ..core.controls import keep_out
 from ..core.replication import Follower
 from ..core.state import Options
-from ..engine.clock import Clock, until_one_ends
-from ..engine.engine import Engine
+from ..engine.engine import Clock, Engine, until_one_ends
 from ..engine.modes import make_policy, options_of
 from ..engine.resuming import go_on
 from ..observe.sinks import make_bus
 from ..snapshots.available import Available
-from ..snapshots.resume import after_going_back
-from ..wire.listening import Listening
-from ..wire.service import ParameterServerService
+from ..snapshots.snapshots import after_going_back
+from ..wire.service import Listening, ParameterServerService
+from .attend import BeginRun, End, Ready, Register, ShardFailed
 from .link import Link, LinkLost
-from .messages import BeginRun, End, Ready, Register, ShardFailed
 
 log = get_logger()
 

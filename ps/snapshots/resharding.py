@@ -9,8 +9,7 @@ import torch
 from ...common.tensors.optimizers import TableSpec
 from ...common.tensors.sharding import Share, divide
 from ..tensors.model import outer_spec
-from .checkpoint import Loaded
-from .manifest import AVERAGED, MASTER, OPTIMIZER, TABLES, WEIGHTS, FileName, Tensors
+from .manifest import AVERAGED, MASTER, OPTIMIZER, TABLES, WEIGHTS, FileName, Loaded, Tensors
 
 
 def merge(parts: list[Loaded], shard: int, num_shards: int) -> Loaded:

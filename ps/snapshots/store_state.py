@@ -19,7 +19,6 @@ from ...common.tensors.optimizers import OptimizerSpec
 from ..tensors.flat_optimizer import GroupState, OptimizerState, TensorState
 from ..tensors.model import Model
 from ..tensors.store import Store
-from .checkpoint import Loaded
 from .manifest import (
     AVERAGED,
     MASTER,
@@ -28,6 +27,7 @@ from .manifest import (
     WEIGHTS,
     FileName,
     Files,
+    Loaded,
     Manifest,
     SavedState,
     Tensors,

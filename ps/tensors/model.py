@@ -15,7 +15,7 @@ from ...common.combinations import refusal as refused
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import AGGREGATIONS
-from ...common.reporting.log import get_logger
+from ...common.reporting.output import get_logger
 from ...common.tensors.judgement import unsound_start
 from ...common.tensors.layout import Kind, Layout
 from ...common.tensors.optimizers import GroupSpec, OptimizerSpec, TableSpec
@@ -25,11 +25,9 @@ from ...common.wire.frames import INLINE_BYTES
 from ...common.wire.segments import Segment, SegmentError, new_segment, private_segment
 from ..policies.base import Policy
 from .master import first_narrow
-from .replies.publication import Changes, Publication, Publisher
-from .replies.reference import References
+from .replies import Changes, Publication, Publisher, References
 from .staging import StagingPool
-from .store import Store, StoreOptions
-from .tables import Tables
+from .store import Store, StoreOptions, Tables
 from .thread import TensorThread
 
 log = get_logger()

@@ -19,7 +19,7 @@ from ...common.wire.records import ResidualInfo
 from ...proto import parameter_server_pb2 as pb
 from ..core import effects, events
 from ..engine.engine import Engine
-from ..engine.peers import Done, Go, Item, Peer
+from ..engine.folding import Done, Go, Item, Peer
 from .connection import Connection
 from .delivery import Delivery
 from .joining import Joining

@@ -14,9 +14,8 @@ from ...common.wire.messages import reply_message
 from ...common.wire.records import ReferenceInfo, Reply, WeightsInfo
 from ...proto import parameter_server_pb2 as pb
 from ..engine.engine import Engine
-from ..engine.peers import Done, Go, Item, Peer
-from ..tensors.replies.publication import Publication
-from ..tensors.replies.reference import ReferenceUpdate, encoded_weights
+from ..engine.folding import Done, Go, Item, Peer
+from ..tensors.replies import Publication, ReferenceUpdate, encoded_weights
 from .stream import Stream
 from .transports import Transport, announce
 

@@ -14,25 +14,24 @@ from ...common.combinations import refusal as excluded
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, UsageError, refusal, shown
 from ...common.registry import CODECS
-from ...common.reporting.log import get_logger
+from ...common.reporting.output import get_logger
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.version import PROGRAM_VERSION
+from ...common.wire.checks import struct
 from ...common.wire.protocol import layout_from_proto, optimizer_from_proto
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
-from ...common.wire.structs import struct
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.run import Run
 from ..engine.engine import Engine
-from ..engine.peers import Peer
+from ..engine.folding import Peer
 from ..policies.base import Policy
 from ..tensors.model import names_of
-from .limits import JoinQueue
 from .partial_transfers import PartialTransfers
 from .port import Port
 from .security import certificate_name, check_rank
-from .stream import Stream, StreamEnded
+from .stream import JoinQueue, Stream, StreamEnded
 from .transports import DirectTransport, SharedTransport, Transport
 
 log = get_logger()

@@ -1,16 +1,16 @@
 """Keeps uploads whose stream was lost. When the worker is back, it sends only the missing bytes.
 
-The worker's side is `worker/transports/up.py`.
+The worker's side is `worker/transports/transport.py`.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 
-from ...common.reporting.log import get_logger
+from ...common.reporting.output import get_logger
 from ...proto import parameter_server_pb2 as pb
 from ..engine.engine import Engine
-from ..engine.peers import Peer
+from ..engine.folding import Peer
 from ..tensors.upload import Upload
 from .stream import StreamLost
 

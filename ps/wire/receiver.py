@@ -19,13 +19,11 @@ from ...common.wire.records import Contribution, PayloadInfo
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..engine.engine import Engine
-from ..engine.folding import Staged
-from ..engine.peers import Peer
+from ..engine.folding import Peer, Staged
 from ..snapshots.store_state import read_optimizer
 from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.staging import Payload
-from ..tensors.store import Store
-from ..tensors.tables import Rows
+from ..tensors.store import Rows, Store
 from ..tensors.upload import Upload
 from .joining import codec_named, unusable
 from .partial_transfers import PartialTransfers

@@ -15,7 +15,7 @@ import grpc.aio
 
 from ...common.config.schema import Config, SecurityConfig
 from ...common.errors import AuthError, Reason, refusal
-from ...common.reporting.log import get_logger
+from ...common.reporting.output import get_logger
 from ...common.security import (
     ANY_RANK,
     RANK_PREFIX,
@@ -29,7 +29,7 @@ from ...common.security import (
     warn_of_readable_secrets,
 )
 from ...common.wire.protocol import refusal_to_status
-from .limits import LogThrottle
+from .stream import LogThrottle
 
 log = get_logger()
 

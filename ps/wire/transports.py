@@ -16,7 +16,7 @@ from ...common.wire.records import WeightsInfo
 from ...common.wire.segments import Segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.model import Model
-from ..tensors.replies.publication import Publication, Range, cut
+from ..tensors.replies import Publication, Range, cut
 from .stream import Stream
 
 

@@ -39,7 +39,7 @@ class World:
     behind: int = 1  # workers behind each worker, which is the relay of a region
     ideal: float = 0.0  # training steps a second if all workers only computed; 0: as its own workers compute
     joins_at: tuple[float, ...] = ()  # when the last ranks join, ascending; all others at 0
-    # Instead of these: seconds of computing and exchange of each rank's contributions (`fit.py`).
+    # Instead of these: seconds of computing and exchange of each rank's contributions (`recorded/replay.py`).
     recorded: tuple[tuple[tuple[float, float], ...], ...] = ()
 
 

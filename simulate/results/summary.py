@@ -8,14 +8,12 @@ from itertools import pairwise
 
 from rich.table import Column, Table
 
-from ...common.reporting.folding import with_mean_rate
-from ...common.reporting.metrics import OF_WORKER, values_of
+from ...common.reporting.metrics import OF_WORKER, values_of, with_mean_rate
 from ...common.reporting.pictures import Curves
 from ...common.reporting.report import share, size
-from ...common.reporting.status import WorkerStatus
-from ...common.reporting.summary import Summary
+from ...common.reporting.summary import Summary, WorkerStatus
 from ...common.wire.json_text import to_json
-from ...ps.core.counting.stats import Traffic, WorkerSource
+from ...ps.core.counting import Traffic, WorkerSource
 from ..run.simulation import Simulation
 from ..run.tally import CAUSES
 

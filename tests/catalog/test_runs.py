@@ -28,14 +28,12 @@ from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.happenings import event
-from paramserver.common.reporting.log import setup_logging
-from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.summary import Summary
+from paramserver.common.reporting.output import setup_logging
+from paramserver.common.reporting.summary import Status, Summary, WorkerStatus
 from paramserver.common.reporting.view import EvaluatedPoint, Tick
-from paramserver.common.runstore import changing
-from paramserver.common.runstore.ran import Ran
+from paramserver.common.runstore import reading
 from paramserver.common.runstore.reading import RunStore, StoredRun, relevant_settings
-from paramserver.common.runstore.record import Record
+from paramserver.common.runstore.record import Ran, Record
 from paramserver.common.runstore.schema import VERSION
 from paramserver.tests.cluster import Cluster, run_forked
 from paramserver.web.stored import Store, summary_of, view_of
@@ -232,9 +230,9 @@ def test_a_page_reads_the_list_again_once_somebody_has_written(tmp_path: Path) -
     assert [stored_run.id for stored_run in first] == ["a" * 12] and store.runs() is first
     write(file, "b" * 12)
     assert {stored_run.id for stored_run in store.runs()} == {"a" * 12, "b" * 12}
-    changing.rename(file, 1, "lively")
+    reading.rename(file, 1, "lively")
     assert "lively" in [stored_run.name for stored_run in store.runs()]
-    changing.remove(file, [1])
+    reading.remove(file, [1])
     assert [stored_run.id for stored_run in store.runs()] == ["b" * 12]
     write(file, "c" * 12, ends=False)
     assert store.runs()[0].state == "running" and store.runs() is not store.runs()  # it may be lost without a word
@@ -330,7 +328,7 @@ def test_a_run_has_one_writer_and_its_key_goes_to_no_other(tmp_path: Path, capsy
     with RunStore(file) as store:
         (run,) = store.runs()
         assert (run.starts, run.step) == (2, 1)
-    changing.remove(file, [run.key])
+    reading.remove(file, [run.key])
     write(file, "c" * 12)
     record.add(tick(2))
     record.flush()

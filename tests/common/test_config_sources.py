@@ -14,9 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paramserver.common.config.documents import scalar_text
 from paramserver.common.config.schema import Config
-from paramserver.common.config.sources import Resolved, load_config, of_mode
+from paramserver.common.config.sources import Resolved, load_config, of_mode, scalar_text
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 

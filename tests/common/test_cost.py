@@ -6,8 +6,7 @@ import pytest
 
 from paramserver.common.config.schema import CostConfig
 from paramserver.common.reporting.comparison import comparison_cells
-from paramserver.common.reporting.status import WorkerStatus
-from paramserver.common.reporting.summary import Cost, Summary, price
+from paramserver.common.reporting.summary import Cost, Summary, WorkerStatus, price
 
 PRICES = CostConfig(total_per_hour=2.0, currency="EUR")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.common.reporting.findings import findings
-from paramserver.common.reporting.status import WorkerStatus
-from paramserver.common.reporting.summary import Summary
+from paramserver.common.reporting.comparison import findings
+from paramserver.common.reporting.summary import Summary, WorkerStatus
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from paramserver.catalog.showing import show_run
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.metrics import OF_RUN, OF_WORKER, Fold, Metric, Unit, register
-from paramserver.common.reporting.panel import TerminalConsole, status_panel
-from paramserver.common.reporting.report import report_console, summary_table
-from paramserver.common.reporting.status import Status
-from paramserver.common.reporting.summary import Summary
+from paramserver.common.reporting.report import TerminalConsole, report_console, status_panel, summary_table
+from paramserver.common.reporting.summary import Status, Summary
 from paramserver.common.reporting.view import About, Tick, View
 from paramserver.common.runstore.reading import RunStore
 from paramserver.common.runstore.record import Record
-from paramserver.ps.core.counting.stats import WorkerStats
+from paramserver.ps.core.counting import WorkerStats
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.observe import reports
@@ -29,7 +27,7 @@ from paramserver.ps.observe.metrics import MetricsSink
 from paramserver.ps.observe.trackers.base import metrics_of
 from paramserver.simulate.results.summary import summary as summary_of
 from paramserver.tests.simulate.worlds import simulated
-from paramserver.web.report import write_report
+from paramserver.web.stored import write_report
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 from starlette.testclient import TestClient

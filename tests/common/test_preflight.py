@@ -9,9 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paramserver.common.config.preflight import machine
-from paramserver.common.config.preflight.code import check_script, check_task
-from paramserver.common.config.preflight.machine import check_device, check_listening, check_optimizer, check_weights
+from paramserver.common.config import preflight
+from paramserver.common.config.preflight import (
+    check_device,
+    check_listening,
+    check_optimizer,
+    check_script,
+    check_task,
+    check_weights,
+)
 from paramserver.common.errors import BindError, ParamServerError, UsageError
 from paramserver.common.registry import TASKS
 from paramserver.common.tensors.optimizers import known_optimizers
@@ -91,7 +97,7 @@ def test_a_script_that_python_cannot_read(tmp_path: Path) -> None:
 
 def test_the_names_of_optimizers_are_torchs() -> None:
     """Read from its file, they are what importing it finds."""
-    assert machine.optimizer_names() == sorted(known_optimizers())
+    assert preflight.optimizer_names() == sorted(known_optimizers())
     check_optimizer("AdamW")
     with pytest.raises(UsageError, match="unknown optimizer 'adm'"):
         check_optimizer("adm")
@@ -126,8 +132,8 @@ def test_a_device_that_is_not_here(name: str) -> None:
 def test_a_device_that_may_be_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     version = "__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n"
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(machine, "_torch_source", lambda _: version)
-    monkeypatch.setattr(machine, "_DRIVERS", (f"{tmp_path}/nvidia*",))
+    monkeypatch.setattr(preflight, "_torch_source", lambda _: version)
+    monkeypatch.setattr(preflight, "_DRIVERS", (f"{tmp_path}/nvidia*",))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     check_device("cuda:1")
     for visible in ("", "-1"):

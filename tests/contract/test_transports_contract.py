@@ -27,9 +27,7 @@ from paramserver.common.wire.records import WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
-from paramserver.worker.transports.down import Down
-from paramserver.worker.transports.transport import DirectTransport, SharedTransport, Transport
-from paramserver.worker.transports.up import Up
+from paramserver.worker.transports.transport import DirectTransport, Down, SharedTransport, Transport, Up
 
 from ..records import contribution_of
 

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from paramserver.common.errors import UsageError
-from paramserver.launch.plan.placement import Allocation, Task, parse_counts, place_on_nodes
-from paramserver.launch.plan.process import SERVER, Child, ProcessSpec
+from paramserver.launch.plan.hosts import SERVER, Allocation, Child, ProcessSpec, Task, parse_counts, place_on_nodes
 from paramserver.tests.cluster import Process
 from paramserver.tests.engines.conftest import EngineRun
 from paramserver.tests.engines.slurm import SlurmCluster

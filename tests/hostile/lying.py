@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
+from paramserver.common.wire.checks import struct
 from paramserver.common.wire.protocol import SERVICE
-from paramserver.common.wire.structs import struct
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.tests.cluster import run_forked
 

@@ -9,13 +9,13 @@ from typing import Any
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
 from paramserver.common.tensors.optimizers import OptimizerSpec
+from paramserver.common.wire.checks import struct
 from paramserver.common.wire.frames import frame, message_frames
-from paramserver.common.wire.structs import struct
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
 from paramserver.ps.core.replication import Coordinator, Digest
-from paramserver.ps.engine.peers import ShardState
-from paramserver.ps.shards.messages import LINES, BeginRun, End, GoOn, Ready, Register, ShardFailed
+from paramserver.ps.engine.folding import ShardState
+from paramserver.ps.shards.attend import LINES, BeginRun, End, GoOn, Ready, Register, ShardFailed
 from paramserver.ps.shards.server import shared_config, with_shared
 from paramserver.ps.snapshots.manifest import Manifest, layout_of, read_manifest
 

@@ -13,7 +13,7 @@ import grpc.aio
 
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.shards.messages import LINES, Register
+from paramserver.ps.shards.attend import LINES, Register
 
 JOIN_S = 3.0
 NUM_SILENT, MOST_SILENT = 100, 18

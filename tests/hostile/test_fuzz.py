@@ -14,11 +14,10 @@ import grpc
 import pytest
 
 from paramserver.common.errors import ParamServerError
-from paramserver.common.wire.checks import check_header
+from paramserver.common.wire.checks import check_header, hyperparameters_from_proto
 from paramserver.common.wire.frames import parse
 from paramserver.common.wire.protocol import SERVICE, layout_from_proto, optimizer_from_proto
 from paramserver.common.wire.segments import open_segment
-from paramserver.common.wire.structs import hyperparameters_from_proto
 from paramserver.proto import parameter_server_pb2 as pb
 
 from . import conftest as wire

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.errors import ParamServerError, Reason
-from paramserver.ps.wire.limits import JoinQueue, LogThrottle, RateLimiter, TimeBudget
-from paramserver.ps.wire.stream import Watchdog
+from paramserver.ps.wire.stream import JoinQueue, LogThrottle, RateLimiter, TimeBudget, Watchdog
 
 from . import conftest as wire
 

@@ -14,9 +14,9 @@ from paramserver.common.errors import ParamServerError, UsageError
 from paramserver.common.registry import TASKS
 from paramserver.common.security import PLAINTEXT
 from paramserver.common.tensors.optimizers import check_arguments
-from paramserver.common.wire.structs import struct
+from paramserver.common.wire.checks import struct
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.heartbeat import MemberHeartbeat
+from paramserver.worker.conversation.channel import MemberHeartbeat
 from paramserver.worker.conversation.messages import read_settings
 from paramserver.worker.training.tasks.loading import check_named_by_server, load_named_by_server
 

@@ -14,10 +14,9 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.common.wire.structs import struct
+from paramserver.common.wire.checks import struct
 from paramserver.ps.shards.server import shared_config, with_shared
-from paramserver.ps.snapshots.checkpoint import write
-from paramserver.ps.snapshots.manifest import WEIGHTS, Manifest
+from paramserver.ps.snapshots.manifest import WEIGHTS, Manifest, write
 
 from ..cluster import run_forked
 from .lying import lying_server, run_worker, settings, welcome, welcoming

@@ -16,7 +16,7 @@ from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, Tabl
 from paramserver.common.wire.frames import message_frames
 from paramserver.common.wire.protocol import layout_to_proto
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation import channel, heartbeat, reader
+from paramserver.worker.conversation import channel, exchange
 from paramserver.worker.conversation.channel import Lost
 from paramserver.worker.conversation.exchange import Exchange
 from paramserver.worker.conversation.messages import Outgoing, read_settings
@@ -93,7 +93,7 @@ class WorkerEnd:
         self._patches = [
             mock.patch.object(channel, "open_channel", self._channel),
             mock.patch.object(channel.Channel, "connect"),
-            mock.patch.object(heartbeat.Heartbeat, "start"),
+            mock.patch.object(channel.Heartbeat, "start"),
         ]
 
     def _channel(self, *_: object) -> Channel:
@@ -225,7 +225,7 @@ class WorkerEnd:
             if hostile.random.random() < 0.5:
                 found.pull_averaged(self._model)
             else:
-                reader.pull_newest([found.shards.first.channel], self._model)
+                exchange.pull_newest([found.shards.first.channel], self._model)
         finally:
             found.drop()
 

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from paramserver.common.config.schema import Config
-from paramserver.launch.plan.process import Child
+from paramserver.launch.plan.hosts import Child
 from paramserver.launch.supervise.restarts import can_mend
 from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.ports import free_port

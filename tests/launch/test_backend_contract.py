@@ -14,9 +14,9 @@ import pytest
 
 from paramserver.common.registry import BACKENDS
 from paramserver.launch.backends.base import Backend, Site
-from paramserver.launch.plan.process import Child, ProcessSpec
+from paramserver.launch.plan.hosts import Child, ProcessSpec
 from paramserver.launch.supervise.exits import CANNOT_START
-from paramserver.launch.view.events import parse_event
+from paramserver.launch.view import parse_event
 
 PROGRAMS = Path(__file__).parent / "programs"
 W0, W1 = Child("worker", 0), Child("worker", 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.launch.plan.process import Child
-from paramserver.launch.supervise.blame import Blame, Raised
+from paramserver.launch.plan.hosts import Child
+from paramserver.launch.supervise.restarts import Blame, Raised
 
 W0, W1 = Child("worker", 0), Child("worker", 1)
 RAISED = Raised("ValueError: bad batch 7", "train.py, line 9")

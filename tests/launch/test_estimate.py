@@ -12,9 +12,8 @@ import pytest
 
 from paramserver.common.config.flags import settings
 from paramserver.common.config.sources import load_config
-from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.summary import Summary
-from paramserver.launch import estimate, run
+from paramserver.common.reporting.summary import Status, Summary, WorkerStatus
+from paramserver.launch import run
 from paramserver.launch.plan.runs import Machine, Request, plan_runs
 from paramserver.launch.plan.settings import value_of, variable
 from paramserver.tests.cluster import Cluster
@@ -76,7 +75,7 @@ def test_a_short_run_gets_no_place_of_the_real_run(
     flags = {"run.mode": mode, **(values if source == "flag" else {})}
     sets = texts if source == "set" else []
     _, resolved = run.resolve(str(path), flags, sets)
-    only, short = run.resolve(str(path), flags, sets, estimate.short_settings(resolved, mode, 60))
+    only, short = run.resolve(str(path), flags, sets, run.short_settings(resolved, mode, 60))
     (plan,) = plan_runs(short, Request(modes=only, config_path=str(path)), Machine(python="python"))
     config = load_config(str(path), {}, sets_of(plan.processes()[0].argv), os.environ).config
     on = {key: value_of(config, key) for key in values}
@@ -89,14 +88,14 @@ def status(elapsed_s: float, step: int) -> Status:
 
 
 def test_a_short_run_ends_when_its_pace_is_steady() -> None:
-    enough = estimate.Enough(least=2)
+    enough = run.Enough(least=2)
     assert not enough(status(1.0, 1)), "its first step loads and allocates"
     found = [enough(status(*item)) for item in ((2.0, 4), (3.0, 14), (4.0, 24), (5.0, 34), (6.0, 44))]
     assert found == [False, False, False, True, True]
-    enough = estimate.Enough(least=2)
+    enough = run.Enough(least=2)
     uneven = [enough(status(float(at), at * at)) for at in range(2, 22)]
     assert uneven == [False] * 18 + [True, True], "after 20 s at any rate"
-    assert not estimate.Enough(least=64)(status(30.0, 63)), "two rounds, however long they take"
+    assert not run.Enough(least=64)(status(30.0, 63)), "two rounds, however long they take"
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
@@ -110,14 +109,14 @@ def test_bytes_that_travel_once_are_left_out(num_workers: int) -> None:
         for rank in range(num_workers)
     ]  # fmt: skip
     summary = Summary(mode="sync", local_steps=1, staleness_bound=0, version=60, workers=workers)
-    assert estimate.bytes_once(summary) == pytest.approx(1_000 * (num_workers + 1))
-    assert estimate.steps_taken(summary, 60) == 60
+    assert run.bytes_once(summary) == pytest.approx(1_000 * (num_workers + 1))
+    assert run.steps_taken(summary, 60) == 60
 
 
 def test_the_closing_sentence() -> None:
-    text = estimate.sentence({"sync": 120.0, "localsgd": 40.0}, 1000)
+    text = run.sentence({"sync": 120.0, "localsgd": 40.0}, 1000)
     assert text == "1,000 steps take about 40 s in localsgd, plus the time to start; sync takes 3.0 times as long."
-    assert estimate.sentence({"sync": 3.0}, 10) == "10 steps take about 3.0 s in sync, plus the time to start."
+    assert run.sentence({"sync": 3.0}, 10) == "10 steps take about 3.0 s in sync, plus the time to start."
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.drills.chaos.job import _SHOWN
-from paramserver.launch.view.events import READ
+from paramserver.launch.view import READ
 
 ROOT = Path(__file__).parents[2]
 _LEVELS = {"debug", "routine", "info", "warning", "error", "note"}

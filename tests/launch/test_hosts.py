@@ -15,9 +15,7 @@ from paramserver.common.errors import AuthError, UsageError
 from paramserver.launch.backends.ssh import SshBackend
 from paramserver.launch.hosts.agent import Agent
 from paramserver.launch.hosts.remote import check_plan_exposure, check_remote, listen_of
-from paramserver.launch.plan.hosts import Host, load_hosts, text_with_regions
-from paramserver.launch.plan.placement import place_processes
-from paramserver.launch.plan.process import SERVER, Child
+from paramserver.launch.plan.hosts import SERVER, Child, Host, load_hosts, place_processes, text_with_regions
 from paramserver.launch.plan.runs import Machine, Plan
 from paramserver.tests.launch.plans import hosts_of, plan_of, settings_of
 

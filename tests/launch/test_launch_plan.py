@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.launch import run
-from paramserver.launch.plan.placement import place_processes
-from paramserver.launch.plan.process import SERVE, SERVER
-from paramserver.launch.plan.relays import relays_of
+from paramserver.launch.plan.hosts import SERVE, SERVER, place_processes
 from paramserver.launch.plan.runs import Machine, Request, plan_runs
-from paramserver.launch.plan.settings import own_path, variable
+from paramserver.launch.plan.settings import own_path, relays_of, variable
 from paramserver.tests.launch.plans import MACHINE, hosts_of, plan_of, resolve, sets_of, settings_of
 
 

@@ -12,10 +12,9 @@ import pytest
 from paramserver.common.config.sources import Resolved
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.summary import Summary
-from paramserver.launch.plan.placement import place_processes
-from paramserver.launch.plan.process import SERVER, Child
-from paramserver.launch.plan.relays import relays_of
+from paramserver.launch.plan.hosts import SERVER, Child, place_processes
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
+from paramserver.launch.plan.settings import relays_of
 from paramserver.tests.launch.plans import hosts_of, resolve, settings_of
 
 HOSTS = """hosts:

@@ -7,7 +7,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.launch.plan.process import SERVE, SERVER, Child
+from paramserver.launch.plan.hosts import SERVE, SERVER, Child
 from paramserver.launch.supervise.restarts import MAX_BACKOFF_S, Failure, Restarts, can_mend
 from paramserver.launch.supervise.supervisor import Finish, Kill, Phase, Restart, Start, Supervisor, Terminate
 

@@ -8,7 +8,6 @@ import json
 import pytest
 from rich.console import Console, RenderableType
 
-from paramserver.common.reporting.panel import status_panel
 from paramserver.common.reporting.report import (
     comparison_table,
     duration,
@@ -17,14 +16,13 @@ from paramserver.common.reporting.report import (
     short_number,
     size,
     status_line,
+    status_panel,
     summary_table,
 )
-from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.summary import Summary
-from paramserver.launch.plan.process import SERVER, Child
+from paramserver.common.reporting.summary import Status, Summary, WorkerStatus
+from paramserver.launch.plan.hosts import SERVER, Child
 from paramserver.launch.supervise.supervisor import Finish
-from paramserver.launch.view.events import LineSplitter, parse_event
-from paramserver.launch.view.screen import LiveScreen, Screen, Series, child_line
+from paramserver.launch.view import LineSplitter, LiveScreen, Screen, Series, child_line, parse_event
 
 WORKER_2 = Child("worker", 2)
 STATUS = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from paramserver.common.security import PLAINTEXT
 from paramserver.tests.cluster import at_gates, end_well
-from paramserver.worker.conversation.direct import DirectConnection, DirectError
+from paramserver.worker.conversation.stream_client import DirectConnection, DirectError
 
 from ..certificates import certs, flags
 from ..faults.proxy import Proxy

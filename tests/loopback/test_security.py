@@ -18,7 +18,7 @@ from paramserver.common.wire.protocol import SERVICE
 from paramserver.launch.certs.kit import issue
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
-from paramserver.ps.shards.messages import LINES, Register
+from paramserver.ps.shards.attend import LINES, Register
 from paramserver.tests.cluster import end_well
 from paramserver.worker.conversation.channel import open_channel
 

@@ -6,7 +6,7 @@ import asyncio
 
 from paramserver.common.config.schema import Config
 from paramserver.ps.core import events
-from paramserver.ps.engine.clock import Clock
+from paramserver.ps.engine.engine import Clock
 from paramserver.ps.server import Server
 
 

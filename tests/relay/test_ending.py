@@ -14,7 +14,7 @@ from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import Contribution, Outcome
 from paramserver.ps.core.effects import Commit
 from paramserver.ps.engine.engine import Engine
-from paramserver.ps.tensors.replies.publication import Publication
+from paramserver.ps.tensors.replies import Publication
 from paramserver.relay.link import Link, RegionContribution
 from paramserver.relay.region import Region
 from paramserver.worker.training.readings import Readings

@@ -12,14 +12,13 @@ from torch import nn
 
 from paramserver.common.config.launchers import engine_settings
 from paramserver.common.errors import MismatchError, UsageError
-from paramserver.launch.plan.placement import place_processes
+from paramserver.launch.plan.hosts import place_processes
 from paramserver.tests.cluster import Forked
 from paramserver.tests.forks import Run
-from paramserver.worker.replica_group.group import _compare
-from paramserver.worker.replica_group.rendezvous import find_member
+from paramserver.worker.replica_group.group import _compare, find_member
 from paramserver.worker.replica_group.start import reserved_port
 from paramserver.worker.replica_group.strategy import Grouped
-from paramserver.worker.strategies.blocking import BlockingStrategy
+from paramserver.worker.strategies.base import BlockingStrategy
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 

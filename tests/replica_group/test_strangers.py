@@ -11,7 +11,7 @@ from paramserver.tests.certificates import certs, flags
 from paramserver.tests.forks import Run
 from paramserver.tests.strangers import listens, num_keys, on_other_addresses, silent
 from paramserver.worker.conversation.security import check_plaintext
-from paramserver.worker.replica_group.rendezvous import Member, Rendezvous
+from paramserver.worker.replica_group.group import Member, Rendezvous
 
 SERVE = ("--mode", "sync", "--workers", "1", "--batch-size", "8", "--steps")
 

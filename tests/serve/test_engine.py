@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paramserver.serve.engine import End, Refused
-from paramserver.serve.sampling import Sampling
+from paramserver.serve.engine import End, Refused, Sampling
 from paramserver.serve.slots import Version
 from paramserver.tests.serve.conftest import Served, randomize, until
 from paramserver.worker.tasks.gpt import Gpt

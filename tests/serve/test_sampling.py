@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paramserver.serve.sampling import Sampling, choose
+from paramserver.serve.engine import Sampling, choose
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0])
 

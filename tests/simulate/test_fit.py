@@ -9,7 +9,7 @@ import pytest
 
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
-from paramserver.simulate.recorded.fit import calibrate
+from paramserver.simulate.recorded.replay import calibrate
 from paramserver.tests.simulate.histories import recorded
 from paramserver.tests.simulate.worlds import MB, config_of, world_of
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.simulate.plan import Flags, framing_of, resolve, worlds
-from paramserver.simulate.recorded.fit import calibrate, cycles, measured
-from paramserver.simulate.recorded.replay import config_of, read_trace, replay
+from paramserver.simulate.recorded.replay import calibrate, config_of, cycles, measured, read_trace, replay
 
 CONFIG = Path(__file__).parents[2] / "configs" / "linear.yaml"
 SETTINGS = ("slowdown.base_s=0.04", "slowdown.jitter_s=0.02", "log.level=error", "worker.transports=grpc")

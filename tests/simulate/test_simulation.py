@@ -17,7 +17,7 @@ from paramserver.simulate.plan import Flags, resolve, worlds
 from paramserver.simulate.results.summary import ideal_rate, metrics, percentile, summary, time_cells, time_pictures
 from paramserver.simulate.run.simulation import Simulation
 from paramserver.tests.simulate.worlds import MB, config_of, simulated, world_of
-from paramserver.web.report import write_report
+from paramserver.web.stored import write_report
 
 EVERY_MODE = pytest.mark.parametrize("mode", [mode for mode in MODES.names() if not MODES.load(mode).kind.has_peers])
 

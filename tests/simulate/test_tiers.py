@@ -12,10 +12,9 @@ import pytest
 
 from paramserver.benchmarks.rig.links import check_links
 from paramserver.common.errors import UsageError
-from paramserver.simulate.plan import Flags, resolve, worlds
+from paramserver.simulate.plan import Flags, resolve, tiers, worlds
 from paramserver.simulate.results.summary import metrics, summary
 from paramserver.simulate.run.simulation import Simulation
-from paramserver.simulate.tiers import tiers
 
 STEPS, COMPUTE_S, BYTES = 32, 0.1, 1_000_000  # of the model; a border of 8 Mbit/s carries it in 1 s
 MACHINES = {

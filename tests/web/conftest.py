@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.config.schema import Config
-from paramserver.common.reporting.status import Status, WorkerStatus
+from paramserver.common.reporting.summary import Status, WorkerStatus
 from paramserver.common.reporting.view import About, Tick, View
 from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.cluster import DEADLINE_S

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.config.schema import Config
-from paramserver.common.runstore import changing
+from paramserver.common.runstore import reading
 from paramserver.common.runstore.reading import RunStore
 from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.catalog.test_runs import EVIL, write
@@ -186,7 +186,7 @@ def test_the_address_shows_somebody_else_the_same(dashboard: Any, tab: Callable[
 def test_runs_that_are_gone_are_named(dashboard: Any, file: Path, tab: Callable[..., Tab]) -> None:
     with RunStore(file) as store:
         key = store.find(AGAIN).key
-    changing.remove(file, [key])
+    reading.remove(file, [key])
     shown = opened(tab, dashboard, f"?sel={SYNC},{AGAIN}")
     until(shown, "() => document.querySelector('#notes p')")
     assert (
@@ -252,7 +252,7 @@ def test_tags_of_a_store_that_may_only_be_read_are_refused(dashboard: Any, monke
     def refuse(*_: Any) -> None:
         raise sqlite3.OperationalError("attempt to write a readonly database")
 
-    monkeypatch.setattr(changing, "set_tags", refuse)
+    monkeypatch.setattr(reading, "set_tags", refuse)
     status, body = Client(dashboard.address).ask("POST", f"/api/runs/{SYNC}/tags", b'{"tags": "a"}', **SHOWN)
     assert status == 409 and "cannot be written: attempt to write" in body["error"]
 
@@ -301,7 +301,7 @@ def test_the_comparison_by_keyboard(dashboard: Any, tab: Callable[..., Tab]) -> 
 def test_names_are_text(file: Path, dashboard: Any, tab: Callable[..., Tab]) -> None:
     write(file, "dddd00000005", work=EVIL, mode="<b>bold</b>")
     with RunStore(file) as store:
-        changing.rename(file, store.find("dddd00000005").key, EVIL)
+        reading.rename(file, store.find("dddd00000005").key, EVIL)
     shown = opened(tab, dashboard, f"?sel=dddd00000005,{SYNC}")
     until(shown, f"() => ({LEGEND})().length === 2")
     assert EVIL.split("\x1b")[0] in shown.page.locator("#comparison-legend").text_content()

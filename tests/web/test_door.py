@@ -20,7 +20,6 @@ from paramserver.tests.web.conftest import CONTROL, SHOWN, Client, served, tick,
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
 
-from paramserver.web import door
 from paramserver.web import http as web_http
 from paramserver.web.guard import Rules
 
@@ -77,7 +76,7 @@ def test_idle_connections_give_way_and_who_looks_stays(
     those = [idle(client.address, data) for data in (b"", b"GET / HTTP/1.1\r\n") for _ in range(200)]
     assert client.ask("GET", "/api/health")[1]["viewers"] == 1
     until(lambda: num_open(those) < Rules().max_connections)
-    monkeypatch.setattr(door, "_IDLE_S", 0.1)
+    monkeypatch.setattr(web_http, "_IDLE_S", 0.1)
     assert client.ask("POST", CONTROL, b'{"do": "drain"}', **SHOWN)[0] == 200
     late = [idle(client.address) for _ in range(20)]
     until(lambda: num_open(late) == 0)
@@ -88,7 +87,7 @@ def test_idle_connections_give_way_and_who_looks_stays(
 def test_a_byte_at_a_time_is_too_slow(
     client: Client, idle: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
-    monkeypatch.setattr(door, "_IDLE_S", 0.5)
+    monkeypatch.setattr(web_http, "_IDLE_S", 0.5)
     slow = idle(client.address)
     if of == "the next headers":
         slow.sendall(f"GET /api/health HTTP/1.1\r\nHost: {client.address}\r\n\r\n".encode())
@@ -106,7 +105,7 @@ def test_a_byte_at_a_time_is_too_slow(
 def test_who_takes_no_bytes_is_no_viewer_any_more(
     page: Any, client: Client, idle: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_PROGRESS_S", 0.5)
+    monkeypatch.setattr(web_http, "_PROGRESS_S", 0.5)
     for path, more in (("/api/events", ""), ("/ws/events", UPGRADE)):
         idle(client.address, f"GET {path} HTTP/1.1\r\nHost: {client.address}\r\n{more}\r\n".encode())
     until(lambda: client.ask("GET", "/api/health")[1]["viewers"] == 2)

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from paramserver.web import door
+from paramserver.web import http
 from paramserver.web.guard import Rules
 from paramserver.web.http import HttpServer
 
@@ -81,7 +81,7 @@ def read(connection: socket.socket) -> tuple[int, bytes]:
 
 def test_a_reply_has_as_much_time_as_the_application_needs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_IDLE_S", "_PROGRESS_S", "_CHECK_S"):
-        monkeypatch.setattr(door, name, 0.05)
+        monkeypatch.setattr(http, name, 0.05)
     served = start(Rules(writes_need_token=False, body_s=0.05))
     waiting = [served.open(), served.open("POST / HTTP/1.1\r\nContent-Length: 3\r\n", "\r\nabc")]
     until(lambda: served.num_begun == 2)

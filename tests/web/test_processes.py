@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from paramserver.common.errors import UsageError
-from paramserver.common.reporting.folding import mean_recorded
-from paramserver.common.reporting.status import Status, WorkerStatus
+from paramserver.common.reporting.metrics import mean_recorded
+from paramserver.common.reporting.summary import Status, WorkerStatus
 from paramserver.common.runstore.reading import RunStore
-from paramserver.launch.plan.process import Child
-from paramserver.launch.view.screen import WorkerLogs
+from paramserver.launch.plan.hosts import Child
+from paramserver.launch.view import WorkerLogs
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.common.test_metric_from_one_file import record_in
 from paramserver.tests.web.conftest import SHOWN, Client, Tab, tick

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.config.conditions import condition
-from paramserver.common.reporting.comparison import compare, comparison_cells
+from paramserver.common.reporting.comparison import compare, comparison_cells, findings, target_of
 from paramserver.common.reporting.curve import TRAINED, Point, add_trained
-from paramserver.common.reporting.findings import findings, target_of
 from paramserver.common.reporting.pictures import band
-from paramserver.common.reporting.status import Status, WorkerStatus
-from paramserver.common.reporting.summary import Cost, Summary
+from paramserver.common.reporting.summary import Cost, Status, Summary, WorkerStatus
 from paramserver.tests.web.conftest import Tab
-from paramserver.web.report import bundled, prepare_report, write_report
+from paramserver.web.stored import bundled, prepare_report, write_report
 
 CURVE = [Point(step=at, version=at, elapsed_s=at * 1.5, metrics={"loss": 2.0 / at}) for at in (1, 2, 4)]
 RUNS = [

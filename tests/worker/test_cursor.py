@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import UsageError
-from paramserver.worker.training.position.cursor import Cursor
+from paramserver.worker.training.position.data import Cursor
 
 
 def cursor_of(accumulate: int = 1, prefetch: int = 0) -> Cursor:

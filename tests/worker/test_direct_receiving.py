@@ -21,7 +21,7 @@ from paramserver.common.config.schema import SecurityConfig
 from paramserver.common.security import Credentials
 from paramserver.common.wire.direct import ACCEPTED, HELLO, TICKET_BYTES, WAKE_BYTES, OutOfBand
 from paramserver.launch.certs.kit import issue, make_ca
-from paramserver.worker.conversation.direct import DirectConnection
+from paramserver.worker.conversation.stream_client import DirectConnection
 from paramserver.worker.transports.limit import NO_LIMIT, Limit
 
 from ..certificates import write

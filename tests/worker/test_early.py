@@ -15,12 +15,11 @@ from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import as_bytes, new_payload
 from paramserver.common.wire.frames import PayloadReader, parse
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.strategies import early
-from paramserver.worker.strategies.early import EarlySender
+from paramserver.worker.strategies import base
+from paramserver.worker.strategies.base import EarlySender
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
-from paramserver.worker.transports.transport import SharedTransport, Transport
-from paramserver.worker.transports.up import Up
+from paramserver.worker.transports.transport import SharedTransport, Transport, Up
 
 from ..records import contribution_of
 
@@ -154,7 +153,7 @@ STAYS_ON = {"plain", "kept_memory", "without_backward"}
 def test_what_arrives_is_what_step_was_called_with(
     loop: Callable[[Net, int], None], transport: str, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early, "_BUCKET_BYTES", 1000)
+    monkeypatch.setattr(base, "_BUCKET_BYTES", 1000)
     net, twin = Net(), Net()
     tensors = ModelTensors(net)
     receiver = Receiver(tensors, transport, staged)
@@ -178,7 +177,7 @@ def test_what_is_encoded_as_it_comes_is_what_is_encoded_whole(
     loop: Callable[[Net, int], None], codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what was left out of the contributions before, also where one is encoded again, or does not count."""
-    monkeypatch.setattr(early, "_BUCKET_BYTES", 1000)
+    monkeypatch.setattr(base, "_BUCKET_BYTES", 1000)
     net, twin = Net(), Net()
     ahead, whole = (Receiver(ModelTensors(item), "tcp", codec=codec) for item in (net, twin))
     sender = EarlySender(ahead, ahead.model)  # type: ignore[arg-type]
@@ -194,7 +193,7 @@ def test_what_is_encoded_as_it_comes_is_what_is_encoded_whole(
 
 
 def test_the_last_layer_leaves_first_and_before_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "_BUCKET_BYTES", 1)
+    monkeypatch.setattr(base, "_BUCKET_BYTES", 1)
     net = Net()
     tensors = ModelTensors(net)
     receiver = Receiver(tensors, "tcp")

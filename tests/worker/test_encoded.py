@@ -17,11 +17,10 @@ from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.layout import new_payload
 from paramserver.common.wire.records import WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.tensors.replies.reference import encoded_weights
+from paramserver.ps.tensors.replies import encoded_weights
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
-from paramserver.worker.transports.down import Down
-from paramserver.worker.transports.up import Up
+from paramserver.worker.transports.transport import Down, Up
 
 CODECS = [Bf16Codec, Fp16Codec]
 

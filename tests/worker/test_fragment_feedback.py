@@ -18,8 +18,8 @@ from paramserver.common.registry import CODECS
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes, new_payload
 from paramserver.common.wire.records import ReferenceInfo, WeightsInfo
 from paramserver.worker.tensors.transfer import Stretch
-from paramserver.worker.transports.down import Down
 from paramserver.worker.transports.encoding import Encoding
+from paramserver.worker.transports.transport import Down
 
 SPECS = [
     TensorSpec("a", Kind.PARAMETER, "float32", (70, 67)),

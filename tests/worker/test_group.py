@@ -17,8 +17,7 @@ from paramserver.common.errors import UsageError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.worker.strategies import buckets
 from paramserver.worker.strategies.collectives import backends
-from paramserver.worker.strategies.collectives.cut import listening
-from paramserver.worker.strategies.collectives.rendezvous import (
+from paramserver.worker.strategies.collectives.backends import (
     ELSEWHERE,
     UNKNOWN,
     Broken,
@@ -28,6 +27,7 @@ from paramserver.worker.strategies.collectives.rendezvous import (
     store_of,
     who_leaves,
 )
+from paramserver.worker.strategies.collectives.store import listening
 from paramserver.worker.strategies.group import Group
 from paramserver.worker.strategies.peer_state import UndoableStep
 

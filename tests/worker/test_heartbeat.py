@@ -10,7 +10,7 @@ import pytest
 
 from paramserver.common.security import PLAINTEXT
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.heartbeat import GroupView, MemberHeartbeat
+from paramserver.worker.conversation.channel import GroupView, MemberHeartbeat
 
 from .served import heartbeats, serve
 

@@ -14,8 +14,7 @@ from paramserver.common.wire.frames import parse
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
-from paramserver.worker.transports.transport import Transport
-from paramserver.worker.transports.up import Up, between
+from paramserver.worker.transports.transport import Transport, Up, between
 
 from ..records import contribution_of
 

@@ -14,7 +14,7 @@ from paramserver.common.security import PLAINTEXT
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.wire.frames import message_frames
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.shards import gather
+from paramserver.ps.shards import link
 from paramserver.worker.conversation import channel
 from paramserver.worker.conversation.channel import Channel, Lost
 
@@ -50,8 +50,8 @@ def served() -> Iterator[Callable[[int], str]]:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull takes longer than the limit; no two pieces are as far apart."""
     assert NUM_PIECES * BETWEEN_S > LIMIT_S
-    for module, name in ((channel, "_PULL_S"), (channel, "_PULL_PROGRESS_S"), (gather, "_FIRST_S"),
-                         (gather, "_PROGRESS_S"), (gather, "_TIMEOUT_S")):  # fmt: skip
+    for module, name in ((channel, "_PULL_S"), (channel, "_PULL_PROGRESS_S"), (link, "_FIRST_S"),
+                         (link, "_PROGRESS_S"), (link, "_TIMEOUT_S")):  # fmt: skip
         monkeypatch.setattr(module, name, LIMIT_S, raising=False)
 
 
@@ -60,7 +60,7 @@ def by_worker(address: str) -> int:
 
 
 def by_coordinator(address: str) -> int:
-    found = asyncio.run(gather._pull(address, PLAINTEXT, LAYOUT, pb.PullRequest()))
+    found = asyncio.run(link._pull(address, PLAINTEXT, LAYOUT, pb.PullRequest()))
     return 3 if found["w"].shape == (NUM_PIECES * PIECE // 4,) else 0
 
 

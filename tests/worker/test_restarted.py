@@ -11,14 +11,14 @@ from torch.optim import lr_scheduler
 from paramserver.common.errors import UsageError
 from paramserver.common.wire.records import RateInfo, Row
 from paramserver.worker.session import Progress
-from paramserver.worker.training.position import restarted
-from paramserver.worker.training.position.restarted import Restarted, schedulers_of
+from paramserver.worker.training.position import memory
+from paramserver.worker.training.position.memory import Restarted, schedulers_of
 
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(restarted.log, "warning", lambda event, **fields: found.append({"event": event, **fields}))
+    monkeypatch.setattr(memory.log, "warning", lambda event, **fields: found.append({"event": event, **fields}))
     return found
 
 
@@ -63,8 +63,8 @@ def test_a_rate_that_its_own_counter_makes_is_stopped_without_a_scheduler() -> N
     ],
 )
 def test_who_is_not_stopped(warnings: list, description: str, rate: float, progress: Progress, num_said: int) -> None:
-    restarted = Restarted([an_optimizer(rate)])
-    restarted.look(progress, None)
+    memory = Restarted([an_optimizer(rate)])
+    memory.look(progress, None)
     assert [warning["event"] for warning in warnings] == ["nothing_registered"] * num_said
 
 
@@ -74,26 +74,26 @@ def test_who_is_not_stopped(warnings: list, description: str, rate: float, progr
 def test_what_a_script_has_declared(warnings: list, declares: str, num_said: int | None) -> None:
     optimizer = an_optimizer(0.1)
     schedule = cosine(optimizer)
-    restarted = Restarted([optimizer], accepts=declares == "accepts")
+    memory = Restarted([optimizer], accepts=declares == "accepts")
     if declares != "accepts":
-        setattr(restarted, declares, True)
+        setattr(memory, declares, True)
     if num_said is None:
         with pytest.raises(UsageError):
-            restarted.look(at(7, [0.1], [0.05]), None)
+            memory.look(at(7, [0.1], [0.05]), None)
         return
-    restarted.look(at(7, [0.1], [0.05]), None)
+    memory.look(at(7, [0.1], [0.05]), None)
     assert len(warnings) == num_said and schedule is not None
     if warnings:
         assert "its learning rate restarts at 0.1 instead of 0.05" in warnings[0]["meaning"]
 
 
 def test_a_live_process_that_the_run_moves_is_warned_once(warnings: list) -> None:
-    restarted = Restarted([an_optimizer(0.1)])
-    restarted.look(at(0, [], []), None)
-    restarted.look(at(1, [], [], starts=2), 1)  # let go and back, where it was
+    memory = Restarted([an_optimizer(0.1)])
+    memory.look(at(0, [], []), None)
+    memory.look(at(1, [], [], starts=2), 1)  # let go and back, where it was
     assert not warnings
-    restarted.look(at(4, [0.2], [0.1], starts=3), 10)
-    restarted.look(at(1, [0.2], [0.1], starts=4), 5)
+    memory.look(at(4, [0.2], [0.1], starts=3), 10)
+    memory.look(at(1, [0.2], [0.1], starts=4), 5)
     assert len(warnings) == 1 and "moved this process by -6 training steps" in warnings[0]["meaning"]
 
 

@@ -20,7 +20,7 @@ from paramserver.common.tensors.sharding import divide
 from paramserver.worker.tensors import staged
 from paramserver.worker.tensors.staged import StagedTransfer, make_transfer
 from paramserver.worker.tensors.transfer import DirectTransfer, ModelTensors, part_of
-from paramserver.worker.transports.up import Up
+from paramserver.worker.transports.transport import Up
 
 Make = Callable[[ModelTensors], DirectTransfer]
 TRANSFERS: list[Make] = [DirectTransfer, StagedTransfer]

@@ -14,7 +14,7 @@ from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.common.wire.segments import new_segment
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.direct import connect
+from paramserver.worker.conversation.stream_client import connect
 from paramserver.worker.transports.transport import Transports
 
 NUM_BYTES = 1 << 20

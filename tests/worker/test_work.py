@@ -16,7 +16,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
 from paramserver.common.registry import MODES
 from paramserver.common.runstore.process import code_of
-from paramserver.common.runstore.ran import read_work, what_ran
+from paramserver.common.runstore.record import read_work, what_ran
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.records import MAX_WORK
 from paramserver.worker.training.work import Work

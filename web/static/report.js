@@ -1,4 +1,4 @@
-// The report: the comparison of the dashboard, of runs that are in this file (web/report.py), with what a command adds.
+// The report: the comparison of the dashboard, of runs that are in this file (web/stored.py), with what a command adds.
 import { $, color, make, whole } from './text.js';
 import { draw } from './charts.js';
 import { compareRuns, paint } from './compare.js';

@@ -18,11 +18,10 @@ from ...common.kinds import ContributionKind
 from ...common.tensors.layout import Layout, as_bytes
 from ...common.tensors.optimizers import OptimizerSpec, TableSpec
 from ...common.version import PROGRAM_VERSION
-from ...common.wire.checks import check_header
+from ...common.wire.checks import check_header, from_struct
 from ...common.wire.frames import CHUNK_BYTES, frame
 from ...common.wire.protocol import layout_to_proto, optimizer_from_proto, optimizer_to_proto
 from ...common.wire.records import Contribution, Position, changed
-from ...common.wire.structs import from_struct
 from ...proto import parameter_server_pb2 as pb
 from ..session import Progress
 

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from ...common.config.schema import WorkerConfig
 from ...common.errors import bad_request, shown
 from ...common.registry import CODECS
-from ...common.reporting.log import get_logger
+from ...common.reporting.output import get_logger
 from ...common.tensors.layout import DTYPES, as_bytes
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.tensors.sharding import Share
@@ -29,9 +29,7 @@ from ...proto import parameter_server_pb2 as pb
 from ..session import Progress, Retry
 from ..tensors.staged import make_transfer
 from ..tensors.transfer import DirectTransfer, ModelTensors, part_of
-from ..transports.down import Down, Write
-from ..transports.transport import Transports
-from ..transports.up import Up
+from ..transports.transport import Down, Transports, Up, Write
 from . import messages
 from .channel import Channel, Lost, collect
 from .messages import Begun, Final, Outgoing, Settings, Welcome

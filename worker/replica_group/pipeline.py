@@ -29,7 +29,7 @@ from ...common.config.schema import Config
 from ...common.config.sections.processes import WorkerConfig
 from ...common.errors import UnreachableError, UsageError
 from ...common.kinds import ContributionKind
-from ...common.reporting.log import get_logger
+from ...common.reporting.output import get_logger
 from ...common.tensors.layout import Entry
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Settings
@@ -42,9 +42,7 @@ from . import chain
 from .chain import Border, Chain, with_gradient
 from .cut import Costs, Stage, bubble, cut
 from .group import WATCH_S, Group
-from .member import StageMember
-from .sharded import Sharded
-from .staged_all_reduce import Placement, StagedAllReduce
+from .member import Placement, Sharded, StagedAllReduce, StageMember
 
 log = get_logger()
 

@@ -35,19 +35,16 @@ from ..conversation.messages import Begun, Final, Goodbye, Outgoing, settings_fr
 from ..session import Progress
 from ..strategies.all_reduce import AllReduceStrategy
 from ..strategies.base import Strategy, check_takes_dense, divided_tensor
-from ..tensors.sharing import is_divided
-from ..tensors.transfer import ModelTensors
+from ..tensors.transfer import ModelTensors, is_divided
 from ..training.pipeline import Example, LossFn, Pipeline
 from .batch_norm import synchronize
-from .group import WATCH_S, Group
-from .member import ProgressLink, no_optimizer_here
-from .rendezvous import find_member
-from .staged_all_reduce import joint_norm
+from .group import WATCH_S, Group, find_member
+from .member import ProgressLink, joint_norm, no_optimizer_here
 
 if TYPE_CHECKING:
     from ...common.config.sections.processes import WorkerConfig
+    from .member import Local, Sharded
     from .pipeline import StagedPipeline
-    from .sharded import Local, Sharded
 
 _STEP = 0xFFFFFFFF  # mask for the step in a position of `_meet`; the other bits count starts
 # Settings that may differ between the processes of one worker.
@@ -204,7 +201,7 @@ class Grouped(Strategy):
     def divided(self, model: nn.Module) -> nn.Module:
         if self._config.worker.zero != WITHIN_WORKER:
             return model
-        from .sharded import divide
+        from .member import divide
 
         return divide(model, self._group)
 
@@ -223,7 +220,7 @@ class Grouped(Strategy):
         if not is_pipeline and divided_tensor(model) is None:
             return super().tensors(model, stepped, averaged_buffers)
         if not is_pipeline:
-            from .sharded import Sharded
+            from .member import Sharded
         else:
             from .pipeline import Staged as Sharded
         self._sharded = Sharded(model, self._group, stepped, averaged_buffers)

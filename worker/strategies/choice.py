@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..conversation.exchange import Exchange
-from .base import Exchanger, Strategy
-from .blocking import BlockingStrategy
+from .base import BlockingStrategy, Exchanger, Strategy
 from .delayed_update import DelayedUpdate, Overlapped
 
 

@@ -33,8 +33,8 @@ from ...common.wire.json_text import read_json
 from ..tensors.packed import put_together, take_apart
 from .buckets import Plan, packed, unpack
 from .collectives import backends
-from .collectives.cut import Address, cut, listening
-from .collectives.rendezvous import Broken, Generation, MemberInfo, Rendezvous, come_together, first_line, store_of
+from .collectives.backends import Broken, Generation, MemberInfo, Rendezvous, come_together, first_line, store_of
+from .collectives.store import Address, cut, listening
 
 _MEET_S = 10.0  # for all members of a generation to arrive
 # For one collective. A member that waits longer reports it to the server, which knows whether the slow member is alive.

@@ -19,17 +19,13 @@ from ...common.config.schema import Config
 from ...common.errors import OutputError, ParamServerError, UsageError, shown
 from ...common.kinds import ContributionKind
 from ...common.reporting.curve import Curve, Point, metric_fields
-from ...common.reporting.log import get_logger
-from ...common.reporting.output import write_best, write_curve, write_results
-from ...common.reporting.status import RECORDED, Status, WorkerStatus
-from ...common.reporting.summary import Cost, Summary
+from ...common.reporting.output import get_logger, write_best, write_curve, write_results
+from ...common.reporting.summary import RECORDED, Cost, Status, Summary, WorkerStatus
 from ...common.reporting.view import EvaluatedPoint, Tick
-from ...common.runstore.ran import what_ran
-from ...common.runstore.record import Record
-from ...common.tensors.clipping import clip
+from ...common.runstore.record import Record, what_ran
 from ...common.tensors.judgement import SOUND, Judgement, decide, halted, overflowed, rejected_too_often, unsound_start
 from ...common.tensors.layout import Kind
-from ...common.tensors.optimizers import JointOptimizer, OptimizerSpec, apply_hyperparameters
+from ...common.tensors.optimizers import JointOptimizer, OptimizerSpec, apply_hyperparameters, clip
 from ...common.tensors.tables import Table
 from ...common.user_code import UserCodeError
 from ...common.wire.json_text import read_json
@@ -37,8 +33,7 @@ from ...common.wire.records import NO_ROW, NextWork, Outcome, Reply, Result, Wei
 from ..conversation.messages import Final, Goodbye, Outgoing, Settings
 from ..conversation.threads import uninterrupted
 from ..session import Progress
-from ..strategies.base import Strategy
-from ..strategies.blocking import BlockingStrategy
+from ..strategies.base import BlockingStrategy, Strategy
 from ..tensors.transfer import ModelTensors, named_tensors
 from .ending import ending_of, one_line
 from .session import Session

@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 
 from ...common.errors import UsageError
-from ..tensors.sharing import is_divided
+from ..tensors.transfer import is_divided
 from .data import Loader, Shares, seed_everything, step_seed
-from .position.cursor import Cursor
+from .position.data import Cursor
 from .position.memory import Memory
 from .position.sources import check_stream, is_stream
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...common.errors import UsageError
-from ...common.reporting.status import RECORDED
+from ...common.reporting.summary import RECORDED
 from ...common.reporting.usage import HERE
 
 _MOST_RECORDED = 64  # metrics of a script

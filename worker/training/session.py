@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from ...common.combinations import check
 from ...common.config.schema import Config, SlowdownConfig
 from ...common.errors import UsageError, shown
-from ...common.reporting.log import get_logger
+from ...common.reporting.output import get_logger
 from ...common.tensors.optimizers import Reduction, check_is_plain, describe_optimizers
 from ...common.tensors.statistics import batch_norms, has_batch_norm
 from ...common.tensors.tables import make_spec
@@ -26,8 +26,7 @@ from .member import RunMember
 from .optimizer import ExchangeOptimizer
 from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_of, on_meta
 from .position.data import DataPosition
-from .position.memory import Memory, stateful
-from .position.restarted import Restarted
+from .position.memory import Memory, Restarted, stateful
 from .position.sources import source_of
 from .position.steps import Scaling, Steps, parameters_of
 from .readings import number_of

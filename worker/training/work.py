@@ -13,7 +13,7 @@ from typing import Any
 from ...common.config.schema import Config
 from ...common.errors import UsageError
 from ...common.runstore.process import code_of
-from ...common.runstore.ran import Settings
+from ...common.runstore.record import Settings
 from ...common.user_code import is_in_file
 from ...common.wire.json_text import to_json
 from ...common.wire.records import MAX_WORK
@@ -24,7 +24,7 @@ _SPECIAL_TOKENS = {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "image", "s
 
 
 class Work:
-    """The record of this process's script or task, by the sections of `runstore/ran.py`."""
+    """The record of this process's script or task, by the sections of `runstore/record.py`."""
 
     def __init__(self, config: Config) -> None:
         self.sections: Settings = {

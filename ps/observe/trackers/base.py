@@ -15,7 +15,7 @@ from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.registry import TRACKERS
 from ....common.reporting.metrics import Display, Tense, shown_of_run, shown_of_workers
-from ....common.reporting.status import Status
+from ....common.reporting.summary import Status
 from ...core.effects import Evaluated, Fact, RunStarted, StatusTaken
 from .. import reports
 from ..bus import Sink

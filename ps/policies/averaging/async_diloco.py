@@ -37,7 +37,7 @@ from ....common.config.option import Flag
 from ....common.kinds import ContributionKind
 from ....common.wire.records import Row
 from ..base import Closed, Commit, Common, Contribution, Decision, Fold, Member, Outer, Policy, Reply
-from ..shared.standing import Standing
+from ..shared.decisions import Standing
 from .diloco import OuterOptions, OverlapOptions
 
 _NEWEST = 0.5  # weight of the newest measurement in a worker's speed

@@ -18,9 +18,7 @@ from ....common.config.option import Section
 from ....common.kinds import ContributionKind
 from ....common.wire.records import NO_ROW, Counts, GroupInfo, Row
 from ..rules import Rule
-from .decisions import Commit, Outer
-from .members import Common, Member
-from .standing import Standing
+from .decisions import Commit, Common, Member, Outer, Standing
 
 
 class Ledger:

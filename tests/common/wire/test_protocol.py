@@ -14,13 +14,13 @@ import torch
 
 from paramserver.common.errors import Reason, UnreachableError, UsageError, refusal
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec
+from paramserver.common.wire.checks import from_struct, hyperparameters_from_proto, struct
 from paramserver.common.wire.protocol import (
     layout_from_proto,
     optimizer_from_proto,
     refusal_from_status,
     refusal_to_status,
 )
-from paramserver.common.wire.structs import from_struct, hyperparameters_from_proto, struct
 from paramserver.proto import parameter_server_pb2 as pb
 
 from .messages import refused_as_bad_request as refused

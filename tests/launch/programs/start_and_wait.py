@@ -9,7 +9,7 @@ from paramserver.common.config.sources import load_config
 from paramserver.common.registry import BACKENDS
 from paramserver.launch.backends.base import Site
 from paramserver.launch.hosts.remote import hosts_of
-from paramserver.launch.plan.process import Child, ProcessSpec
+from paramserver.launch.plan.hosts import Child, ProcessSpec
 
 
 async def main() -> None:

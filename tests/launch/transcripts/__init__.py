@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paramserver.launch.plan.process import SERVE, SERVER, Child
-from paramserver.launch.supervise.blame import Raised
+from paramserver.launch.plan.hosts import SERVE, SERVER, Child
+from paramserver.launch.supervise.restarts import Raised
 from paramserver.launch.supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 
 _WHERE = "train.py, line 9"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paramserver.common.errors import Reason
-from paramserver.ps.core.counting.announced import Data
+from paramserver.ps.core.counting import Data
 
 
 def test_the_same_result_from_the_same_weights_is_said_once() -> None:

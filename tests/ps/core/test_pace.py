@@ -8,7 +8,7 @@ from paramserver.common.kinds import ContributionKind
 from paramserver.common.tensors.judgement import SOUND, Judgement
 from paramserver.common.wire.records import Row
 from paramserver.ps.core import effects
-from paramserver.ps.core.counting.stats import Traffic, WorkerSource, WorkerStats
+from paramserver.ps.core.counting import Traffic, WorkerSource, WorkerStats
 
 from ...records import contributed
 from .runs import started

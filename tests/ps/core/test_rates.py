@@ -7,7 +7,7 @@ import json
 import pytest
 
 from paramserver.common.wire.records import RateInfo
-from paramserver.ps.core.counting.announced import Rates
+from paramserver.ps.core.counting import Rates
 
 
 def of(*rates: float) -> tuple[dict, ...]:

@@ -19,7 +19,7 @@ from paramserver.ps.core.replication import Coordinator, Outbox
 from paramserver.ps.core.run import Run
 from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.shards.messages import LINES, BeginRun, Order, Report
+from paramserver.ps.shards.attend import LINES, BeginRun, Order, Report
 from paramserver.ps.snapshots.common import RUN_NAME
 
 from ...records import contributed

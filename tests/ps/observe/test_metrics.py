@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import BindError
 from paramserver.common.wire.records import Counts, Row
-from paramserver.ps.core.counting.stats import WorkerStats
+from paramserver.ps.core.counting import WorkerStats
 from paramserver.ps.core.effects import ContributionTaken
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import policy_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from paramserver.common.config.schema import Config
-from paramserver.common.reporting.panel import TerminalConsole, status_panel
-from paramserver.common.reporting.status import Status
+from paramserver.common.reporting.report import TerminalConsole, status_panel
+from paramserver.common.reporting.summary import Status
 from paramserver.ps.core import events
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy

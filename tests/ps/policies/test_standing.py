@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.ps.policies.shared.standing import Standing
+from paramserver.ps.policies.shared.decisions import Standing
 
 
 @given(moves=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6), st.booleans()), max_size=60))

@@ -13,9 +13,9 @@ from paramserver.common.config.schema import Config
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core.replication import Follower
-from paramserver.ps.engine.clock import Clock
+from paramserver.ps.engine.engine import Clock
+from paramserver.ps.shards.attend import LINES, BeginRun, GoOn, Ready, Register
 from paramserver.ps.shards.link import Link
-from paramserver.ps.shards.messages import LINES, BeginRun, GoOn, Ready, Register
 
 WITHIN_S = 10.0
 Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awaitable[None]]

@@ -16,9 +16,9 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import OutputError
 from paramserver.common.tensors.tables import make_spec
 from paramserver.ps.engine.engine import Engine
-from paramserver.ps.shards import gather as module
-from paramserver.ps.shards.gather import write_tables
-from paramserver.ps.tensors.tables import Tables
+from paramserver.ps.shards import link as module
+from paramserver.ps.shards.link import write_tables
+from paramserver.ps.tensors.store import Tables
 from paramserver.ps.tensors.thread import TensorThread
 
 SPECS = [

@@ -15,8 +15,7 @@ from paramserver.common.tensors.sharding import divide
 from paramserver.common.wire.records import Row
 from paramserver.ps.snapshots import store_state
 from paramserver.ps.snapshots.available import Available
-from paramserver.ps.snapshots.checkpoint import Loaded, write
-from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS, Manifest, ShareEntry
+from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS, Loaded, Manifest, ShareEntry, write
 from paramserver.ps.tensors.store import Store
 
 LAYOUT = Layout([

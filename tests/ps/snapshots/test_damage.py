@@ -19,9 +19,8 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import CheckpointError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.ps.snapshots.available import Available
-from paramserver.ps.snapshots.checkpoint import load, write
 from paramserver.ps.snapshots.files import candidates, prepare
-from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS
+from paramserver.ps.snapshots.manifest import OPTIMIZER, WEIGHTS, load, write
 from paramserver.tests.ps.snapshots.making import LAYOUT, files_of, load_newest, manifest_of, snapshot
 
 

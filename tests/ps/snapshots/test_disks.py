@@ -14,9 +14,8 @@ import torch
 
 from paramserver.common.errors import CheckpointError
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.ps.snapshots.checkpoint import load, write
 from paramserver.ps.snapshots.files import candidates, prepare, prune, writing_to
-from paramserver.ps.snapshots.manifest import WEIGHTS
+from paramserver.ps.snapshots.manifest import WEIGHTS, load, write
 from paramserver.tests.ps.snapshots.making import hidden, load_newest, manifest_of, snapshot
 
 

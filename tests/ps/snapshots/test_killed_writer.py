@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-from paramserver.ps.snapshots.checkpoint import load
 from paramserver.ps.snapshots.files import candidates, next_incarnation
-from paramserver.ps.snapshots.manifest import WEIGHTS
+from paramserver.ps.snapshots.manifest import WEIGHTS, load
 from paramserver.tests.cluster import DEADLINE_S
 from paramserver.tests.ps.snapshots.making import hidden, load_newest, snapshot
 

@@ -9,7 +9,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.ps.snapshots.available import Available
-from paramserver.ps.snapshots.resume import new_incarnation, take_line
+from paramserver.ps.snapshots.snapshots import new_incarnation, take_line
 from paramserver.tests.ps.snapshots.test_available import keep
 
 

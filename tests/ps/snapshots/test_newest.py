@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from paramserver.common.wire.records import Row
-from paramserver.ps.snapshots.checkpoint import load, write
 from paramserver.ps.snapshots.files import candidates, next_incarnation, prune
+from paramserver.ps.snapshots.manifest import load, write
 from paramserver.tests.ps.snapshots.making import files_of, hidden, load_newest, manifest_of, snapshot
 
 

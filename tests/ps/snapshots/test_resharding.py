@@ -12,11 +12,10 @@ from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.tensors.sharding import Share, divide
 from paramserver.common.tensors.tables import make_spec
-from paramserver.ps.snapshots.checkpoint import load
+from paramserver.ps.snapshots.manifest import load
 from paramserver.ps.snapshots.resharding import merge, merge_tables
 from paramserver.ps.snapshots.store_state import capture, restore
-from paramserver.ps.tensors.store import Step, Store
-from paramserver.ps.tensors.tables import Rows, Tables
+from paramserver.ps.tensors.store import Rows, Step, Store, Tables
 from paramserver.tests.ps.snapshots.making import empty_store, written
 
 WHOLE = Layout([TensorSpec(name, Kind.PARAMETER, "float32", (8, 4)) for name in ("backbone", "head")])

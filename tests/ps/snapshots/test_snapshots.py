@@ -17,8 +17,7 @@ from paramserver.ps.core.effects import SnapshotTaken
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.snapshots.available import Available
 from paramserver.ps.snapshots.files import candidates, writing_to
-from paramserver.ps.snapshots.resume import after_going_back, new_incarnation, resume_model
-from paramserver.ps.snapshots.snapshots import Snapshots
+from paramserver.ps.snapshots.snapshots import Snapshots, after_going_back, new_incarnation, resume_model
 from paramserver.ps.tensors.model import Model
 from paramserver.ps.tensors.store import Step
 from paramserver.ps.tensors.thread import TensorThread

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from paramserver.common.errors import CheckpointError
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
-from paramserver.ps.snapshots.checkpoint import Loaded, load
-from paramserver.ps.snapshots.manifest import WEIGHTS
+from paramserver.ps.snapshots.manifest import WEIGHTS, Loaded, load
 from paramserver.ps.snapshots.resharding import merge
 from paramserver.ps.snapshots.store_state import capture, restore, tensors_of
 from paramserver.ps.tensors.model import outer_spec

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.ps.snapshots.checkpoint import Written, load, write
-from paramserver.ps.snapshots.manifest import AVERAGED, WEIGHTS
+from paramserver.ps.snapshots.manifest import AVERAGED, WEIGHTS, Written, load, write
 from paramserver.tests.ps.snapshots.making import ADAM, LAYOUT, files_of, manifest_of, snapshot
 
 

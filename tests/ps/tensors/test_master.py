@@ -15,8 +15,7 @@ from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.tensors.sharding import Share, divide
-from paramserver.ps.snapshots.checkpoint import Loaded, load, write
-from paramserver.ps.snapshots.manifest import MASTER, ShareEntry
+from paramserver.ps.snapshots.manifest import MASTER, Loaded, ShareEntry, load, write
 from paramserver.ps.snapshots.resharding import merge as resharded
 from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
 from paramserver.ps.tensors.model import outer_spec

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from paramserver.common.wire.frames import parse
 from paramserver.common.wire.segments import Segment, private_segment
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.tensors.replies import publication as module
-from paramserver.ps.tensors.replies.publication import Publication, Publisher
+from paramserver.ps.tensors import replies as module
+from paramserver.ps.tensors.replies import Publication, Publisher
 
 NUM_BYTES, WINDOW = 48, 8
 

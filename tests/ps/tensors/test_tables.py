@@ -20,8 +20,7 @@ from paramserver.common.wire.frames import parse
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.tensors.model import Model
-from paramserver.ps.tensors.store import Step, Store, StoreOptions
-from paramserver.ps.tensors.tables import Rows, Tables
+from paramserver.ps.tensors.store import Rows, Step, Store, StoreOptions, Tables
 from paramserver.ps.tensors.thread import TensorThread
 from paramserver.worker.conversation.messages import RowGradients, rows_frames
 

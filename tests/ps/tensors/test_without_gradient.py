@@ -10,7 +10,7 @@ import torch
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.common.wire.records import Row
-from paramserver.ps.snapshots.checkpoint import load, write
+from paramserver.ps.snapshots.manifest import load, write
 from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
 from paramserver.ps.tensors.store import Step, Store
 

@@ -25,7 +25,7 @@ from paramserver.launch.certs.kit import issue, make_ca
 from paramserver.ps.wire import port as ports
 from paramserver.ps.wire.connection import Connection
 from paramserver.ps.wire.port import Port
-from paramserver.worker.conversation.direct import DirectConnection, DirectError
+from paramserver.worker.conversation.stream_client import DirectConnection, DirectError
 
 from ...certificates import certs, secured, write
 

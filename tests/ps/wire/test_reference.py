@@ -25,7 +25,7 @@ from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.observe.metrics import MetricsSink
 from paramserver.worker.tensors.staged import make_transfer
 from paramserver.worker.tensors.transfer import ModelTensors
-from paramserver.worker.transports.down import Down
+from paramserver.worker.transports.transport import Down
 
 from ..streams import Server, Worker, served
 
@@ -344,7 +344,7 @@ def test_what_is_not_a_difference_ends_the_worker_with_a_sentence() -> None:
 
 
 def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paramserver.ps.tensors.replies.reference._CHECKED_EVERY", 8)
+    monkeypatch.setattr("paramserver.ps.tensors.replies._CHECKED_EVERY", 8)
 
     @served(SMALL, mode="async", workers=1, steps=1000)
     async def test(server: Server) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paramserver.common.wire.structs import struct
+from paramserver.common.wire.checks import struct
 
 from ..streams import Server, Worker, served, turns
 

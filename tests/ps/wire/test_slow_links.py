@@ -25,9 +25,9 @@ async def test_a_reply_that_is_read_slowly_is_sent_to_its_end() -> None:
 
     def read() -> int:
         num_bytes = 0
-        while more := peer.recv(2 * MB):
+        while more := peer.recv(MB):
             num_bytes += len(more)
-            time.sleep(len(more) / (16 * MB))
+            time.sleep(len(more) / (8 * MB))
         return num_bytes
 
     reading = asyncio.ensure_future(asyncio.to_thread(read))

@@ -14,7 +14,7 @@ from paramserver.common.wire.direct import to_buffers
 from paramserver.common.wire.frames import Frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core.effects import SendReply
-from paramserver.ps.engine.peers import Go, Item, Peer
+from paramserver.ps.engine.folding import Go, Item, Peer
 from paramserver.ps.wire.connection import Connection
 from paramserver.ps.wire.conversation import SmallExchanges
 

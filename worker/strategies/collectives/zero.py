@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ....common.errors import ParamServerError, UnreachableError, UsageError
-from ....common.reporting.log import get_logger
+from ....common.reporting.output import get_logger
 from ....common.tensors.layout import Kind, Layout
 from ....common.tensors.optimizers import is_elementwise, plain_step
 from ....common.tensors.sharding import divide
@@ -37,9 +37,8 @@ from ...conversation.messages import Final, Outgoing
 from ...tensors.transfer import ModelTensors
 from ..all_reduce import UPLOADS_OPTIMIZER, AllReduceStrategy
 from ..group import Group
-from ..group_lifecycle import GroupLifecycle
-from ..peer_state import Mean, StateTransfer, UndoableStep, has_memory, version_is_lost
-from .rendezvous import Broken
+from ..peer_state import GroupLifecycle, Mean, StateTransfer, UndoableStep, has_memory, version_is_lost
+from .backends import Broken
 
 log = get_logger()
 

@@ -18,8 +18,7 @@ from ..evaluation import Evaluation
 from ..readings import Readings
 from ..rows import Rows
 from ..slowdown import Slowdown
-from .memory import Memory
-from .restarted import Restarted, rates_of
+from .memory import Memory, Restarted, rates_of
 
 
 class Scaling:

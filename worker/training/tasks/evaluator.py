@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from ....common.config.conditions import Every, every
 from ....common.errors import UsageError
-from ....common.reporting.log import get_logger
-from ....common.tensors.clipping import check_max_norm
-from ....common.tensors.optimizers import Reduction
+from ....common.reporting.output import get_logger
+from ....common.tensors.optimizers import Reduction, check_max_norm
 from ....common.user_code import user_code
-from ...conversation.reader import Evaluator
+from ...conversation.exchange import Evaluator
 from ...conversation.threads import sleep
 from ...session import Progress
 from ...strategies.base import Strategy

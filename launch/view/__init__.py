@@ -1,1 +1,0 @@
-"""Reads the output of children, and shows it to people."""

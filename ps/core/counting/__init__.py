@@ -1,1 +1,0 @@
-"""What a run counts: training steps, batches drawn, metrics of each worker."""
