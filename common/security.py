@@ -25,7 +25,7 @@ from pathlib import Path
 from .config.addresses import is_loopback, split_address
 from .config.schema import Config, SecurityConfig
 from .errors import AuthError, ParamServerError, UnreachableError, shown
-from .reporting.output import get_logger
+from .reporting.log import get_logger
 
 log = get_logger()
 
@@ -248,7 +248,7 @@ def warn_of_readable_secrets(config: SecurityConfig) -> None:
 # Finds the real reason when a connection fails.
 #
 # gRPC reports "unavailable" for a mistake in the TLS settings, for another program at the address, and for a server
-# that has not started. After a failed connection, this module therefore connects once with Python's socket and ssl.
+# that has not started. After a failed connection, `diagnose` therefore connects once with Python's socket and ssl.
 # For a mistake the caller (a worker, or a shard of the server) exits at once with the cause and the fix. The caller
 # retries only if waiting may help.
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..common.errors import UsageError
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from ..worker.api import connect
 from ..worker.training.session import Session
 from . import lacks

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from ..common.errors import ParamServerError, UsageError
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from ..worker.training.session import Session
 
 log = get_logger()

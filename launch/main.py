@@ -75,7 +75,9 @@ def launch(
     if print_config:
         show_config(resolved)
         return 0
-    plans, site = run.plan(resolved, Request(modes=modes, config_path=config, script_args=tuple(script_args or ())))
+    plans, site = run.make_plans(
+        resolved, Request(modes=modes, config_path=config, script_args=tuple(script_args or ()))
+    )
     if dry_run:
         run.show(plans, site)
         return 0

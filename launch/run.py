@@ -1,4 +1,4 @@
-"""The work of ps-launch: from settings to plans, to running processes, to tables of results."""
+"""The work of ps-launch: from settings to plans, to running processes, to tables of results; and `--estimate`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
 from .plan.settings import LEAVES, SINGLE, relays_of, turned_off
 
 if TYPE_CHECKING:
-    from ..common.reporting.summary import Status
     from .supervise.supervisor import Finish
 
 
@@ -69,7 +68,7 @@ def _modes(text: str | None) -> tuple[str, ...]:
     return tuple(modes)
 
 
-def plan(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
+def make_plans(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     """Returns plans whose files and backend exist. Raises UsageError, AuthError or OutputError."""
     config, launch, backend = resolved.config, resolved.config.launch, backend_of(resolved.config)
     num_workers = config.run.workers or 1
@@ -263,7 +262,9 @@ def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tup
         of_this, its_sets = of_mode(mode, flags, sets) if mode != SINGLE else (flags, sets)
         short = short_settings(resolved, mode, num_steps[mode])
         only, of_mode_alone = resolve(config, {**of_this, "run.mode": mode}, its_sets, short)
-        (its_plan, *_), site = plan(of_mode_alone, Request(modes=only, config_path=config, script_args=script_args))
+        (its_plan, *_), site = make_plans(
+            of_mode_alone, Request(modes=only, config_path=config, script_args=script_args)
+        )
         plans.append(its_plan)
     ends = start(plans, site, lambda plan: Enough(2 * _local_steps(plan.config, plan.mode)))
     summaries = [
@@ -271,7 +272,7 @@ def estimate(config: str | None, flags: Flags, sets: list[str], script_args: tup
         if end.summary is not None and (taken := steps_taken(end.summary, num_steps[plan.mode]))
     ]  # fmt: skip
     if summaries:
-        _show(summaries, steps, resolved.config.cost.currency)
+        _show_estimate(summaries, steps, resolved.config.cost.currency)
     code = ends[-1].exit_code
     if code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM):
         print(f"{LAUNCHER}: ended: {len(summaries)} of {len(modes)} modes were estimated", file=sys.stderr)
@@ -319,7 +320,7 @@ def steps_taken(summary: Summary, wanted: int) -> int:
     return min(wanted, sum(worker.training_steps for worker in workers) // len(workers)) if workers else wanted
 
 
-def _show(summaries: list[tuple[Plan, Summary, int]], steps: int, currency: str) -> None:
+def _show_estimate(summaries: list[tuple[Plan, Summary, int]], steps: int, currency: str) -> None:
     console = report_console()
     table, whole_s = Table(*_COLUMNS, box=None, pad_edge=False), {}
     for plan, summary, taken in summaries:

@@ -23,7 +23,7 @@ from ..common.config.preflight import check_optimizer
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
-from ..common.reporting.output import get_logger, setup_logging
+from ..common.reporting.log import get_logger, setup_logging
 from ..common.security import check_exposure, read_token
 
 if TYPE_CHECKING:

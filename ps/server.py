@@ -11,7 +11,8 @@ import torch
 
 from ..common.config.schema import Config
 from ..common.errors import EXIT_BUG, OutputError, ParamServerError, UnreachableError
-from ..common.reporting.output import get_logger, write_results
+from ..common.reporting.log import get_logger
+from ..common.reporting.output import write_results
 from ..common.tensors.optimizers import check_arguments
 from .core.controls import keep_out
 from .core.effects import RunEnded, RunStarted, StatusTaken

@@ -12,7 +12,7 @@ import torch
 
 from ..common.config.schema import Config
 from ..common.reporting.history import region_run
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
 from ..common.wire.records import Contribution, Outcome

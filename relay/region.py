@@ -26,7 +26,7 @@ import torch
 from ..common.combinations import Choices, refusal
 from ..common.config.schema import Config
 from ..common.errors import ParamServerError, Reason, UsageError
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from ..common.wire.records import COUNTED, Contribution, Counts, FirstInfo, Outcome, Position, TrainingInfo
 from ..ps.core import effects, events
 from ..ps.core.counting import work_of

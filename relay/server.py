@@ -10,7 +10,7 @@ from ..common import combinations
 from ..common.config.addresses import split_address
 from ..common.config.schema import Config
 from ..common.errors import UnreachableError, raise_first
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from ..ps.core.effects import Evaluated, Fact
 from ..ps.core.events import Stopped
 from ..ps.engine.engine import Clock

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ..common.config.schema import ServeConfig
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from ..common.wire.json_text import read_json, to_json
 from ..web.files import static_routes
 from ..web.guard import Rules

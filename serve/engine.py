@@ -18,14 +18,17 @@ import torch
 from torch import nn
 
 from ..common.config.schema import ServeConfig
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from .errors import MOST_PAUSES, Paused, Refused
-from .infer import InferQueue, LanguageModel, Reply, Tensors
+from .infer import InferQueue, Reply, Tensors
+from .models import LanguageModel
 from .slots import Slots, Version
 from .text import TextPieces
 
 if TYPE_CHECKING:
     from .stages import Stages
+
+log = get_logger()
 
 
 # ---- sampling ------------------------------------------------------------------------------------
@@ -91,7 +94,6 @@ def _draw(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) 
 
 # ---- engine --------------------------------------------------------------------------------------
 
-log = get_logger()
 
 _CHUNK = 256  # tokens of a prompt in one step; the other sequences wait for them
 

@@ -15,7 +15,7 @@ from ..common.config.option import SERVE
 from ..common.config.preflight import check_task
 from ..common.config.sources import Resolved
 from ..common.errors import CheckpointError, UsageError, raise_first
-from ..common.reporting.output import setup_logging
+from ..common.reporting.log import setup_logging
 
 if TYPE_CHECKING:
     from ..common.runstore.reading import RunStore, StoredRun

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from ..common.wire.json_text import to_json
 from .engine import End, Piece, Request, Sampling
 from .errors import Refused
-from .infer import LanguageModel
+from .models import LanguageModel
 from .slots import Version
 
 # Fields that would change the reply and that this server cannot follow. All other unknown fields are ignored.

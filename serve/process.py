@@ -16,7 +16,7 @@ from ..common.config.cli import after_torch, before_torch
 from ..common.config.conditions import every
 from ..common.config.schema import Config
 from ..common.errors import UsageError
-from ..common.reporting.output import get_logger, setup_logging
+from ..common.reporting.log import get_logger, setup_logging
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +84,7 @@ def _engine(config: Config, served: Served, failed: Callable[[Exception], None])
     """Return the engine, and the stages of its model, if there are several."""
     from ..common.user_code import user_code
     from .engine import Engine
-    from .infer import language_model
+    from .models import language_model
 
     settings, task = config.serve, served.task
     if settings.group == 1:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..common.config.conditions import Every
 from ..common.errors import ParamServerError, UsageError
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from ..worker.conversation.channel import Lost
 from ..worker.conversation.exchange import Reader
 from ..worker.conversation.messages import StatusReply

@@ -33,7 +33,7 @@ from torch import nn
 from ..common.config.option import SERVE
 from ..common.config.schema import LogConfig
 from ..common.errors import ParamServerError, UsageError
-from ..common.reporting.output import get_logger, setup_logging
+from ..common.reporting.log import get_logger, setup_logging
 from ..common.tensors.layout import DTYPES, Layout, as_bytes
 from ..common.wire.json_text import read_json
 from ..worker.replica_group.cut import Costs, cut
@@ -43,7 +43,7 @@ from ..worker.tensors.transfer import ModelTensors, named_tensors
 from ..worker.training.pipeline import check_tensor, check_weights, layers_of
 from .cache import CacheView, Rows
 from .errors import Paused
-from .infer import LanguageModel, language_model
+from .models import LanguageModel, language_model
 from .slots import NUM_SLOTS
 from .task import TaskSpec
 

@@ -167,7 +167,7 @@ def _foresee(lines: list[Line], runs: Runs, flags: Flags, workers: int | None) -
 
 def _compare(runs: Runs, learns: bool, has_baseline: bool, as_json: bool, report: str | None) -> int:
     """Simulate the runs, print and write the results, and return the exit code."""
-    from ..common.reporting.output import setup_logging
+    from ..common.reporting.log import setup_logging
     from ..common.reporting.report import comparison_table, report_console
     from ..web.stored import write_report
     from .results.summary import as_text, for_people, sentence, summary, time_cells, time_pictures, time_table

@@ -208,7 +208,7 @@ def _slowdown(config: SlowdownConfig, stragglers: str | None) -> SlowdownConfig:
     return config.model_copy(update={"straggler_probability": probability, "straggler_factor": factor})
 
 
-# ---- tiers ---------------------------------------------------------------------------------------
+# ---- regions -------------------------------------------------------------------------------------
 # Two tiers: regions, and the run above, whose workers are their relays.
 #
 # Each region is simulated by itself. The times of its contributions are the recorded times of one worker of the run

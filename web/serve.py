@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from ..common.config.schema import Config
-from ..common.reporting.output import get_logger
+from ..common.reporting.log import get_logger
 from ..common.reporting.view import About, Tick, View
 from ..common.runstore.reading import RunStore
 from ..common.runstore.schema import FILE

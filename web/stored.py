@@ -1,4 +1,4 @@
-"""Runs of the run store (`common/runstore`), including runs of other processes: read for the dashboard, and compared.
+"""Runs of the run store (`common/runstore`), also of other processes: read for the dashboard, compared, or written.
 
 Data for comparisons in the browser: settings that differ, and the curves of each run.
 """

@@ -20,7 +20,7 @@ import structlog
 from ..common.config.schema import Config
 from ..common.config.sources import load_config
 from ..common.errors import ParamServerError, UsageError
-from ..common.reporting.output import get_logger, setup_logging
+from ..common.reporting.log import get_logger, setup_logging
 from .ownership import ParentsSession, mark, parent_of
 from .training.alone import AloneSession
 from .training.ending import exit_at_once, watch_exit

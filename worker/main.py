@@ -28,7 +28,7 @@ from ..common.config.preflight import check_device, check_task, check_weights
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
-from ..common.reporting.output import get_logger, setup_logging
+from ..common.reporting.log import get_logger, setup_logging
 from .conversation import threads
 
 if TYPE_CHECKING:

@@ -145,7 +145,7 @@ def stage_life(rank: int, port: int, options: PipelineOptions) -> Iterator[Measu
     from ...common.config.schema import LogConfig
     from ...common.config.sections.processes import WorkerConfig
     from ...common.kinds import ContributionKind
-    from ...common.reporting.output import setup_logging
+    from ...common.reporting.log import setup_logging
     from ...worker.replica_group.group import Group, find_member
     from ...worker.replica_group.pipeline import StagedPipeline
     from ...worker.training.pipeline import layers_of, loss_of

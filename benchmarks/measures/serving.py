@@ -27,7 +27,7 @@ from typing import Any
 
 from ...common.config.schema import LogConfig
 from ...common.errors import ParamServerError
-from ...common.reporting.output import setup_logging
+from ...common.reporting.log import setup_logging
 from ..output.report import Report, median, percentile
 from ..output.tables import number_table, page
 from ..rig.server_process import ServerProcess, running, running_server
@@ -259,7 +259,7 @@ def _beside(address: str, flags: tuple[str, ...], worker: Any) -> Iterator[None]
 def _equal(options: ServingOptions) -> dict[str, float]:
     from ...common.config.schema import ServeConfig
     from ...serve.engine import Engine, Piece, Request, Sampling
-    from ...serve.infer import language_model
+    from ...serve.models import language_model
     from ...serve.slots import NUM_SLOTS, Version
     from ...serve.stages import Spec, Stages
     from ...serve.task import TaskSpec

@@ -111,7 +111,7 @@ def worker_life(rank: int, address: str, options: StepOptions) -> Iterator[Measu
     import paramserver
 
     from ...common.config.schema import LogConfig
-    from ...common.reporting.output import setup_logging
+    from ...common.reporting.log import setup_logging
     from ...common.tensors.optimizers import find_optimizer
     from ...worker.tensors.transfer import ModelTensors
     from ...worker.training.tasks.loading import load_task

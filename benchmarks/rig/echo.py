@@ -1,6 +1,6 @@
 """A bare ping-pong to compare with a small exchange: a grpc.aio echo server, a synchronous stream.
 
-The server is a process of its own; the client is made as the worker's is (worker/conversation/client.py), so
+The server is a process of its own; the client is made as the worker's is (worker/conversation/stream_client.py), so
 what lies between the two metrics is ours.
 """
 

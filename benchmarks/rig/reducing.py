@@ -98,7 +98,7 @@ def joined_life(rank: int, address: str, size: StepSize) -> Iterator[Measured]:
     import paramserver
 
     from ...common.config.schema import LogConfig
-    from ...common.reporting.output import setup_logging
+    from ...common.reporting.log import setup_logging
 
     setup_logging(LogConfig(level="warning"), "ps-bench")
     model, batch = transformer(size, rank)

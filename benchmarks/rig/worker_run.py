@@ -10,7 +10,7 @@ from typing import Any
 
 from ...common.config.cli import before_torch
 from ...common.config.schema import LogConfig
-from ...common.reporting.output import setup_logging
+from ...common.reporting.log import setup_logging
 from .moments import Watch
 
 # Small enough that weights stay finite however many exchanges there are.

@@ -1,4 +1,4 @@
-"""Reads settings from all sources, with the origin of each value.
+"""Reads settings from all sources, with the origin of each value, also from YAML.
 
 flag > `PS_SECTION__KEY` environment > YAML > launcher environment (RANK, ...) > default
 

@@ -1,4 +1,4 @@
-"""The comparison of runs: its columns, values and best values, for the terminal, Markdown and the page. Pure.
+"""The comparison of runs: its columns, values, best values and findings, for the terminal, Markdown and the page. Pure.
 
 Runs with the same name differ only in their seed. Their value is a mean with its range, and unknown if a run lacks it.
 """

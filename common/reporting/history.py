@@ -51,7 +51,7 @@ from typing import Any
 
 from ..errors import OutputError
 from ..wire.json_text import to_json
-from .output import get_logger
+from .log import get_logger
 
 log = get_logger()
 

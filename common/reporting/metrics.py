@@ -56,7 +56,7 @@ class Fold(Enum):
 
 
 class Tense(Enum):
-    """What a worker's metric speaks of, which decides the workers that it folds over (see "folding" below)."""
+    """What a worker's metric speaks of, which decides the workers that it folds over (`folded`)."""
 
     DONE = "done"  # in all, such as samples
     NOW = "now"  # such as a rate; a worker that does not train has none
@@ -358,7 +358,7 @@ for _metric in _METRICS:
     register(_metric)
 
 
-# ---- folding -------------------------------------------------------------------------------------
+# ---- of the ranks, of the run --------------------------------------------------------------------
 # The numbers of a run from those of its ranks: the only place where they are added up. Pure.
 #
 # | a metric says (`Tense`) | it folds over |

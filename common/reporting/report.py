@@ -1,4 +1,4 @@
-"""Text reports of runs: a status line, the results of one run, and a table of several runs side by side.
+"""Text reports of runs: a status line, the results of one run, a table of several runs side by side, and a live panel.
 
 Tables omit columns of rare metrics that are zero for every worker (dropped, rejected, restarts), so that they fit 100
 columns. Output to a file or a pipe is never cut.

@@ -1,4 +1,4 @@
-"""The results of a run, as written by `--summary` and read by the launcher's comparison."""
+"""The status of a run at one moment, and its results, as `--summary` writes and a comparison reads them."""
 
 from __future__ import annotations
 

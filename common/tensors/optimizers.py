@@ -1,4 +1,4 @@
-"""Optimizers as data: a torch.optim class by name, its groups and hyperparameters.
+"""Optimizers as data: a torch.optim class by name, its groups and hyperparameters; and clipping of gradients.
 
 The server steps flat runs of many parameters at once. That is correct for every optimizer that is elementwise. A trial
 checks whether a class is elementwise. There is no list of classes, so new classes of torch work too.

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..errors import UsageError
-from ..reporting.output import get_logger
+from ..reporting.log import get_logger
 
 try:
     from opentelemetry import trace

@@ -1,4 +1,4 @@
-"""Injects each fault of a plan into a running job, and ends it."""
+"""Injects each fault of a plan into a running job, and ends it; finds the job's processes."""
 
 from __future__ import annotations
 

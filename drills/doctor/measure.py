@@ -1,4 +1,7 @@
-"""Runs `ps-launch` once, with the probe as each worker, and reads its measurements until rounds of them agree."""
+"""Runs `ps-launch` once, with the probe as each worker, and reads its measurements until rounds of them agree.
+
+A pipeline is measured separately, at the end of this file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads and checks hosts.yaml: the machines that a job may use."""
+"""The machines of a job (hosts.yaml), the names of its processes, and which process goes where."""
 
 from __future__ import annotations
 

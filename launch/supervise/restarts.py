@@ -120,7 +120,7 @@ class Restarts:
         before[:] = [raised for raised in before if raised is not None and raised.is_mistake]
 
 
-# ---- blame ---------------------------------------------------------------------------------------
+# ---- the exception that ended a process ----------------------------------------------------------
 # Finds the exception that ended a process, and its place, in the traceback that Python prints. Pure.
 #
 # The exception is usually in the user's code. It is shown once, even if many processes raise it many times.

@@ -1,4 +1,4 @@
-"""What a run counts: training steps, batches drawn, metrics of each worker."""
+"""What a run counts for each rank, and what workers announce: data, length of the run, learning rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...common.wire.records import RateInfo, ResidualInfo, Row
 from ..policies.base import Policy
 from .effects import Effect, Log
 
-# ---- stats ---------------------------------------------------------------------------------------
+# ---- what each rank did --------------------------------------------------------------------------
 # Counts for each rank, over all its incarnations, and the source of its metrics, on a server and in a simulation.
 
 
@@ -226,7 +226,7 @@ class WorkerSource:
         return self.traffic.num_received + sum(shard.get(self.rank, (0, 0))[1] for shard in self.others)
 
 
-# ---- announced -----------------------------------------------------------------------------------
+# ---- what workers announce -----------------------------------------------------------------------
 # What workers announce about their data, the length of the run, their hyperparameters and learning rates.
 
 

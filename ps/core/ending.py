@@ -103,9 +103,11 @@ class Ending(RunState):
 
         Until training can start, the others wait for it. Without it, ask the lowest rank of those that are to start.
         """
-        offered = [worker for _, worker in sorted(self.roster.workers.items()) if worker.model is not None]
-        num_expected = self.policy.common.num_workers or 0
-        if self.initializer is None and offered and (not offered[0].rank or len(offered) >= num_expected):
+        workers, num_expected = self.roster.workers, self.policy.common.num_workers or 0
+        if self.initializer is not None or (0 not in workers and len(workers) < num_expected):
+            return
+        offered = [worker for _, worker in sorted(workers.items()) if worker.model is not None]
+        if offered and (not offered[0].rank or len(offered) >= num_expected):
             self.initializer = offered[0]
             yield effects.AskForWeights(offered[0].rank, offered[0].incarnation)
 

@@ -13,7 +13,8 @@ import torch
 
 from ...common.config.schema import Config
 from ...common.errors import OutputError
-from ...common.reporting.output import get_logger, write_best
+from ...common.reporting.log import get_logger
+from ...common.reporting.output import write_best
 from ..tensors.model import Model
 from ..tensors.thread import TensorThread
 

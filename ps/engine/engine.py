@@ -18,7 +18,7 @@ from ...common.codecs.shared.by_tensor import ByTensor
 from ...common.codecs.shared.reference import moves_reference
 from ...common.config.schema import Config
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ..core import effects, events
 from ..core.counting import Traffic
 from ..core.effects import Fact

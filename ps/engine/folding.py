@@ -1,4 +1,7 @@
-"""Memory of complete contributions until they are folded or discarded, and the scripts' states that come with them."""
+"""Memory of complete contributions until they are folded or discarded, and the scripts' states that come with them.
+
+Also `Peer`, the stream of a worker as the engine knows it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import torch
 from ...common.codecs.base import Codec, FreeBuffers
 from ...common.codecs.shared.reference import moves_reference
 from ...common.errors import ParamServerError
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import overflowed
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
@@ -262,7 +265,7 @@ class States:
 # ---- peers ---------------------------------------------------------------------------------------
 # The streams of workers, by which the run's effects find them, and the items that a stream may carry.
 #
-# The service turns each item into messages; this file knows no messages. A `Peer` is the stream of one worker, in
+# The service turns each item into messages; the engine knows no messages. A `Peer` is the stream of one worker, in
 # every mode. The peers of all-reduce are something else.
 
 

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from ...common.registry import mode_anywhere
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ..core.counting import Traffic
 from ..snapshots.available import Available
 from ..snapshots.common import SnapshotName
@@ -21,7 +21,7 @@ def go_on(engine: Engine, available: Available, name: SnapshotName | None) -> No
     """Restore the run from this snapshot, if there is one, and keep further ones if they are wanted. Shard 0 also gives
     the run a new server incarnation.
 
-    The run gets the name of its line (`resume.Line`). A run that leaves its line keeps the name that it has now, and so
+    The run gets the name of its line (`Line`). A run that leaves its line keeps the name that it has now, and so
     does one that goes back in its process. Raises CheckpointError for a snapshot
     that this run cannot continue from."""
     config, run, model, folding = engine.config, engine.run, engine.model, engine.folding

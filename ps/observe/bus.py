@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, ClassVar
 
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ..core.effects import Fact
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from prometheus_client.registry import Collector
 
 from ...common.config.addresses import is_loopback, join_address, split_address
 from ...common.errors import BindError
+from ...common.reporting.log import get_logger
 from ...common.reporting.metrics import Display, Fold, Tense, Value, shown_of_run, shown_of_workers, values_of
-from ...common.reporting.output import get_logger
 from ...common.version import PROGRAM_VERSION
 from ..core.effects import Commit, ContributionTaken, Fact, Seated, SnapshotTaken, WorkerLeft
 from ..engine.engine import Engine

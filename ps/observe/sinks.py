@@ -6,7 +6,8 @@ import sys
 
 from ...common.config.schema import Config
 from ...common.reporting.curve import Point
-from ...common.reporting.output import get_logger, write_curve
+from ...common.reporting.log import get_logger
+from ...common.reporting.output import write_curve
 from ...common.reporting.report import TerminalConsole, live_panel, status_line
 from ...common.reporting.summary import Status
 from ..core.effects import Evaluated, Fact, StatusTaken

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ...common.config.addresses import split_address
 from ...common.errors import DivergedError, ParamServerError, Reason, refusal, shown
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import judge_whole
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.checks import check_address

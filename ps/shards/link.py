@@ -1,4 +1,7 @@
-"""A shard's side of the call Attend: its connection to the coordinator, which it opens again after a failure."""
+"""A shard's side of the call Attend: its connection to the coordinator, which it opens again after a failure.
+
+Also how the coordinator collects the whole model from all shards (`gather`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.errors import AuthError, OutputError, ParamServerError, Reason, UnreachableError, shown
 from ...common.proxies import proxy_options
-from ...common.reporting.output import get_logger, replacing
+from ...common.reporting.log import get_logger
+from ...common.reporting.output import replacing
 from ...common.security import SHARD_PREFIX, Credentials, client_context, diagnose, facts_of
 from ...common.tensors.layout import Layout, as_bytes, new_payload
 from ...common.tensors.optimizers import TableSpec

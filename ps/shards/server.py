@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from ...common.config.schema import Config, own_modes
 from ...common.errors import DivergedError, ParamServerError, UsageError, shown
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.json_text import read_json
 from ..core.controls import keep_out

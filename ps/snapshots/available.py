@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ...common.config.schema import Config
 from ...common.errors import CheckpointError
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from .common import Entry, SnapshotName
 from .files import age_of, candidates, has_begun
 from .manifest import Loaded, load

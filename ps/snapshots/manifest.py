@@ -1,4 +1,4 @@
-"""A snapshot's manifest.json, and the check that its tensors match it.
+"""A snapshot's files: manifest.json, the check that its tensors match it, writing and loading.
 
 The manifest contains the model, the optimizer and the position of every rank. It is read strictly, because a snapshot
 may come from anywhere. Every error in it is one sentence, never a traceback.
@@ -272,7 +272,7 @@ def _try_out(saved: SavedState, groups: list[list[Entry]]) -> None:
         raise CheckpointError(f"optimizer {optimizer.name} cannot continue from it: {error!r}") from None
 
 
-# ---- checkpoint ----------------------------------------------------------------------------------
+# ---- writing and loading -------------------------------------------------------------------------
 # Writes a snapshot completely or not at all, and verifies it when it is loaded.
 #
 #     snapshot-000000001200-3/
@@ -285,7 +285,7 @@ def _try_out(saved: SavedState, groups: list[list[Entry]]) -> None:
 #         manifest.json           everything else, with size and SHA-256 of each file above
 #         manifest.json.sha256    as `sha256sum -c` takes it
 #
-# This module does not know the store: `store_state.py` provides and restores the tensors. Call `write` on a
+# These functions do not know the store: `store_state.py` provides and restores the tensors. Call `write` on a
 # background thread, because it waits for the disk. It computes hashes without the GIL.
 
 

@@ -1,4 +1,4 @@
-"""Takes snapshots while a run trains.
+"""Takes snapshots while a run trains, and resumes a run from one.
 
     take(saved) ──> the tensor thread copies the store, after all earlier tensor work
                     a thread of low priority writes, hashes and syncs the files
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from ...common.config.schema import Config
 from ...common.errors import CheckpointError, ParamServerError
 from ...common.registry import mode_anywhere
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.json_text import read_json, to_json
 from ..core.effects import SnapshotTaken

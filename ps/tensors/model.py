@@ -15,7 +15,7 @@ from ...common.combinations import refusal as refused
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, refusal
 from ...common.registry import AGGREGATIONS
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.judgement import unsound_start
 from ...common.tensors.layout import Kind, Layout
 from ...common.tensors.optimizers import GroupSpec, OptimizerSpec, TableSpec

@@ -1,4 +1,4 @@
-"""The store: weights, the mean of a round, the optimizer, and the Polyak average.
+"""The store: weights, the mean of a round, the optimizer, the Polyak average, and the tables of rows.
 
 It works on flat runs (`common/tensors/layout.py`), cut into windows of 4 MiB that stay in the cache. For each window, a
 commit folds the remaining payloads and steps the optimizer. The store knows neither modes nor workers' names. One

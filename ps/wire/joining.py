@@ -14,7 +14,7 @@ from ...common.combinations import refusal as excluded
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, Reason, UsageError, refusal, shown
 from ...common.registry import CODECS
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Layout
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.version import PROGRAM_VERSION

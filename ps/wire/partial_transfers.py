@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...proto import parameter_server_pb2 as pb
 from ..engine.engine import Engine
 from ..engine.folding import Peer

@@ -13,7 +13,7 @@ import socket
 from ...common.config.addresses import split_address
 from ...common.config.schema import Config
 from ...common.errors import BindError
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.wire.direct import ACCEPTED, HELLO, TICKET_BYTES, TICKET_S, set_socket_options
 from .connection import Connection
 from .security import Certificates

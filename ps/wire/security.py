@@ -15,7 +15,7 @@ import grpc.aio
 
 from ...common.config.schema import Config, SecurityConfig
 from ...common.errors import AuthError, Reason, refusal
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.security import (
     ANY_RANK,
     RANK_PREFIX,

@@ -1,4 +1,4 @@
-"""The gRPC service of one run: the exchange with a worker, heartbeats, pulls and status."""
+"""The gRPC service of one run: the exchange with a worker, heartbeats, pulls, status; and the server that listens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import save
 from ...common.config.addresses import join_address, split_address
 from ...common.config.schema import Config
 from ...common.errors import BindError, ParamServerError, Reason, refusal, shown
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.security import read_token
 from ...common.tensors.layout import as_bytes
 from ...common.wire.checks import check_header

@@ -269,7 +269,7 @@ def _fail(error: BaseException) -> None:
     raise error
 
 
-# ---- coded ---------------------------------------------------------------------------------------
+# ---- codecs --------------------------------------------------------------------------------------
 # Encodes payloads in a codec both ways, as a transport would, with error feedback and the shared reference.
 #
 # Uploads use the worker's `Encoding`, with the outcome of each contribution. Replies use the server's `References`:

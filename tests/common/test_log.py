@@ -13,7 +13,7 @@ import pytest
 SET_UP = """
 import sys
 from paramserver.common.config.schema import LogConfig
-from paramserver.common.reporting.output import get_logger, setup_logging
+from paramserver.common.reporting.log import get_logger, setup_logging
 setup_logging(LogConfig(format=sys.argv[1], level=sys.argv[2]), "ps-worker")
 """
 PLACE = 'get_logger().info("place", rank=1)'

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paramserver.common.errors import plain
-from paramserver.common.reporting import markdown, output
+from paramserver.common.reporting import log, markdown
 from paramserver.common.reporting.curve import Point, metric_fields, text_of
 from paramserver.common.reporting.pictures import png, svg
 from paramserver.common.reporting.report import comparison_table, report_console, summary_table
@@ -89,7 +89,7 @@ def test_files_of_numbers_give_the_names_back(name: str) -> None:
     assert json.loads(to_json({name: name})) == {name: name}
     fields = {"event": "evaluated", "step": 7, "version": 8, "best": True}
     assert len({**fields, **metric_fields({name: 0.5})}) == 5, "no field of an event is replaced"
-    event = output._printable(None, "info", {"event": "evaluated", **metric_fields({name: name})})
+    event = log._printable(None, "info", {"event": "evaluated", **metric_fields({name: name})})
     assert all(key.isprintable() and value.isprintable() for key, value in event.items())
 
 

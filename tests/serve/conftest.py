@@ -15,7 +15,7 @@ from torch import nn
 
 from paramserver.common.config.schema import ServeConfig
 from paramserver.serve.engine import End, Engine, Job, Piece, Refused, Request, Sampling
-from paramserver.serve.infer import language_model
+from paramserver.serve.models import language_model
 from paramserver.serve.slots import NUM_SLOTS, Version
 from paramserver.tests.cluster import DEADLINE_S
 from paramserver.worker.tasks.gpt import Gpt

@@ -1,4 +1,4 @@
-"""A gRPC channel to one server process, and the errors of its calls.
+"""A gRPC channel to one server process, the errors of its calls, and heartbeats.
 
 A failed connection raises `Lost`. A refusal by the server raises the error for its reason.
 """
@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from ...common.errors import ParamServerError, Reason, UnreachableError, bad_request, shown
 from ...common.proxies import proxy_hint, proxy_options
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials, diagnose
 from ...common.wire.checks import check_header
 from ...common.wire.frames import MAX_MESSAGE_BYTES, Frame, PayloadReader, parse

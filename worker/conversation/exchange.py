@@ -19,7 +19,7 @@ import torch
 from ...common.config.schema import Config, WorkerConfig
 from ...common.errors import MismatchError, UsageError, bad_request, same_batches, shown
 from ...common.reporting.history import History
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.security import PLAINTEXT, Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import divide

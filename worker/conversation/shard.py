@@ -16,7 +16,7 @@ from safetensors.torch import save
 from ...common.config.schema import WorkerConfig
 from ...common.errors import bad_request, shown
 from ...common.registry import CODECS
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.layout import DTYPES, as_bytes
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.tensors.sharding import Share

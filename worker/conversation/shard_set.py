@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 from ...common.config.schema import WorkerConfig
 from ...common.errors import UnreachableError, bad_request, shown
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.security import Credentials
 from ...common.tensors.optimizers import OptimizerSpec
 from ...common.tensors.sharding import divide

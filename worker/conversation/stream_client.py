@@ -1,4 +1,4 @@
-"""One stream to a server process: sends and receives frames, synchronously."""
+"""One stream to a server process: sends and receives frames, synchronously; and the direct connection beside it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 from ...common.config.addresses import join_address
 from ...common.errors import AuthError, MismatchError, ParamServerError, UnreachableError, UsageError
-from ...common.reporting.output import get_logger, write_whole
+from ...common.reporting.log import get_logger
+from ...common.reporting.output import write_whole
 from ...common.wire.json_text import read_json
 from ..conversation.security import check_plaintext
 from ..strategies.buckets import Plan, packed, unpack

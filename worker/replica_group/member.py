@@ -1,4 +1,4 @@
-"""The exchanger of a worker whose model is sharded over its processes (see "sharded" below).
+"""The exchangers of a worker of several processes: of a sharded model (see "sharded" below), and of stages.
 
 Each process runs the run's strategy over its own part of the model, and all exchange with the server together. Group
 rank 0 has the conversation, for the whole model. Meanwhile the others send and receive their bytes
@@ -21,7 +21,7 @@ from torch import nn
 from ...common.config.schema import Config
 from ...common.errors import ParamServerError, UsageError
 from ...common.kinds import ContributionKind
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Entry, Layout
 from ...common.tensors.optimizers import OptimizerSpec, scale
 from ...common.tensors.statistics import statistics_of
@@ -40,6 +40,8 @@ from ..strategies.peer_state import Mean
 from ..tensors.transfer import ModelTensors, check_still, homes_of, is_divided, named_tensors
 from .group import Group
 from .redistribution import RedistributedTransfer, Redistribution
+
+log = get_logger()
 
 Result = TypeVar("Result", ReplyMessage, Final)
 
@@ -181,9 +183,6 @@ def no_optimizer_here(rank: int) -> UsageError:
 #
 # Each process runs the run's strategy over its own part (`Local`), so copies of a model (an anchor, a snapshot) are
 # sharded too. The server sees the whole model, which no process has (`redistribution.py`).
-
-
-log = get_logger()
 
 
 class Local(ModelTensors):

@@ -29,7 +29,7 @@ from ...common.config.schema import Config
 from ...common.config.sections.processes import WorkerConfig
 from ...common.errors import UnreachableError, UsageError
 from ...common.kinds import ContributionKind
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Entry
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Settings

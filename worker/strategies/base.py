@@ -1,4 +1,4 @@
-"""`Strategy`, the base of all strategies, and `Exchanger`, the conversation that it needs."""
+"""`Strategy`, the base of all strategies; `Exchanger`, its conversation; and the strategy of the server modes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...common.errors import UsageError
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import IN_WORKERS, OptimizerSpec
 from ...common.wire.records import Base, PayloadInfo, Position, Reply
 from ..conversation.exchange import Exchange
@@ -426,7 +426,7 @@ class BlockingStrategy(Strategy):
         self._exchange.contribute(outgoing)
 
 
-# ---- early ---------------------------------------------------------------------------------------
+# ---- gradients sent during backward --------------------------------------------------------------
 # Sends gradients while backward is still running.
 #
 # Each finished gradient goes into a bucket. A full bucket is sent at once, before the contribution that it belongs

@@ -15,7 +15,7 @@ import torch
 from ...common.config.addresses import join_address, split_address
 from ...common.errors import UnreachableError, bad_request
 from ...common.kinds import ContributionKind
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Kind
 from ..conversation.exchange import Exchange
 from ..conversation.security import check_plaintext

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...common.kinds import ContributionKind
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.layout import as_bytes, new_payload
 from .transfer import DirectTransfer, Indices, ModelTensors, Stretch
 

@@ -505,7 +505,7 @@ def part_of(whole: ModelTensors, share: Share) -> ModelTensors:
     return whole if share.count == 1 else PartTensors(whole, share)
 
 
-# ---- sharing -------------------------------------------------------------------------------------
+# ---- parameters that share memory ----------------------------------------------------------------
 # Refuses parameters that share memory with another tensor. Python's identity of tensors does not show it.
 
 

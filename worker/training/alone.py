@@ -19,7 +19,8 @@ from ...common.config.schema import Config
 from ...common.errors import OutputError, ParamServerError, UsageError, shown
 from ...common.kinds import ContributionKind
 from ...common.reporting.curve import Curve, Point, metric_fields
-from ...common.reporting.output import get_logger, write_best, write_curve, write_results
+from ...common.reporting.log import get_logger
+from ...common.reporting.output import write_best, write_curve, write_results
 from ...common.reporting.summary import RECORDED, Cost, Status, Summary, WorkerStatus
 from ...common.reporting.view import EvaluatedPoint, Tick
 from ...common.runstore.record import Record, what_ran

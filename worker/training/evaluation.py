@@ -12,7 +12,7 @@ from torch import nn
 
 from ...common.config.conditions import Every, every
 from ...common.errors import UsageError
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ..session import Progress
 from .position.data import DataPosition
 from .position.memory import Generators

@@ -15,7 +15,7 @@ from torch import nn
 from ...common.combinations import WITHIN_WORKER, Choices, check
 from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError, shown
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.reporting.pictures.notebook import Card, Losses, Shown
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye, Settings

@@ -13,7 +13,7 @@ import torch.optim.optimizer as optimizer_hooks
 from torch.autograd import profiler
 
 from ...common.errors import UsageError
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import IN_WORKERS, check_max_norm, plain_step
 from .position.steps import Steps, parameters_of
 from .rows import refuse_scaler

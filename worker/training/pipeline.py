@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...common.errors import UsageError
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.statistics import batch_norms
 from .data import seed_everything
 

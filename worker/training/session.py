@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from ...common.combinations import check
 from ...common.config.schema import Config, SlowdownConfig
 from ...common.errors import UsageError, shown
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.optimizers import Reduction, check_is_plain, describe_optimizers
 from ...common.tensors.statistics import batch_norms, has_batch_norm
 from ...common.tensors.tables import make_spec

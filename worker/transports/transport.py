@@ -20,7 +20,7 @@ from ...common.codecs.shared.reference import check_sum, follow, moves_reference
 from ...common.config.schema import WorkerConfig
 from ...common.errors import bad_request
 from ...common.kinds import ContributionKind
-from ...common.reporting.output import get_logger
+from ...common.reporting.log import get_logger
 from ...common.tensors.layout import as_bytes, new_payload
 from ...common.wire.direct import OutOfBand, out_of_band_messages
 from ...common.wire.frames import INLINE_BYTES, frame, left_out_frame, out_of_band_frame, payload_frames, without_zeros
@@ -30,6 +30,8 @@ from ...common.wire.segments import Segment, SegmentError, new_segment, open_seg
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.transfer import DirectTransfer, Indices, ModelTensors, copy_bytes
 from .encoding import Encoding
+
+log = get_logger()
 
 Messages = Iterable[bytes | OutOfBand]
 Pieces = Iterable[memoryview]
@@ -218,8 +220,6 @@ class Transports:
 # ---- up ------------------------------------------------------------------------------------------
 # Contributions on their way to one shard.
 
-
-log = get_logger()
 
 CarryStretches = Callable[[list[memoryview], int], Iterator[Messages]]
 

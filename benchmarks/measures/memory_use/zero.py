@@ -81,7 +81,7 @@ def held_life(rank: int, address: str, stage: int, workers: int, mb: int, port: 
     import paramserver
 
     from ....common.config.schema import LogConfig
-    from ....common.reporting.output import setup_logging
+    from ....common.reporting.log import setup_logging
     from ....worker.strategies.collectives.zero import Zero
 
     setup_logging(LogConfig(level="warning"), "ps-bench")

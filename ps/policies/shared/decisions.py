@@ -1,4 +1,4 @@
-"""The decisions of a policy."""
+"""The decisions of a policy, the settings of every mode, and its live and waiting workers in their order."""
 
 from __future__ import annotations
 

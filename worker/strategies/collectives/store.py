@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from ....common.wire.json_text import read_json
 
-# ---- cut -----------------------------------------------------------------------------------------
+# ---- ending a group's connections ----------------------------------------------------------------
 # Ends the connections of a Gloo group while its members wait in a collective.
 #
 # A Gloo collective ends only when a connection of its group ends. After `abort()` it still waits for a member that

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ....common.errors import ParamServerError, UnreachableError, UsageError
-from ....common.reporting.output import get_logger
+from ....common.reporting.log import get_logger
 from ....common.tensors.layout import Kind, Layout
 from ....common.tensors.optimizers import is_elementwise, plain_step
 from ....common.tensors.sharding import divide

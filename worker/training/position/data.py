@@ -15,11 +15,13 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 
 from ....common.errors import UsageError
-from ....common.reporting.output import get_logger
+from ....common.reporting.log import get_logger
 from ....common.wire.records import Position
 from ...session import Length
 from ...strategies.base import Strategy
 from ...tensors.packed import unpack
+
+log = get_logger()
 
 # ---- cursor --------------------------------------------------------------------------------------
 # The position of one loop over `session.shard()`: which batches it yielded, and which of them steps have used. Pure.
@@ -163,7 +165,6 @@ class Cursor:
 
 # ---- data ----------------------------------------------------------------------------------------
 
-log = get_logger()
 
 LOOPS = "loops"  # in the script's state: of several loops, where each is, and where its epoch began
 

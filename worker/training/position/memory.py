@@ -17,7 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ....common.errors import UsageError
-from ....common.reporting.output import get_logger
+from ....common.reporting.log import get_logger
 from ...conversation.messages import Begun
 from ...session import Progress
 from ...tensors.packed import pack, unpack
@@ -221,7 +221,7 @@ def _fill(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 #
 # The server and `session.shard()` resume at the rank's position. The script's own counters do not, unless the script
 # gives them to `session.state()` or computes them from `session.step`. Before the first step of a process on a rank
-# that has contributed before, this module compares the script's learning rates with those of the rank:
+# that has contributed before, `Restarted` compares the script's learning rates with those of the rank:
 #
 #     script                                          at its first step there
 #     ------                                          -----------------------

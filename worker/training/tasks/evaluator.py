@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ....common.config.conditions import Every, every
 from ....common.errors import UsageError
-from ....common.reporting.output import get_logger
+from ....common.reporting.log import get_logger
 from ....common.tensors.optimizers import Reduction, check_max_norm
 from ....common.user_code import user_code
 from ...conversation.exchange import Evaluator
