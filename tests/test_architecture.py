@@ -470,11 +470,20 @@ def circle_in(package: str, imports: Callable[[str], frozenset[str]]) -> list[st
     return sorted(waiting)
 
 
+def test_every_script_that_a_test_starts_is_there() -> None:
+    """Also those of tests that only campaigns run."""
+    named = {name: re.findall(r'\.script\(\w+, "([\w/]+\.py)"', text_of(name)) for name in EVERY_FILE}
+    scripts = ROOT / "tests/loopback/scripts"
+    missing = {name: script for name, found in named.items() for script in found if not (scripts / script).exists()}
+    assert missing == {}
+    assert sum(map(len, named.values())) > 20
+
+
 # ---- size and names ----------------------------------------------------------------------------------
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 43_486
-MAX_TEST_LINES = 46_973
+MAX_PRODUCT_LINES = 43_488
+MAX_TEST_LINES = 46_996
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

@@ -214,7 +214,7 @@ class Run(Ending):
             yield from self.expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
         if not self.policy.members and not self.policy.has_newest_weights:
-            yield from self._ask_for_newest("all workers that had the newest are gone")
+            yield from self._ask_for_newest("all workers that had the newest went, or were away too long")
             return
         self.lost_at.pop(worker.rank, None)
         worker.waiting_since = at
