@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -92,6 +93,9 @@ def main() -> None:
     try:
         if not sys.argv[1:]:
             raise UsageError("no script and no file is given", fix=_NOTHING)
+        near = difflib.get_close_matches(sys.argv[1], _COMMANDS, n=1, cutoff=0.7)
+        if near and not os.path.exists(sys.argv[1]):
+            raise UsageError(f"{sys.argv[1]} is no file and no command", fix=f"did you mean 'ps-launch {near[0]}'?")
         sys.argv[1:] = with_port(fold_script_arguments(sys.argv[1:]))
     except UsageError as error:
         sys.exit(report(LAUNCHER, error))

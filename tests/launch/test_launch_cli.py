@@ -47,6 +47,7 @@ def libraries_s() -> float:
         (["--mode", "sync,bsp"], 2, ["sync is named twice"]),
         (["--set", "launch.backend=locall"], 2, ["unknown backend 'locall'", "did you mean 'local'"]),
         ([], 2, ["no script and no file is given", "ps-launch -n 2 train.py"]),
+        (["chek", "h.jsonl"], 2, ["chek is no file and no command", "did you mean 'ps-launch check'?"]),
         (["-n", "2", "no.py", "--epochs", "3"], 2, ["flag --script: no file no.py"]),
         (["--script", "a.py", "train.py"], 2, ["--script and train.py are two scripts"]),
         (["--script", "train.py", "--task", "xor"], 2, ["flag --task together with the script train.py", "leave one"]),
