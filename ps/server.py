@@ -61,7 +61,7 @@ class Server:
             is_observed=self._bus.takes, now=self._clock.now,
         )  # fmt: skip
         self._run, self._model, self._tensors = self.engine.run, self.engine.model, self.engine.tensors
-        self._copies = self.engine.copies
+        self._copies, self.engine.go_back = self.engine.copies, self._go_back
         self._evicted: tuple[int, ...] = ()
         if before is not None:
             run, self.engine.parent = before.engine.run, before.engine.parent

@@ -26,9 +26,8 @@ from pydantic import Field, ValidationError
 from .. import synonyms
 from ..errors import UsageError
 from ..reporting.curve import MetricValue
-from ..reporting.happenings import event
 from ..reporting.summary import Measured, Summary, WorkerStatus
-from ..reporting.view import EvaluatedPoint, Event, Snapshot
+from ..reporting.view import EvaluatedPoint, Event, Snapshot, event
 from ..wire.json_text import read_json
 from .process import still_writes
 from .schema import OF_A_RUN, open_to_read, open_to_write, unreadable

@@ -225,6 +225,11 @@ class TellDone(Effect):
 
 
 @dataclass(slots=True)
+class GoBack(Effect):
+    """Ends the run here. A new server in this process goes on from the newest snapshot."""
+
+
+@dataclass(slots=True)
 class End(Effect):
     """Ends the run, with an error unless it is None."""
 

@@ -242,8 +242,6 @@ class Ending(RunState):
             fix = "keep snapshots (--checkpoint-dir) to continue from; set --steps to the length of the loops"
             if self.options.is_region:
                 fix = "start the relay again: its region goes on from its newest contribution to the run above"
-            elif self.rhythm.durable_version:
-                fix = f"start it again: it goes on from the snapshot of version {self.rhythm.durable_version}"
             problem = f"the weights of version {self.policy.version} are not here, and {why_nobody}"
             yield from self._fail(ParamServerError(problem, fix=fix))
 

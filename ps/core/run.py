@@ -214,7 +214,12 @@ class Run(Ending):
             yield from self.expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
         if not self.policy.members and not self.policy.has_newest_weights:
-            yield from self._ask_for_newest("all workers that had the newest went, or were away too long")
+            if self.rhythm.keeps_optimizer and self.rhythm.durable_version:
+                meaning = "all workers went or were away too long: the run goes back to its newest snapshot"
+                yield Log("error", "weights_lost", {"version": self.policy.version, "meaning": meaning})
+                yield effects.GoBack()
+            else:
+                yield from self._ask_for_newest("all workers that had the newest went, or were away too long")
             return
         self.lost_at.pop(worker.rank, None)
         worker.waiting_since = at

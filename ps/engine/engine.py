@@ -70,6 +70,7 @@ class Engine:
         self.sequencer = Sequencer(self.happens, now)
         self.snapshots = Keeper()  # keeps nothing, until another takes its place
         self.released: Callable[[int], object] = lambda rank: None  # called when another process has a rank, or none
+        self.go_back: Callable[[], object] = lambda: None  # a new server goes on from the newest snapshot
         self.dashboard = ""  # its address
         self.parent: str | None = None  # of a branch: the run and version that it began from
         self.bytes_when: dict[int, int] = {}  # bytes exchanged until the evaluation of this version came
@@ -305,6 +306,7 @@ class Engine:
             effects.Prune: lambda prune: self.snapshots.prune(prune.version),
             effects.TellDone: self._tell_done,
             effects.End: lambda end: self._resolve(end.error),
+            effects.GoBack: lambda _: self.go_back(),
             effects.Log: self._log,
         }
 

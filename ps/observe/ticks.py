@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...common.reporting.happenings import event
 from ...common.reporting.summary import Status
-from ...common.reporting.view import About, EvaluatedPoint, Event, Snapshot, Span, Tick, View, Wait
+from ...common.reporting.view import About, EvaluatedPoint, Event, Snapshot, Span, Tick, View, Wait, event
 from ...common.runstore.record import Ran, Record
 from ...common.version import PROGRAM_VERSION
 from ..core import controls, effects

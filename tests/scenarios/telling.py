@@ -244,6 +244,8 @@ def _words(effect: effects.Effect) -> str:
             return f"snapshot {attempt} of v{version}"
         case effects.Prune(version):
             return f"prune below v{version}"
+        case effects.GoBack():
+            return "go back to the newest snapshot"
         case effects.End(error):
             return "end" if error is None else f"end with {error.exit_code}: {error.message}"
         case effects.Log(level, event) if level in ("warning", "error"):
