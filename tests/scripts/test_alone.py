@@ -64,6 +64,11 @@ def loop(join: str = "join()", first: str = "backward(batch)", last: str = "") -
 
 SCRIPTS = {
     "plain": loop(),
+    "frozen follower": "model[3].follower = torch.nn.Parameter(torch.ones(2, 6).double(), requires_grad=False)\n"
+    + loop(
+        "join(torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))",
+        last="model[3].follower.data.lerp_(model[3].weight.data, 0.1)",
+    ),
     "clipped": loop(first="seen.append(backward(batch)); optimizer.clip_grad_norm(0.05)"),
     "summed": loop("join(reduction='sum')"),
     "recorded": loop(first="session.record(loss=backward(batch), num_samples=3 + number)"),

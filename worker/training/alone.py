@@ -201,7 +201,9 @@ class Alone:
             bounds.append(limits.max_norm or 0.0)
             gradients = {parameter: torch.nan_to_num(item, 0.0, 0.0, 0.0) for parameter, item in gradients.items()}
             rows = [torch.nan_to_num(item, 0.0, 0.0, 0.0) for item in rows]
-            for buffer, saved in zip(self._model.tensors[self._model.num_trained :], self._after, strict=True):
+            for buffer, saved in zip(
+                self._model.tensors[self._model.num_trained : self._model.num_exchanged], self._after, strict=True
+            ):
                 buffer.data.copy_(torch.where(torch.isfinite(buffer), buffer, saved))
         if bound := min((item for item in bounds if item), default=0.0):
             gradients = {parameter: item.clone() for parameter, item in gradients.items()}
@@ -269,12 +271,14 @@ class Alone:
     def _keep(self) -> None:
         """Remember what `_restore` puts back: buffers, and the weights too when the run is over."""
         first = 0 if self.progress.is_done else self._model.num_trained
-        self._after = [tensor.detach().clone() for tensor in self._model.tensors[first:]]
+        self._after = [tensor.detach().clone() for tensor in self._model.tensors[first : self._model.num_exchanged]]
 
     def _restore(self) -> None:
         """Put the run's tensors into the model, as a server sends them."""
         if self._after:
-            for tensor, saved in zip(self._model.tensors[-len(self._after) :], self._after, strict=True):
+            last = self._model.num_exchanged
+            first = last - len(self._after)
+            for tensor, saved in zip(self._model.tensors[first:last], self._after, strict=True):
                 tensor.data.copy_(saved)
 
     # ---- evaluations, and what is shown ---------------------------------------------------------
