@@ -24,8 +24,7 @@ from .backends.base import Backend, Site
 from .hosts.connection import watched
 from .plan.hosts import SERVE, SERVER, Child
 from .plan.runs import Plan
-from .supervise.exits import describe_exit
-from .supervise.restarts import Blame, Raised
+from .supervise.restarts import Blame, Raised, describe_exit
 from .supervise.supervisor import Decision, Finish, Kill, Restart, Start, Supervisor, Terminate
 from .view import Event, JsonScreen, LiveScreen, Screen, Series, WorkerLogs, parse_event
 

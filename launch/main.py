@@ -69,9 +69,7 @@ def launch(
         if fix := synonyms.of_word(LAUNCHER, config, before):  # it has a meaning elsewhere
             raise UsageError(f"{config} is no file and no command", fix=fix)
     if estimate:
-        from .run import estimate as show_estimate
-
-        return show_estimate(config, flags, sets or [], tuple(script_args or ()))
+        return run.estimate(config, flags, sets or [], tuple(script_args or ()))
     modes, resolved = run.resolve(config, flags, sets or [])
     if print_config:
         show_config(resolved)

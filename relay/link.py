@@ -16,9 +16,9 @@ from ..common.reporting.log import get_logger
 from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
 from ..common.wire.records import Contribution, Outcome
+from ..worker.conversation.channel import worker_credentials
 from ..worker.conversation.exchange import Exchange
 from ..worker.conversation.messages import Outgoing
-from ..worker.conversation.security import worker_credentials
 from ..worker.conversation.threads import Helper
 from ..worker.strategies.base import BlockingStrategy, Strategy
 from ..worker.strategies.delayed_update import Overlapped

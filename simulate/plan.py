@@ -17,8 +17,7 @@ from .machines.units import bandwidth, named, number, seconds
 from .machines.world import World
 from .results.summary import ideal_rate
 from .run.simulation import Simulation
-from .traffic.framing import Framing, Sizes
-from .traffic.sizes import payload_sizes
+from .traffic.sizes import Framing, Sizes, payload_sizes
 
 Runs = list[tuple[Config, World]]
 

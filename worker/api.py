@@ -63,7 +63,7 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
             return cast("Session", ParentsSession(parent))
         if (earlier := _newest.get(worker.server)) is not None and earlier.is_open:
             message = "a second connect() to one server, while this process has an open session: a run trains one model"
-            raise UsageError(message, fix="start a job for each model; or session.close() first, to join the run again")
+            raise UsageError(message, fix="start a job for each model; if the run is to go on, session.close() first")
         mark(worker.rank, worker.server)
     if sys.excepthook is _explain:
         get_logger().routine("connecting")  # ps-launch: from here on an uncaught exception is reported as one

@@ -31,7 +31,9 @@ Reduction = Literal["mean", "sum"]
 NOT_HYPERPARAMETERS = {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
 _NOT_SENT = NOT_HYPERPARAMETERS | {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 # The fix where a server cannot run an optimizer as it is.
-IN_WORKERS = "--mode localsgd, diloco or allreduce, whose workers run the optimizer themselves"
+IN_WORKERS = (
+    "--mode localsgd, diloco or allreduce, whose workers run the optimizer (alone: ps-launch -n 1 --mode localsgd)"
+)
 # Limit on every hyperparameter: with larger values, products in float32 would not stay finite.
 MAX_NUMBER = 1e9
 
@@ -467,7 +469,7 @@ def describe_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapp
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if unknown := [tuple(p.shape) for p in group["params"] if id(p) not in names]:
             message = f"the optimizer holds {len(unknown)} tensors that are not parameters of the model, the first of "
-            fix = "build it from model.parameters() of the model you pass to session.optimizer()"
+            fix = "put them into the model before (model.name = parameter, or a ModuleList of all), or leave them out"
             raise UsageError(f"{message}shape {unknown[0]}", fix=fix)
         groups.append(GroupSpec(tuple(names[id(p)] for p in group["params"]), current_hyperparameters(group)))
     twice = [name for name, count in Counter(name for group in groups for name in group.tensors).items() if count > 1]

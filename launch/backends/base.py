@@ -43,7 +43,7 @@ from ...common.errors import ParamServerError
 from ...common.reporting.summary import RESULTS_VARIABLE
 from ..hosts.connection import MAX_LINE_BYTES, Connection, Unreachable, watched
 from ..plan.hosts import WILDCARDS, Child, Host, ProcessSpec
-from ..supervise.exits import CANNOT_START, HOST_LOST
+from ..supervise.restarts import CANNOT_START, HOST_LOST
 from ..view import LineSplitter
 
 OnLine = Callable[[Child, str], None]

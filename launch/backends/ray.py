@@ -22,7 +22,7 @@ from ..hosts.agent import end_with
 from ..hosts.connection import Connection, agent_command, watched
 from ..hosts.ray_job import PASS
 from ..plan.hosts import Child, ProcessSpec
-from ..supervise.exits import HOST_LOST
+from ..supervise.restarts import HOST_LOST
 from ..view import object_in
 from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, start_helper
 

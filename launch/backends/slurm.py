@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from ...common.errors import UsageError
 from ..hosts.connection import Connection, agent_command, watched
 from ..plan.hosts import Allocation, Child, ProcessSpec, Task, parse_counts, place_on_nodes
-from ..supervise.exits import CANNOT_START, HOST_LOST
+from ..supervise.restarts import CANNOT_START, HOST_LOST
 from .base import Backend, OnExit, OnLine, Running, Site, command_text, end_helper, start_helper
 
 _STEP = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none", "--unbuffered")

@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.standstill import Standstill
 from ...common.wire.json_text import read_json
-from ..supervise.exits import HOST_LOST
+from ..supervise.restarts import HOST_LOST
 from ..view import LineSplitter, object_in
 from . import agent
 

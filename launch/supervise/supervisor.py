@@ -31,8 +31,7 @@ from enum import StrEnum
 
 from ...common.reporting.summary import Summary
 from ..plan.hosts import SERVE, SERVER, Child
-from .exits import BUDGET_SPENT, UNREACHABLE, USAGE, describe_exit, signal_name
-from .restarts import Failure, Raised, Restarts, can_mend
+from .restarts import BUDGET_SPENT, UNREACHABLE, USAGE, Failure, Raised, Restarts, can_mend, describe_exit, signal_name
 
 # A server whose workers are done only writes its results. It is asked to end soon, because a script may exit without
 # leaving, and killed late, because large weights take a while.

@@ -25,7 +25,7 @@ import torch
 
 from ...common.errors import ParamServerError
 from ...common.tensors.fused import kernel_of
-from ...common.tensors.layout import Entry, FlatRun, Layout, View, joined
+from ...common.tensors.layout import Entry, FlatRun, Kind, Layout, View, joined
 from ...common.tensors.optimizers import (
     GroupSpec,
     Hyperparameters,
@@ -37,7 +37,36 @@ from ...common.tensors.optimizers import (
     state_keys,
 )
 from ..policies.shared.late import momentum_left
-from .windows import Window
+
+# ---- windows -------------------------------------------------------------------------------------
+# Windows: the parts of a payload that are processed at once, small enough for the cache.
+
+
+# Measured on 100 MB, SGD, one thread: windows of 256 KiB 8.8 ms, 1 MiB 6.1, 2 MiB 5.7, 4 MiB 5.5, one window 5.8.
+WINDOW_BYTES = 4 << 20
+
+
+class Window(NamedTuple):
+    """Bytes [start, end) of every payload, and the flat runs in them, parameters first."""
+
+    start: int
+    end: int
+    pieces: tuple[FlatRun, ...]
+    floats: tuple[FlatRun, ...]  # of the pieces, those that may have NaN and Inf
+
+
+def windows_of(layout: Layout) -> list[Window]:
+    """Return all windows of a layout's contributions. A small model has one window."""
+    runs, num_bytes = layout.runs_of(Kind.PARAMETER) + layout.runs_of(Kind.BUFFER), layout.exchange_bytes
+    windows = []
+    for start in range(0, max(1, num_bytes), WINDOW_BYTES):
+        end = min(start + WINDOW_BYTES, num_bytes)
+        pieces = tuple(filter(None, (run.within(start, end) for run in runs)))
+        windows.append(Window(start, end, pieces, tuple(piece for piece in pieces if piece.is_float)))
+    return windows
+
+
+# ---- flat optimizer ------------------------------------------------------------------------------
 
 # Changes no result. torch's RMSprop makes the buffer of its momentum at its first step only, if momentum is above 0.
 _LEAST_MOMENTUM = 1e-30

@@ -16,7 +16,7 @@ import torch
 from ...common.config.sections.training import StoreConfig
 from ...common.tensors.judgement import SOUND, Judgement, decide, factor_to
 from ...common.tensors.layout import FlatRun, Kind, View
-from .windows import Window
+from .flat_optimizer import Window
 
 # A smaller factor would be a subnormal float32, so its square root is applied twice.
 _LEAST_FACTOR = 1e-30

@@ -28,11 +28,10 @@ from ...common.tensors.tables import Table, summed
 from .aggregation.base import Aggregator
 from .aggregation.direction import Direction
 from .aggregation.mean import Mean
-from .flat_optimizer import FlatOptimizer, OptimizerState
+from .flat_optimizer import FlatOptimizer, OptimizerState, Window, windows_of
 from .master import Master, first_narrow
 from .sanity import Sanity, Unsound
 from .thread import INLINE_BYTES
-from .windows import Window, windows_of
 
 
 class Step(NamedTuple):

@@ -17,10 +17,10 @@ from ...common.errors import ParamServerError
 from ...common.tensors.judgement import Judgement
 from ...common.tensors.layout import as_bytes
 from ...common.wire.frames import PayloadReader
+from .flat_optimizer import WINDOW_BYTES
 from .model import Model
 from .sanity import Findings
 from .thread import TensorThread
-from .windows import WINDOW_BYTES
 
 # Windows that are examined together. With fewer, the change to the tensor thread would cost more than the work.
 _WINDOWS_AT_ONCE = 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ...common.config.schema import SlowdownConfig
 from ...worker.training.slowdown import Slowdown
-from ..traffic.framing import Framing, Sizes
+from ..traffic.sizes import Framing, Sizes
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from ...ps.policies.base import Policy
 from ..machines.world import World
 from ..plan import changed
 from ..run.simulation import Simulation
-from ..traffic.framing import Framing
+from ..traffic.sizes import Framing
 
 # The compared fields of a line.
 _DECIDED = {

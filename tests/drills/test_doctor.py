@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.report import report_console
-from paramserver.drills.doctor import advice, results, run
+from paramserver.drills.doctor import advice, run
 from paramserver.drills.doctor.main import doctor
 from paramserver.drills.doctor.measure import Link, Measured, Measurements, Plan, measure
 from paramserver.tests.cluster import Cluster
@@ -68,7 +68,7 @@ def test_the_machine_of_the_server_is_looked_at_where_no_worker_is(tmp_path: Pat
 def test_what_is_as_it_should_be_is_shown_too() -> None:
     out = io.StringIO()
     measured = Measured(1.0, {0: HEALTHY}, clocks={0: 0.012}, security="TLS, token")
-    report_console(out).print(results.machines_table(measured))
+    report_console(out).print(run.machines_table(measured))
     for text in ("worker 0 (a)", "+0.01 s", "8.6 GB", "10.0 ms", "65,536", "TLS, token"):
         assert text in out.getvalue()
 

@@ -15,7 +15,7 @@ import pytest
 from paramserver.common.registry import BACKENDS
 from paramserver.launch.backends.base import Backend, Site
 from paramserver.launch.plan.hosts import Child, ProcessSpec
-from paramserver.launch.supervise.exits import CANNOT_START
+from paramserver.launch.supervise.restarts import CANNOT_START
 from paramserver.launch.view import parse_event
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -10,7 +10,7 @@ from paramserver.common.errors import AuthError
 from paramserver.tests.certificates import certs, flags
 from paramserver.tests.forks import Run
 from paramserver.tests.strangers import listens, num_keys, on_other_addresses, silent
-from paramserver.worker.conversation.security import check_plaintext
+from paramserver.worker.conversation.channel import check_plaintext
 from paramserver.worker.replica_group.group import Member, Rendezvous
 
 SERVE = ("--mode", "sync", "--workers", "1", "--batch-size", "8", "--steps")

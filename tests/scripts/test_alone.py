@@ -62,13 +62,14 @@ def loop(join: str = "join()", first: str = "backward(batch)", last: str = "") -
     return f"optimizer = {join}\n" + LOOP.format(first, last)
 
 
+# A part of the model that no optimizer steps, and that the script updates.
+FOLLOWED = "model[3].follower = torch.nn.Parameter(torch.ones(2, 6).double(), requires_grad=False)\n"
+TRAINED = "join(torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))"
 SCRIPTS = {
     "plain": loop(),
-    "frozen follower": "model[3].follower = torch.nn.Parameter(torch.ones(2, 6).double(), requires_grad=False)\n"
-    + loop(
-        "join(torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1))",
-        last="model[3].follower.data.lerp_(model[3].weight.data, 0.1)",
-    ),
+    "frozen follower": FOLLOWED + loop(TRAINED, last="model[3].follower.data.lerp_(model[3].weight.data, 0.1)"),
+    "frozen teacher": FOLLOWED
+    + loop(TRAINED, last="with torch.no_grad(): model[3].follower.lerp_(model[3].weight, 0.1)"),
     "clipped": loop(first="seen.append(backward(batch)); optimizer.clip_grad_norm(0.05)"),
     "summed": loop("join(reduction='sum')"),
     "recorded": loop(first="session.record(loss=backward(batch), num_samples=3 + number)"),
@@ -237,7 +238,7 @@ SETTINGS = {
     "scaled down": {"PS_STORE__MAX_NORM": "0.05", "PS_STORE__ON_LARGE": "clip"},
 }
 # The exit codes of those that do not end well.
-CODES = {
+CODES = {"frozen teacher": 2, 
     "only nan": 16, "overflow": 16, "later overflow": 16, "halting": 16, "rows overflow": 16, "rate": 1,
     "first rate": 1, "another switch": 1, "rows' rate": 1, "begun": 2, "touched": 2, "raises": 1, "exits": 3,
     "inner": 2, "no count": 2, "state": 2, "hooked": 2, "LBFGS": 2, "own scaler": 2, "after the end": 2,

@@ -127,7 +127,7 @@ def test_buffers_that_are_changed_after_the_last_step_are_not_replaced_without_a
     cluster: Cluster, when: str
 ) -> None:
     server = cluster.server("--mode", "sync", "--workers", "1")
-    worker = cluster.script(0, LOOP.with_name("statistics.py"), when)
+    worker = cluster.script(0, LOOP.with_name("batchnorm.py"), when)
     end_well(worker, server)
     found = worker.events("buffers_replaced")
     assert [event["tensors"] for event in found] == ["'1.running_mean' and 2 more"] * (when == "before")

@@ -10,7 +10,7 @@ from paramserver.common.wire.frames import frame, payload_frames
 from paramserver.common.wire.messages import contribution_message, reply_message
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import effects
-from paramserver.simulate.traffic.framing import Framing, Sizes
+from paramserver.simulate.traffic.sizes import Framing, Sizes
 
 from ..records import contribution_of, reply_of
 

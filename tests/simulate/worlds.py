@@ -7,7 +7,7 @@ from typing import Any
 from paramserver.common.config.schema import Config
 from paramserver.simulate.machines.world import World
 from paramserver.simulate.run.simulation import Simulation
-from paramserver.simulate.traffic.framing import Sizes
+from paramserver.simulate.traffic.sizes import Sizes
 
 MB = 1_000_000
 

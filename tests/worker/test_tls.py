@@ -18,8 +18,7 @@ from paramserver.common.config.schema import Config, SecurityConfig
 from paramserver.common.errors import AuthError
 from paramserver.common.security import PLAINTEXT, Credentials, diagnose, read_pem
 from paramserver.launch.certs.kit import Identity, issue, make_ca
-from paramserver.worker.conversation.channel import Channel, Lost
-from paramserver.worker.conversation.security import worker_credentials
+from paramserver.worker.conversation.channel import Channel, Lost, worker_credentials
 
 from ..certificates import secured, write
 

@@ -30,7 +30,7 @@ from ..tensors.staged import make_transfer
 from ..tensors.transfer import ModelTensors, part_of
 from ..transports.limit import Limit
 from ..transports.transport import Transports
-from .channel import Channel, GroupView, Heartbeat, Lost, MemberHeartbeat, Write, wait_for_server
+from .channel import Channel, GroupView, Heartbeat, Lost, MemberHeartbeat, Write, wait_for_server, worker_credentials
 from .messages import (
     Begun,
     Final,
@@ -46,7 +46,6 @@ from .messages import (
     loses_replies,
     read_settings,
 )
-from .security import worker_credentials
 from .shard import Shard
 from .shard_set import ShardSet
 from .threads import sleep

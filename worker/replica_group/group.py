@@ -34,7 +34,7 @@ from ...common.errors import AuthError, MismatchError, ParamServerError, Unreach
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_whole
 from ...common.wire.json_text import read_json
-from ..conversation.security import check_plaintext
+from ..conversation.channel import check_plaintext
 from ..strategies.buckets import Plan, packed, unpack
 from ..strategies.collectives import backends
 from ..strategies.collectives.backends import collected, first_line

@@ -27,10 +27,9 @@ from ...common.tensors.optimizers import OptimizerSpec, scale
 from ...common.tensors.statistics import statistics_of
 from ...common.wire.messages import read_reply, reply_message
 from ...common.wire.records import GroupInfo, Position, RateInfo, Reply, Row
-from ..conversation.channel import GroupView
+from ..conversation.channel import GroupView, worker_credentials
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Begun, Final, Goodbye, Outgoing, ReplyMessage, Settings, loses_replies
-from ..conversation.security import worker_credentials
 from ..session import Progress
 from ..strategies.all_reduce import AllReduceStrategy
 from ..strategies.base import Strategy, divided_tensor

@@ -162,7 +162,15 @@ class Strategy:
     def check_model(self) -> None:
         """Check that the model still matches the run. Raises UsageError."""
         self._find_model()
-        if self._watch is None or self.kind.worker_steps:
+        if self._watch is None:
+            return
+        if frozen := self._watch.changed_frozen(is_last=False):
+            raise UsageError(
+                f"frozen weights ({self._watch.names(frozen)}) were changed: the run has and saves those that it began "
+                "with, so the change would be lost",
+                fix="keep what the script updates (a teacher, a target) in a separate model, in session.state()",
+            )
+        if self.kind.worker_steps:
             return
         if changed := self._watch.changed():
             raise UsageError(
@@ -187,7 +195,7 @@ class Strategy:
         if self._watch is None or self.progress.is_replaying:
             return {}
         self._find_model()
-        changed = self._watch.changed()
+        changed = self._watch.changed() + self._watch.changed_frozen(is_last=True)
         has_others = changed or self._watch.has_other_buffers()
         buffers = range(self._model.num_trained, self._model.num_exchanged) if has_others else ()
         return {index: self._model.tensors[index].detach().clone() for index in (*changed, *buffers)}
@@ -198,7 +206,8 @@ class Strategy:
         If only buffers were changed, those of the run stay, which are the same on all workers.
         """
         assert self._watch is not None
-        trained = [index for index in changes if index < self._model.num_trained]
+        buffers = range(self._model.num_trained, self._model.num_exchanged)
+        trained = [index for index in changes if index not in buffers]
         if not trained:
             tensors = self._model.tensors
             if lost := [index for index, mine in changes.items() if not torch.equal(mine, tensors[index])]:
@@ -206,7 +215,7 @@ class Strategy:
                     "buffers_replaced",
                     tensors=self._watch.names(lost),
                     meaning="the script changed these buffers after its last step; they have the run's values now",
-                    fix="change buffers (torch.optim.swa_utils.update_bn, say) after session.finish()",
+                    fix="change buffers before a step, or (as swa_utils.update_bn does) after session.finish()",
                 )
             return
         for index, tensor in changes.items():
@@ -214,8 +223,8 @@ class Strategy:
         log.warning(
             "weights_kept",
             tensors=self._watch.names(trained),
-            meaning="the script changed these weights after its last step; they stay so in this process, but the run's "
-            "final weights, which the server saves, are without the change",
+            meaning="the script changed these weights, and no step has the change; they stay so in this process, but "
+            "the run's final weights, which the server saves, are without it",
             fix="change weights after session.finish(), and save them in the script",
         )
 

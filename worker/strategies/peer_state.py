@@ -17,8 +17,8 @@ from ...common.errors import UnreachableError, bad_request
 from ...common.kinds import ContributionKind
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import Kind
+from ..conversation.channel import check_plaintext
 from ..conversation.exchange import Exchange
-from ..conversation.security import check_plaintext
 from ..conversation.threads import Helper
 from ..tensors.transfer import ModelTensors
 from .collectives.backends import Broken, Generation, OutOfReach, Rendezvous

@@ -1,4 +1,4 @@
-"""Detects changes of weights by anyone but the run and its optimizer: of the trained ones in every element."""
+"""Detects changes of weights by anyone but the run and its optimizer, in every element."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ _ROUNDINGS, _ROUNDINGS_OF_BLOCK = 64, 4
 
 
 class Watch:
-    """Remembers a model's trained weights, and tells which of them differ now.
+    """Remembers a model's weights, and tells which of them differ now.
 
     It reads every element, in one pass over the weights, because a change through `.data` is counted nowhere. The
     elements of a block have different weights in its sum, so it is not the same after an exchange of two of them.
-    Weights that were swapped and restored compare equal.
+    Weights that were swapped and restored compare equal. Frozen tensors may be many times the trained ones: in a step
+    only those are read that torch has counted a write to.
     """
 
     def __init__(self, model: ModelTensors) -> None:
         self._model = model
-        self._names = [entry.spec.name for entry in model.layout.entries[: model.num_exchanged]]
+        self._names = [entry.spec.name for entry in model.layout.entries]
         self._places: list[int] | None = None
         self._small: dict[int, memoryview] = {}  # tensors that are compared as bytes, by index
         self._rest: dict[int, torch.Tensor] = {}  # the others
         self._before: dict[int, torch.Tensor] = {}  # remembered values of tensors that have moved since
+        self._frozen: dict[int, torch.Tensor] = {}  # what is remembered of frozen tensors, by index
+        self._frozen_versions: list[tuple[int, int]] = []
         self.note()
 
     def note(self) -> None:
@@ -38,15 +41,30 @@ class Watch:
             self._look_up()
         self._before = {}
         self._noted, self._sums = list(map(bytes, self._small.values())), list(map(_value, self._rest.values()))
-        self._buffers = [] if self._model.num_trained == self._model.num_exchanged else self._buffer_versions()
+        first, last = self._model.num_trained, self._model.num_exchanged
+        self._buffers = [] if first == last else self._versions(first, last)
+        if last < len(self._model.tensors) and (versions := self._versions(last)) != self._frozen_versions:
+            self._frozen_versions = versions
+            found = {index: tensor.detach() for index, tensor in enumerate(self._model.tensors[last:], last)}
+            self._frozen = {
+                at: _value(each).clone()
+                for at, each in found.items()
+                if not each.is_inference() and each.dtype.is_floating_point
+            }
 
     def has_other_buffers(self) -> bool:
         """Whether a buffer was written or replaced since, as a forward pass of BatchNorm in training does."""
-        return self._buffers != self._buffer_versions()
+        return self._buffers != self._versions(self._model.num_trained, self._model.num_exchanged)
 
-    def _buffer_versions(self) -> list[tuple[int, int]]:
-        buffers = self._model.tensors[self._model.num_trained : self._model.num_exchanged]
-        return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in buffers]
+    def _versions(self, first: int, last: int | None = None) -> list[tuple[int, int]]:
+        tensors = self._model.tensors[first:last]
+        return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
+
+    def changed_frozen(self, is_last: bool) -> list[int]:
+        """Indices of frozen tensors that differ. `is_last`: also of those that were changed through `.data`."""
+        if not self._frozen or (not is_last and self._versions(self._model.num_exchanged) == self._frozen_versions):
+            return []
+        return [index for index, value in self._frozen.items() if _differs(self._model.tensors[index].detach(), value)]
 
     def changed(self) -> list[int]:
         """Indices of the tensors that differ from the remembered weights."""

@@ -17,9 +17,9 @@ from ...common.config.schema import Config
 from ...common.errors import UnreachableError, UsageError, shown
 from ...common.reporting.log import get_logger
 from ...common.reporting.pictures.notebook import Card, Losses, Shown
+from ..conversation.channel import worker_credentials
 from ..conversation.exchange import Exchange
 from ..conversation.messages import Final, Goodbye, Settings
-from ..conversation.security import worker_credentials
 from ..ownership import Owner, at_exit, unmark
 from ..session import Length, Progress
 from ..strategies.base import Exchanger, Strategy

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ....common.tensors.layout import FlatRun, Kind, View
-from ..windows import Window
+from ..flat_optimizer import Window
 
 Buffers = Literal["average", "lowest_rank", "keep"]
 

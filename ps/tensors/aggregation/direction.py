@@ -7,7 +7,7 @@ import math
 import torch
 
 from ....common.tensors.layout import Kind, View
-from ..windows import Window
+from ..flat_optimizer import Window
 
 _MAX_SAMPLED = 1 << 16  # sampled elements of the model, for an error of about half a percent
 

@@ -16,7 +16,7 @@ from functools import cache
 import torch
 
 from ....common.tensors.layout import FlatRun, Kind
-from ..windows import Window
+from ..flat_optimizer import Window
 from .base import Aggregator
 
 # Bytes of each payload that are sorted at once, so that the chunks of 16 workers stay in the cache. Measured on windows

@@ -117,7 +117,9 @@ OPTIMIZERS = [
 def test_training_goes_on_bit_identically(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str | None, values: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 4096)  # windows end inside tensors and groups
+    monkeypatch.setattr(
+        "paramserver.ps.tensors.flat_optimizer.WINDOW_BYTES", 4096
+    )  # windows end inside tensors and groups
     spec = optimizer(name, **values)
     straight = new_store(spec)
     train(straight, 0, 50)
@@ -266,12 +268,12 @@ def test_any_layout_at_any_step_in_other_windows(
     # Torch's 1e-8 is 0 in float16: RMSprop divides by it, and weights that are not finite are in no snapshot.
     spec = optimizer(name, groups, **({} if name == "ASGD" else {"eps": 1e-3}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", sizes[0])
+        patch.setattr("paramserver.ps.tensors.flat_optimizer.WINDOW_BYTES", sizes[0])
         straight, interrupted = new_store(spec, layout), new_store(spec, layout)
         train(straight, 0, 4)
         train(interrupted, 0, at)
         loaded = through_files(interrupted, spec, tmp_path_factory.mktemp("any"))
-        patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", sizes[1])
+        patch.setattr("paramserver.ps.tensors.flat_optimizer.WINDOW_BYTES", sizes[1])
         resumed = restored(loaded)
         train(resumed, at, 4)
         assert_same(resumed, straight)

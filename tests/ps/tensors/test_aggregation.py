@@ -19,8 +19,8 @@ from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.ps.tensors.aggregation import trimmed_mean
 from paramserver.ps.tensors.aggregation.base import Aggregator
 from paramserver.ps.tensors.aggregation.trimmed_mean import sort_rows
+from paramserver.ps.tensors.flat_optimizer import windows_of
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
-from paramserver.ps.tensors.windows import windows_of
 
 from .payloads import random_payload
 
@@ -163,7 +163,7 @@ def test_a_round_too_small_to_leave_out_so_many_has_its_median(count: int) -> No
 def test_windows_and_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, name: str, chunk_bytes: int) -> None:
     payloads = [payload_of(rank) for rank in range(5)]
     whole = aggregate(name, payloads)
-    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
+    monkeypatch.setattr("paramserver.ps.tensors.flat_optimizer.WINDOW_BYTES", 192)
     monkeypatch.setattr(trimmed_mean, "_CHUNK_BYTES", chunk_bytes)
     assert len(windows_of(LAYOUT)) > 10
     parts = aggregate(name, payloads)

@@ -9,8 +9,7 @@ import torch
 
 from paramserver.common.tensors.layout import FlatRun, Kind, Layout, TensorSpec, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
-from paramserver.ps.tensors.flat_optimizer import FlatOptimizer
-from paramserver.ps.tensors.windows import windows_of
+from paramserver.ps.tensors.flat_optimizer import FlatOptimizer, windows_of
 
 # No number of elements is a multiple of 16; weights and biases are in groups of their own.
 SHAPES = {"w0": (7, 9), "b0": (7,), "w1": (5, 7), "b1": (5,), "w2": (3, 37)}

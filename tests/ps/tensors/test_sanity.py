@@ -121,7 +121,7 @@ def test_the_norm_is_that_of_all_parameters(sizes: list[tuple[str, int]], seed: 
 def test_the_order_of_arrival_changes_no_bit_of_the_norm(order: list[int], data: st.DataObject) -> None:
     """A sync run that clips is to be the same to the last bit too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", 192)
+        patch.setattr("paramserver.ps.tensors.flat_optimizer.WINDOW_BYTES", 192)
         store = store_of(StoreConfig(max_norm=1.0))
     assert len(store.windows) >= 8
     payload, whole = payload_of(3), measured(store, payload_of(3))
@@ -177,7 +177,7 @@ def test_nothing_to_measure_is_sound(specs: list[TensorSpec], max_norm: float | 
 def test_clipping_is_torchs(monkeypatch: pytest.MonkeyPatch, max_norm: float, window_bytes: int) -> None:
     """The same values as clip_grad_norm_ gives, which rounds norms of half precision to half precision; buffers,
     integers and gaps stay to the last byte."""
-    monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr("paramserver.ps.tensors.flat_optimizer.WINDOW_BYTES", window_bytes)
     store, payload = store_of(StoreConfig(max_norm=max_norm)), payload_of(5)
     before = payload.clone()
     parameters = [torch.nn.Parameter(torch.zeros_like(views(payload)[name])) for name in PARAMETERS]

@@ -22,7 +22,7 @@ from paramserver.common.tensors.optimizers import (
     known_optimizers,
 )
 from paramserver.common.tensors.sharding import Part, divide
-from paramserver.ps.tensors import windows
+from paramserver.ps.tensors import flat_optimizer
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -135,7 +135,7 @@ def test_shards_end_in_the_bits_of_one_store(name: str) -> None:
 def test_so_they_do_with_floats_of_several_kinds_an_average_and_many_windows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", 256)
+    monkeypatch.setattr(flat_optimizer, "WINDOW_BYTES", 256)
     for seed, case in cases(name, 12, ("float32", "float64", "bfloat16")):
         alone, divided = case.trained(1, polyak=0.9), case.trained(case.num_shards, polyak=0.9)
         for tensor in alone:

@@ -12,8 +12,8 @@ import torch
 
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
+from paramserver.ps.tensors.flat_optimizer import windows_of
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
-from paramserver.ps.tensors.windows import windows_of
 
 from .payloads import random_payload
 from .test_store import is_finite
@@ -54,7 +54,7 @@ class Twin:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, window_bytes: int, spec: OptimizerSpec | None, **options: Any
     ) -> None:
-        monkeypatch.setattr("paramserver.ps.tensors.windows.WINDOW_BYTES", window_bytes)
+        monkeypatch.setattr("paramserver.ps.tensors.flat_optimizer.WINDOW_BYTES", window_bytes)
         self.store = Store(LAYOUT, payload_of(999, is_contribution=False), spec, StoreOptions(**options))
 
     def round(self, number: int, count: int, *, may_keep: bool = False, elsewhere: bool = False) -> list[int]:

@@ -129,7 +129,7 @@ def check_stream(stream: Any, counts_epochs: bool, options: dict[str, Any]) -> N
         if options.get(option):
             raise UsageError(f"{name} has no length, and session.shard({option}=...) needs one", fix="leave it out")
     if (options.get("num_workers") or 0) > 1:
-        message = f"{name} has no length, and {options['num_workers']} loader processes would each read all of it"
+        message = f"{name} has no length, and {options['num_workers']} loader processes may each read all of it"
         raise UsageError(message, fix="num_workers=1 (--loader-workers 1)")
 
 
