@@ -91,9 +91,12 @@ def test_a_second_step_on_a_batch_is_said() -> None:
         use(model, batch)
         optimizer.step()
         batches.accumulate = 0
+        with pytest.raises(UsageError, match="has no samples, which are its weight"):
+            optimizer.step()
+        run.record(num_samples=4)
         optimizer.step()
         batches.accumulate = 1
-    assert (run.step, position(run), run.alone.row.samples) == (4, 2, 10)
+    assert (run.step, position(run), run.alone.row.samples) == (4, 2, 16)
     run, model, optimizer = session(steps=4)
     next(iter(run.shard(data(), 4)))
     optimizer.step()
@@ -427,7 +430,7 @@ class Endless(DataLoader):
         (DataLoader(data(), 4), {"drop_last": True}, "whose drop_last is False"),
         (DataLoader(data(), 4), {"num_workers": 2}, "whose num_workers is 0"),
         (DataLoader(data(), 4), {"sampler": range(4)}, "whose sampler is <torch"),
-        (DataLoader(Numbers(), 4, num_workers=2), {}, "2 loader processes would each read all of it"),
+        (DataLoader(Numbers(), 4, num_workers=2), {}, "2 loader processes may each read all of it"),
     ],
 )
 def test_what_a_data_loader_does_that_cannot_be_taken_over_is_refused(

@@ -92,6 +92,15 @@ def test_other_batches_than_were_stated_are_named_with_the_word_to_add(
     assert problem in refused.value.message and fix in (refused.value.fix or "")
 
 
+def test_the_end_of_a_pass_that_no_step_used_is_named() -> None:
+    cursor = cursor_of(2)
+    for number in range(1, 4):
+        cursor.yielded(4, is_last=number == 1)
+    with pytest.raises(UsageError, match="the oldest 1 ended the pass before") as refused:
+        cursor.due()
+    assert "step at the last batch of a pass too" in (refused.value.fix or "")
+
+
 def test_a_dropped_batch_is_used_up_and_has_no_weight() -> None:
     cursor = cursor_of(2)
     for num_samples in (1, 10, 100):

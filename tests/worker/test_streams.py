@@ -77,7 +77,7 @@ def test_one_loader_process_reads_as_the_worker_itself_does() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_workers": 2}, "2 loader processes would each read all of it"),
+        ({"num_workers": 2}, "2 loader processes may each read all of it"),
         ({"pad": True}, r"has no length, and session.shard\(pad=...\) needs one"),
         ({"sampler": [1, 2]}, r"has no length, and session.shard\(sampler=...\) needs one"),
     ],

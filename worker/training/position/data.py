@@ -93,7 +93,11 @@ class Cursor:
             f"step() with {num} unused batch{'es' * (num != 1)} of session.shard() ({self.num_yielded} yielded, "
             f"{self.num_used} used), which says {stated}"
         )
-        if num < self.accumulate:
+        left = next((index for index, item in enumerate(self.in_hand, 1) if item.is_last), num)
+        if left < num:
+            message += f"; the oldest {left} ended the pass before"
+            fix = "step at the last batch of a pass too (i + 1 == len(batches)), or session.skip() for each left over"
+        elif num < self.accumulate:
             fix = f"session.shard(..., accumulate={max(1, num)}), or batches.accumulate = {num} before this step"
         else:
             fix = (
@@ -409,13 +413,20 @@ class DataPosition:
             )
         return found
 
-    def prepare_step(self) -> int:
-        """Returns the samples of the next step; 0 if no batch came from `session.shard()`.
+    def prepare_step(self, num_stated: int) -> int:
+        """Returns the samples of the next step: `num_stated` by the script, else those of its batches.
 
-        Raises UsageError if it uses other batches than were stated.
+        Raises UsageError if it uses other batches than were stated, or none and has no samples.
         """
         self._next = self._due()
-        return sum([item.num_samples for cursor, num in self._next for item in list(cursor.in_hand)[:num]])
+        if not num_stated and not any(num for _, num in self._next):
+            raise UsageError(
+                "a step that uses no new batch (batches.accumulate = 0) has no samples, which are its weight",
+                fix="session.record(num_samples=...) before it: those of the batch that it computed its gradient from",
+            )
+        return num_stated or sum(
+            [item.num_samples for cursor, num in self._next for item in list(cursor.in_hand)[:num]]
+        )
 
     def num_samples_now(self) -> int:
         """Samples of the batch that the model computes now; 0: it does not come from `session.shard()`."""

@@ -144,8 +144,7 @@ class Steps:
             if self._evaluation.every is not None:
                 self._evaluation.begin(progress, data)
             if data.uses_shard:
-                drawn = data.prepare_step()
-                num_samples = num_samples or drawn
+                num_samples = data.prepare_step(num_samples)
         self.strategy.before_step(num_samples, self._fresh_losses, part.param_groups)
         self._fresh_losses = []
         return True
