@@ -135,7 +135,7 @@ def test_a_worker_that_has_not_begun_joins_the_run_of_a_restarted_server(cluster
     mode = ("--mode", "sync", "--workers", "2")
     server = cluster.server(*mode, "--steps", "20")
     first = cluster.script(0, "onehot.py", "20")
-    server.event("joined")  # and waits for the second worker
+    first.event("tensors")  # it has the settings, and waits for the second worker
     server.kill()
     server = cluster.server(*mode, "--steps", steps, "--listen", cluster.address)
     second = cluster.script(1, "onehot.py", "20")

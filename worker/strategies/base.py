@@ -164,7 +164,7 @@ class Strategy:
         self._find_model()
         if self._watch is None:
             return
-        if frozen := self._watch.changed_frozen(is_last=False):
+        if self._watch.frozen and (frozen := self._watch.changed_frozen(is_last=False)):
             raise UsageError(
                 f"frozen weights ({self._watch.names(frozen)}) were changed: the run has and saves those that it began "
                 "with, so the change would be lost",

@@ -31,7 +31,7 @@ class Watch:
         self._small: dict[int, memoryview] = {}  # tensors that are compared as bytes, by index
         self._rest: dict[int, torch.Tensor] = {}  # the others
         self._before: dict[int, torch.Tensor] = {}  # remembered values of tensors that have moved since
-        self._frozen: dict[int, torch.Tensor] = {}  # what is remembered of frozen tensors, by index
+        self.frozen: dict[int, torch.Tensor] = {}  # what is remembered of frozen tensors, by index
         self._frozen_versions: list[tuple[int, int]] = []
         self.note()
 
@@ -46,7 +46,7 @@ class Watch:
         if last < len(self._model.tensors) and (versions := self._versions(last)) != self._frozen_versions:
             self._frozen_versions = versions
             found = {index: tensor.detach() for index, tensor in enumerate(self._model.tensors[last:], last)}
-            self._frozen = {
+            self.frozen = {
                 at: _value(each).clone()
                 for at, each in found.items()
                 if not each.is_inference() and each.dtype.is_floating_point
@@ -62,9 +62,9 @@ class Watch:
 
     def changed_frozen(self, is_last: bool) -> list[int]:
         """Indices of frozen tensors that differ. `is_last`: also of those that were changed through `.data`."""
-        if not self._frozen or (not is_last and self._versions(self._model.num_exchanged) == self._frozen_versions):
+        if not is_last and self._versions(self._model.num_exchanged) == self._frozen_versions:
             return []
-        return [index for index, value in self._frozen.items() if _differs(self._model.tensors[index].detach(), value)]
+        return [index for index, value in self.frozen.items() if _differs(self._model.tensors[index].detach(), value)]
 
     def changed(self) -> list[int]:
         """Indices of the tensors that differ from the remembered weights."""
