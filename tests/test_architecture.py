@@ -63,7 +63,7 @@ WIRE = {"grpc", "grpc_health", "grpc_reflection", "google.protobuf", "paramserve
 GRPC_USERS = {
     "ps/wire/service.py", "ps/wire/conversation.py", "ps/wire/joining.py", "ps/wire/stream.py", "ps/health.py",
     "ps/wire/security.py", "ps/shards/attend.py", "ps/shards/link.py", "worker/conversation/channel.py",
-    "worker/conversation/shard.py", "worker/conversation/stream_client.py", "common/wire/protocol.py",
+    "worker/conversation/shard_set.py", "worker/conversation/stream_client.py", "common/wire/protocol.py",
 }  # fmt: skip
 MESSAGE_USERS = {
     "worker/conversation/messages.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/receiver.py",

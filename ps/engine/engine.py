@@ -23,8 +23,7 @@ from ..core import effects, events
 from ..core.counting import Traffic
 from ..core.effects import Fact
 from ..core.ending import stopping
-from ..core.replication import Sequencer
-from ..core.run import Run
+from ..core.run import Run, Sequencer
 from ..core.state import Options
 from ..policies.base import Policy, names
 from ..snapshots.common import Keeper

@@ -1,6 +1,6 @@
 """A server of several processes: the coordinator decides the order of events, and all shards carry them out.
 
-`ps/core/replication.py` defines the rules. This package is their network code.
+`ps/core/run.py` defines the rules. This package is their network code.
 
     attend.py        the coordinator's side of the connection: shards register, call again, are lost; messages other
                      than events and digests

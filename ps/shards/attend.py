@@ -24,7 +24,7 @@ from ...common.wire.checks import check_address
 from ...proto import parameter_server_pb2 as pb
 from ..core import events
 from ..core.events import KINDS, Event, Lines
-from ..core.replication import Coordinator, Digest, Outbox
+from ..core.run import Coordinator, Digest, Outbox
 from ..engine.engine import Engine, until_one_ends
 from ..engine.folding import ShardState
 from ..snapshots.common import RUN_NAME, Entry, SnapshotName

@@ -32,7 +32,7 @@ from ...common.wire.frames import MAX_DATA_BYTES, MAX_MESSAGE_BYTES, parse
 from ...common.wire.protocol import SERVICE, refusal_from_status
 from ...proto import parameter_server_pb2 as pb
 from ..core.events import Event
-from ..core.replication import Follower
+from ..core.run import Follower
 from ..engine.engine import Clock, Engine
 from ..snapshots.resharding import put_together
 from ..wire.stream import reader_into

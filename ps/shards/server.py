@@ -15,7 +15,7 @@ from ...common.reporting.log import get_logger
 from ...common.version import PROGRAM_VERSION
 from ...common.wire.json_text import read_json
 from ..core.controls import keep_out
-from ..core.replication import Follower
+from ..core.run import Follower
 from ..core.state import Options
 from ..engine.engine import Clock, Engine, until_one_ends
 from ..engine.modes import make_policy, options_of

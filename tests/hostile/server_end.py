@@ -13,7 +13,7 @@ from paramserver.common.wire.checks import struct
 from paramserver.common.wire.frames import frame, message_frames
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
-from paramserver.ps.core.replication import Coordinator, Digest
+from paramserver.ps.core.run import Coordinator, Digest
 from paramserver.ps.engine.folding import ShardState
 from paramserver.ps.shards.attend import LINES, BeginRun, End, GoOn, Ready, Register, ShardFailed
 from paramserver.ps.shards.server import shared_config, with_shared

@@ -26,8 +26,7 @@ from typing import Any
 from paramserver.common.config.sections.training import StoreConfig
 from paramserver.common.tensors.judgement import judge_whole
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.replication import Coordinator, Digest, Follower, Outbox, Sequencer
-from paramserver.ps.core.run import Run
+from paramserver.ps.core.run import Coordinator, Digest, Follower, Outbox, Run, Sequencer
 
 LINES = events.Lines((*events.KINDS, Digest))
 

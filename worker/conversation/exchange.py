@@ -46,8 +46,7 @@ from .messages import (
     loses_replies,
     read_settings,
 )
-from .shard import Shard
-from .shard_set import ShardSet
+from .shard_set import Shard, ShardSet
 from .threads import sleep
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from paramserver.common.errors import ParamServerError, Reason
 from paramserver.common.tensors.judgement import SOUND, Judgement, judge_whole
 from paramserver.common.wire.records import TrainingInfo
 from paramserver.ps.core import effects, events
-from paramserver.ps.core.replication import Coordinator, Outbox
-from paramserver.ps.core.run import Run
+from paramserver.ps.core.run import Coordinator, Outbox, Run
 from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.shards.attend import LINES, BeginRun, Order, Report

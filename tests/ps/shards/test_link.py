@@ -12,7 +12,7 @@ import grpc.aio
 from paramserver.common.config.schema import Config
 from paramserver.common.wire.protocol import SERVICE
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.ps.core.replication import Follower
+from paramserver.ps.core.run import Follower
 from paramserver.ps.engine.engine import Clock
 from paramserver.ps.shards.attend import LINES, BeginRun, GoOn, Ready, Register
 from paramserver.ps.shards.link import Link

@@ -11,7 +11,7 @@ from paramserver.common.version import PROGRAM_VERSION
 from paramserver.common.wire.frames import frame
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
-from paramserver.ps.core.replication import Follower
+from paramserver.ps.core.run import Follower
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy
 from paramserver.ps.wire import joining
