@@ -95,8 +95,7 @@ def test_one_bit_adam_sends_signs_after_its_warm_up(cluster):
 def test_dataloader_workers_do_not_hang(cluster, flags):
     """gRPC and fork: loader processes are forked after the connection was made, also while an exchange is in flight."""
     server = cluster.server("--mode", "async", *flags, "--workers", "1", "--steps", "40")
-    script = cluster.script(0, "forking_loader.py")
-    end_well(script, server)
+    end_well(cluster.script(0, "forking_loader.py"), server)
 
 
 @pytest.mark.slow

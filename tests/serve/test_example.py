@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "gpt.yaml")
 def test_a_model_learns_in_stages_and_replies_meanwhile(cluster: Cluster) -> None:
     port = free_port()
     job = cluster.start(
-        "job", "-m", "paramserver.launch", CONFIG, "-n", "2", "--group", "2", "--pipeline", *SMALL, "--steps", "160",
+        "job", "-m", "paramserver.launch", CONFIG, "-n", "2", "--group", "2", "--pipeline", *SMALL, "--steps", "100000",
         "--serve", str(port), "--set", "serve.group=2", "--set", "serve.every=1", "--set", "slowdown.base_s=0.05",
     )  # fmt: skip
     job.event("serving")
@@ -30,4 +31,5 @@ def test_a_model_learns_in_stages_and_replies_meanwhile(cluster: Cluster) -> Non
         status, reply, _ = ask(f"http://127.0.0.1:{port}", "/v1/completions", {"prompt": "def ", "max_tokens": 8})
         assert status == 200, reply
         versions.add(reply["system_fingerprint"])
-    assert job.wait() == 0, job.output
+    job.signal(signal.SIGTERM)
+    assert job.wait() == 128 + signal.SIGTERM, job.output

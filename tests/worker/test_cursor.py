@@ -96,9 +96,8 @@ def test_the_end_of_a_pass_that_no_step_used_is_named() -> None:
     cursor = cursor_of(2)
     for number in range(1, 4):
         cursor.yielded(4, is_last=number == 1)
-    with pytest.raises(UsageError, match="the oldest 1 ended the pass before") as refused:
+    with pytest.raises(UsageError, match="the oldest 1 ended the pass before"):
         cursor.due()
-    assert "step at the last batch of a pass too" in (refused.value.fix or "")
 
 
 def test_a_dropped_batch_is_used_up_and_has_no_weight() -> None:

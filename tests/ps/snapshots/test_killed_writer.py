@@ -31,12 +31,12 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         version, incarnation = int(line), next_incarnation(place)
+        os.write(1, b"pid %d\\n" % os.getpid())
         while True:
             version += 1
             snapshot(place, version, incarnation)
             os.write(1, b"%d\\n" % version)
             prune(place, 2)
-    os.write(1, b"pid %d\\n" % child)
     os.waitpid(child, 0)
     os.write(1, b"gone\\n")
 """
