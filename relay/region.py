@@ -252,7 +252,9 @@ class Region(Keeper):
             except Exception as error:
                 self._engine.broke("upstream", error)
 
-        self._link.thread.submit(job).add_done_callback(lambda found: loop.call_soon_threadsafe(done, found))
+        self._link.thread.submit(job).add_done_callback(
+            lambda found: loop.is_closed() or loop.call_soon_threadsafe(done, found)
+        )
 
     def _replied(self, outcome: Outcome) -> None:
         if outcome is Outcome.START:

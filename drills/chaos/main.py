@@ -76,7 +76,7 @@ def chaos(
     setup = make(folder=_folder(keep), kinds=_possible(kinds))
     command = f"ps-launch chaos{' ' + config if config else ''} --seconds {seconds:g} --seed {seed} -n {workers}"
     command += f" --mode {mode} --transport {transport} --model-mb {model_mb:g}"
-    command += f" --shards {shards}" if shards > 1 else ""
+    command += (f" --shards {shards}" if shards > 1 else "") + "".join(f" --set {item}" for item in sets or ())
     print(f"chaos: {len(setup.plan)} faults planned; again: {command}", flush=True)
     began = time.monotonic()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.config.sources import LAUNCHER_ENV_NAMES, load_config
+from ...common.errors import UsageError
 from ...common.registry import MODES
 from ...ps.policies.base import Common
 from ..check_main import check_paths, describe, show
@@ -54,6 +55,9 @@ def make_setup(
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_ENV_NAMES}
     resolved = load_config(config_path, {}, [*_as_sets(settings), *sets], environ)
     config, run = resolved.config, resolved.config.run
+    if config.launch.regions:
+        problem = f"launch.regions is {config.launch.regions}: the drill knows no relays, nor the workers of each"
+        raise UsageError(problem, fix="leave regions out; docs/regions.md says what becomes of a region")
     for key in resolved.unread([run.mode]):
         settings.pop(key, None)  # an option of another mode
     num_workers, steps = run.workers or 1, run.task_steps or 1

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from paramserver.common.errors import OutputError
+from paramserver.common.errors import OutputError, UsageError
 from paramserver.drills.chaos import faults
 from paramserver.drills.chaos.faults import Handle, Injector, child_of_port, children_of
 from paramserver.drills.chaos.job import Ending
@@ -307,6 +307,8 @@ def test_a_minute_of_everything(marked, mode: str, flags: tuple[str, ...]) -> No
 def test_what_is_not_true_is_not_passed(tmp_path: Path, capsys) -> None:
     """A job that ended well, of which nothing else is as it should be."""
     chosen = {"run.workers": 1, "run.steps": 3, "run.mode": "async"}
+    with pytest.raises(UsageError, match="the drill knows no relays"):
+        make_setup(None, chosen, ["launch.regions=2"], folder=tmp_path, seconds=5, seed=1, kinds=["cut"])
     trial = make_setup(None, chosen, [], folder=tmp_path, seconds=5, seed=1, kinds=["cut"])
     ending = Ending(exit_code=0, unexpected=["worker 0 failed: exit code 13"])
     nothing_carried = "no byte went through the controlled network, so its faults hit nothing"

@@ -58,7 +58,7 @@ def region_of(link: JobsOfLink, tensors: LaterTensors) -> Region:
     run = SimpleNamespace(
         policy=policy, roster=roster, options=options, is_closed=False, ended_by="", saved=lambda at: {}
     )
-    loop = SimpleNamespace(call_soon_threadsafe=lambda call, *arguments: call(*arguments))
+    loop = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=lambda call, *arguments: call(*arguments))
     engine = SimpleNamespace(
         run=run, model=SimpleNamespace(staging=SimpleNamespace(reclaim=len)), tensors=tensors, traffic={},
         finished=SimpleNamespace(get_loop=lambda: loop), now=lambda: 0.0, complete=lambda saved: (saved, {}),
