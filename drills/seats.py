@@ -71,6 +71,7 @@ class Seats(Follower):
         self._rules: list[Rule] = []
         self._policy: Policy | None = None  # a fresh one of the run's mode; None: it is not known here
         self._finished: set[int] = set()  # ranks that rounds go on without; after a restart: perhaps
+        self._once_finished: set[int] = set()  # in this run; a snapshot may be of a time when they had
         self._starts({})
 
     def _starts(self, steps: dict[int, int]) -> None:
@@ -125,9 +126,10 @@ class Seats(Follower):
             self._report(f"rank {rank} enters, and is a member already")
         if number != (known := self._known_number(rank)):
             self._report(f"rank {rank} enters at number {number}: it is at {known}")
-        if rank not in self._steps and rank not in self._finished and (steps := self._steps_of_members()):
+        if rank in self._steps:
+            self._finished.discard(rank)
+        elif rank not in self._finished and (steps := self._steps_of_members()):
             self._steps[rank] = min(steps)
-        self._finished.discard(rank)
         self.lineage.begin(rank)
         member.number, member.is_member = number, True
 
@@ -145,6 +147,7 @@ class Seats(Follower):
         if how == "finished":
             member.is_member = False
             self._finished.add(rank)
+            self._once_finished.add(rank)
         else:
             del self._members[rank]
 
@@ -231,6 +234,7 @@ class Seats(Follower):
         # A new rank begins at the steps of the slowest member, so that it does not repeat what the others have done.
         steps, known = line["training_steps"], self._steps.get(rank)
         self._steps[rank] = steps
+        self._finished.discard(rank)
         if self._policy is not None and known not in (None, steps):
             self._report(f"rank {rank} goes on at training step {steps}: its contributions have {known}")
         if number != member.number:

@@ -89,9 +89,10 @@ class ServerLines(Seats):
             if not has_source and (version or any(numbers.values())):
                 self._report(f"a run that begins from nothing is at version {version}, numbers {numbers}")
             self.run, self.lineage, self._voided = line["run"], Lineage(numbers), set()
-            self.samples, self.set_aside, self._finished = {}, {}, set()
+            self.samples, self.set_aside, self._once_finished = {}, {}, set()
         self._durable = version if has_source and not self._is_relay else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
+        self._finished = set(self._once_finished)
         self._starts({rank: row.steps for rank, row in line.rows.items() if has_source and rank not in self._finished})
         self._rules = self._rules_of(line.fields)
         self._snapshots, self._has_ended, self._is_cut = set(), False, True

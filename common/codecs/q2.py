@@ -17,7 +17,7 @@ import torch
 from .shared.by_tensor import ROOM, TINY, InBlocks, sizes_of
 
 _PER_BYTE = 4
-_ABOVE = 0.5  # level minus code
+_MIDDLE = 0.5  # level minus code
 _APART = 0.9957  # distance of levels, in standard deviations
 
 
@@ -41,7 +41,7 @@ class Q2Codec(InBlocks):
             for at in range(_PER_BYTE):  # the shift down extends the sign, which is the upper of the two bits
                 codes[:, at] = (packed.view(torch.int8) << 6 - 2 * at) >> 6
             block.view(-1).copy_(codes.view(-1)[: block.numel()])
-            block.add_(_ABOVE).mul_(scales[:, None])
+            block.add_(_MIDDLE).mul_(scales[:, None])
 
 
 def _levels(block: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -50,10 +50,10 @@ def _levels(block: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     part = torch.mul(block, sizes.reciprocal()[:, None], out=ROOM.of("part", block.shape))  # squares stay finite
     spread = torch.linalg.vector_norm(part, dim=1).mul_(_APART / block.shape[1] ** 0.5).clamp_(min=TINY)
     levels = torch.mul(part, spread.reciprocal_()[:, None], out=ROOM.of("work", block.shape))
-    levels.floor_().clamp_(-2, 1).add_(_ABOVE)
+    levels.floor_().clamp_(-2, 1).add_(_MIDDLE)
     torch.div(part.mul_(levels).sum(1), levels.square().sum(1), out=scales)
     scales.mul_(sizes)
-    return levels.sub_(_ABOVE)
+    return levels.sub_(_MIDDLE)
 
 
 ENTRY = Q2Codec

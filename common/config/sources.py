@@ -247,9 +247,9 @@ def _check_key(key: str, origin: str, known: Iterable[str]) -> None:
     _check_section(section, origin, known)
     name = rest.partition(".")[0]
     if name and f"{section}.{name}" not in known and sections()[section] is not OptimizerConfig:
-        elsewhere = [key for key in known if key.endswith(f".{name}")]
+        others = [key for key in known if key.endswith(f".{name}")]
         near = [key.removeprefix(f"{section}.") for key in known if key.startswith(f"{section}.")]
-        fix = f"did you mean '{elsewhere[0]}'?" if elsewhere else did_you_mean(name, near, f"{section}.")
+        fix = f"did you mean '{others[0]}'?" if others else did_you_mean(name, near, f"{section}.")
         if (why := synonyms.DROPPED_SETTINGS.get(key)) is not None:
             raise UsageError(f"{origin}: {key} was removed", fix=why)
         raise UsageError(f"{origin}: unknown key '{section}.{name}'", fix=fix)

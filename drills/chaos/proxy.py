@@ -121,12 +121,12 @@ class Network:
         await self._pass(link, UP)
         await self._pass(link, DOWN)
         host, link.port = split_address(target)
-        upstream, link.writers[UP] = await asyncio.open_connection(host, link.port)
+        from_server, link.writers[UP] = await asyncio.open_connection(host, link.port)
         link.writers[DOWN].write(b"HTTP/1.1 200 OK\r\n\r\n")
         # A process that ends closes its direction; the bytes that it has sent still arrive.
         async with asyncio.TaskGroup() as pumps:
             pumps.create_task(self._pump(link, reader, UP))
-            pumps.create_task(self._pump(link, upstream, DOWN))
+            pumps.create_task(self._pump(link, from_server, DOWN))
 
     async def _pump(self, link: _Link, reader: asyncio.StreamReader, direction: str) -> None:
         writer = link.writers[direction]
