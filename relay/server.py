@@ -43,7 +43,10 @@ class RelayServer(Server):
         self.engine.publish, self.engine.is_observed[Evaluated] = passed_on, True
 
     def after(self, config: Config) -> Server:
-        return RelayServer(with_settings(config, self._link), self._link, before=self, clock=self._clock)
+        server = RelayServer(with_settings(config, self._link), self._link, before=self, clock=self._clock)
+        # The state above does not know the joins of workers that have not begun: they are told by their processes.
+        server.engine.run.roster.processes = dict(self._run.roster.processes)
+        return server
 
     def _restored(self) -> None:
         self._region = Region(self._config, self.engine, self._link, self.go_back)

@@ -118,7 +118,7 @@ class Roster:
         newest, previous = self.num_joins.get(rank, 0), joined.incarnation
         if newest < previous <= newest + self._unknown_joins:
             newest = previous
-        elif not joined.run and rank not in self.processes:  # it had not begun in the run of an earlier server
+        elif not (newest or joined.run):  # it had not begun in the run of an earlier server
             previous = 0
         known = self.processes.get(rank, "")
         is_newest = joined.process == known if joined.process and known else previous == newest

@@ -116,5 +116,6 @@ def test_a_process_that_had_not_begun_joins_another_run_but_not_again_once_it_wa
     assert roster.seat(Joined(1, 0, incarnation=3, process="old"))[0].incarnation == 1
     roster.seat(Joined(2, 0, process="new"))
     assert refused(lambda: roster.seat(Joined(3, 0, incarnation=1, process="old"))).reason is Reason.REPLACED
-    roster.restore({1: 5})  # a relay went back to the state above, which knows of an older process of the rank
-    assert roster.seat(Joined(4, 1, incarnation=1, process="of the relay before"))[0].incarnation == 6
+    roster.restore({0: 5})  # a relay went back to the state above, which knows of other processes of the rank
+    assert roster.seat(Joined(4, 0, incarnation=2, process="new"))[0].incarnation == 6
+    assert refused(lambda: roster.seat(Joined(5, 0, incarnation=1, process="old"))).reason is Reason.REPLACED
