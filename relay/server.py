@@ -33,6 +33,8 @@ class RelayServer(Server):
         self._run.name, self._run.incarnation = link.run_name, link.incarnation
         if before is None:
             self._run.roster.restore({})  # its workers may have joined an earlier relay
+        else:  # the state above does not know the joins of workers that have not begun
+            self._run.roster.processes = dict(before.engine.run.roster.processes)
         publish = self.engine.publish
 
         def passed_on(at: float, fact: Fact) -> None:
@@ -43,10 +45,7 @@ class RelayServer(Server):
         self.engine.publish, self.engine.is_observed[Evaluated] = passed_on, True
 
     def after(self, config: Config) -> Server:
-        server = RelayServer(with_settings(config, self._link), self._link, before=self, clock=self._clock)
-        # The state above does not know the joins of workers that have not begun: they are told by their processes.
-        server.engine.run.roster.processes = dict(self._run.roster.processes)
-        return server
+        return RelayServer(with_settings(config, self._link), self._link, before=self, clock=self._clock)
 
     def _restored(self) -> None:
         self._region = Region(self._config, self.engine, self._link, self.go_back)

@@ -42,5 +42,7 @@ async def test_no_worker_enters_the_run_that_a_region_leaves() -> None:
     await after.start()
     with pytest.raises(ParamServerError, match="was evicted"):
         after.engine.join(Joined(1, 1, process="b"))
+    after.engine.run.roster.restore({0: 2})  # by the state above, which knows of two older processes of the rank
+    assert after.engine.join(Joined(2, 0, incarnation=1, process="a")).incarnation == 3
     await after._listening.stop()
     after.engine.close()
