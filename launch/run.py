@@ -137,6 +137,7 @@ def _check_here(plans: list[Plan], config: Config) -> None:
         if config.task.init is not None:
             preflight.check_weights(config.task.init)
     preflight.check_device(config.worker.device)
+    preflight.check_resume(config.checkpoint)
     listen = next((plan.listen for plan in plans if plan.server is not None), None)
     if listen is None:  # one worker alone
         return

@@ -19,7 +19,7 @@ from ..common.config import quiet  # noqa: F401  (before the slow imports)
 # isort: split
 from ..common.config import cli
 from ..common.config.option import SERVER
-from ..common.config.preflight import check_optimizer
+from ..common.config.preflight import check_optimizer, check_resume
 from ..common.config.schema import Config
 from ..common.config.sources import Resolved
 from ..common.errors import UsageError
@@ -65,6 +65,7 @@ def check_before_loading(config: Config) -> None:
     from ..common.reporting.output import check_writable
 
     check_optimizer(config.optimizer.name)
+    check_resume(config.checkpoint)
     best = config.output.best if config.run.eval_every is not None else None
     for path in (config.output.save, config.output.summary, config.output.curve, best):
         if path is not None:

@@ -21,11 +21,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import BindError, UsageError, did_you_mean
+from ..errors import BindError, CheckpointError, UsageError, did_you_mean
 from ..registry import TASKS
 from ..user_code import is_in_file, split_name
 from ..wire.json_text import read_json
 from .addresses import split_address
+from .sections.processes import CheckpointConfig
 
 # ---- code ----------------------------------------------------------------------------------------
 # Checks a task file without running it: whether it has the named class, with its four methods.
@@ -227,6 +228,20 @@ def check_weights(path: str) -> None:
             return
         why = f"its header declares {end:,} bytes of tensors; the file has {num_bytes:,}"
     raise UsageError(f"--init {path}: is no safetensors file: {why}", fix="name a file that --save has written")
+
+
+def check_resume(checkpoint: CheckpointConfig) -> None:
+    """Raise CheckpointError if the place to resume from does not exist. A server looks for the snapshots in it."""
+    directory = checkpoint.dir if checkpoint.resume == "latest" else checkpoint.resume
+    if checkpoint.resume not in (None, "never") and not Path(directory or "").exists():
+        raise no_snapshot(directory, checkpoint.resume)
+
+
+def no_snapshot(directory: str | None, resume: str | None) -> CheckpointError:
+    """Return the error of a directory without a snapshot."""
+    problem = f"there is no snapshot in {directory} to resume from (checkpoint.resume is {resume})"
+    fix = "name a directory that ps-server --checkpoint-dir wrote to, or start a new run without --resume"
+    return CheckpointError(problem, fix=fix)
 
 
 def check_optimizer(name: str) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from ...common.config.preflight import no_snapshot
 from ...common.config.schema import Config
 from ...common.errors import CheckpointError
 from ...common.reporting.log import get_logger
@@ -99,9 +100,7 @@ class Available:
         self._moments = self._look(self._directory) if self._directory is not None else []
         self.skipped: list[Path] = []  # unusable snapshots that are newer than the loaded one
         if options.resume not in (None, "never") and not self._moments:
-            problem = f"there is no snapshot in {directory} to resume from (checkpoint.resume is {options.resume})"
-            fix = "name a directory that ps-server --checkpoint-dir wrote to, or start a new run without --resume"
-            raise CheckpointError(problem, fix=fix)
+            raise no_snapshot(directory, options.resume)
 
     def _look(self, directory: Path) -> list[_Moment]:
         here, local_paths = self._num_shards, candidates(_shard_dir(directory, self._shard, self._num_shards))

@@ -14,11 +14,13 @@ from paramserver.common.config.preflight import (
     check_device,
     check_listening,
     check_optimizer,
+    check_resume,
     check_script,
     check_task,
     check_weights,
 )
-from paramserver.common.errors import BindError, ParamServerError, UsageError
+from paramserver.common.config.sections.processes import CheckpointConfig
+from paramserver.common.errors import BindError, CheckpointError, ParamServerError, UsageError
 from paramserver.common.registry import TASKS
 from paramserver.common.tensors.optimizers import known_optimizers
 
@@ -101,6 +103,15 @@ def test_the_names_of_optimizers_are_torchs() -> None:
     check_optimizer("AdamW")
     with pytest.raises(UsageError, match="unknown optimizer 'adm'"):
         check_optimizer("adm")
+
+
+def test_a_place_to_resume_from_exists(tmp_path: Path) -> None:
+    here, missing = str(tmp_path), str(tmp_path / "none")
+    for resume, directory in (("never", missing), (None, missing), (here, None), ("latest", here)):
+        check_resume(CheckpointConfig(dir=directory, resume=resume))
+    for resume, directory in ((missing, here), ("latest", missing)):
+        with pytest.raises(CheckpointError, match=f"no snapshot in {missing} to resume from"):
+            check_resume(CheckpointConfig(dir=directory, resume=resume))
 
 
 def test_weights_are_looked_at_by_their_header(tmp_path: Path) -> None:
