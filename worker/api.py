@@ -47,6 +47,9 @@ def connect(address: str | None = None, rank: int | None = None) -> Session:
     if getattr(sys.excepthook, "__module__", "") in _REPLACED_HOOKS:
         sys.excepthook = _explain
         watch_exit()
+    if not isinstance(address, str | None):
+        message = f"connect() takes the address of a server, HOST:PORT, and a rank; got a {type(address).__name__}"
+        raise UsageError(message, fix="session = paramserver.connect(), then session.optimizer(model, optimizer)")
     resolved = load_config(None, {"worker.server": address, "worker.rank": rank}, [], os.environ)
     if not structlog.is_configured():
         setup_logging(resolved.config.log, "script")

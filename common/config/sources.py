@@ -34,6 +34,7 @@ from .schema import Config, OptimizerConfig, mode_options
 _SHORT_NAMES = {"PS_SERVER": "worker.server"}
 # Two settings for the length of a run: the setting from the stronger source replaces the other.
 _INSTEAD = {"run.steps": "run.epochs", "run.epochs": "run.steps"}
+_MAX_SHOWN = 100  # characters of a value in a message
 # Variables of a process's own rank. A launcher does not pass them to its children.
 LAUNCHER_ENV_NAMES = RANK_VARIABLES | _SHORT_NAMES.keys()
 
@@ -374,7 +375,8 @@ def refusal(error: ValidationError, origins: Mapping[str, str], otherwise: str =
         origin = next((o for k, o in origins.items() if key == k or key.startswith(k + ".")), otherwise)
         message = mistake["msg"].removeprefix("Value error, ")
         message = message[0].lower() + message[1:]
-        got = "" if mistake["type"] in ("value_error", "missing") else f", got {meant(mistake['input'])!r}"
+        value = " ".join(repr(meant(mistake["input"])).split())[:_MAX_SHOWN]
+        got = "" if mistake["type"] in ("value_error", "missing") else f", got {value}"
         if mistake["type"] == NOT_FINITE:
             fixes.append(_FINITE)
         if isinstance(cause := mistake.get("ctx", {}).get("error"), UnknownNameError):

@@ -178,6 +178,7 @@ def test_every_setting_is_a_row_with_its_origin(write: Callable[[str], Path]) ->
         ("- run\n", 1, "expected sections", "see configs/digits.yaml"),
         ("run:\n  steps: 0\n", 2, "run.steps: input should be greater than or equal to 1, got 0", ""),
         ("run:\n  steps: [1]\n", 2, "run.steps: input should be a valid integer, got [1]", ""),
+        (f"run:\n  steps: [{'1, ' * 99}]\n", 2, f"run.steps: input should be a valid integer, got [{'1, ' * 33}", ""),
         ("run:\n  seed:\n", 2, "run.seed: input should be a valid integer, got None", ""),
         ("run:\n  mode: spp\n", 2, "unknown mode 'spp'", "did you mean 'ssp'?"),
         ("worker:\n  codec: itn8\n", 2, "unknown codec 'itn8'", "did you mean 'int8'?"),

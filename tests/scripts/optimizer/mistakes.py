@@ -17,6 +17,7 @@ def wrong(words, action):
     assert words in f"{raised.value.message}; {raised.value.fix}"
 
 
+wrong("got a Sequential; session = paramserver.connect(), then", lambda: paramserver.connect(model))
 with paramserver.connect() as session:
     inner = torch.optim.Adam(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=1000)
