@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..common.errors import ParamServerError, UsageError
 from ..common.reporting.log import get_logger
+from ..worker.training.position.sources import Generators
 from ..worker.training.session import Session
 
 log = get_logger()
@@ -91,8 +92,7 @@ class RankSampler(Sampler[int]):
             device = generator.manual_seed(seed).device
         if hasattr(self._base, "initial_seed"):  # Accelerate's: seeds itself with this + epoch
             self._base.initial_seed = self._session.settings.seed
-        with torch.random.fork_rng(devices=[]), device:
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also change the generator of a GPU
+        with Generators(seed).drawn_from(), device:
             return list(self._base)
 
 

@@ -170,7 +170,8 @@ class Stream:
         except TimeoutError:
             name = kinds[0].replace("_", " ").capitalize()
             message = f"no {name} within {timeout_s:g} s (server.join_timeout_s)"
-            raise refusal(Reason.BAD_REQUEST, message) from None
+            fix = "if the machine of the worker is that slow, more: --set server.join_timeout_s=300"
+            raise refusal(Reason.BAD_REQUEST, message, fix=fix) from None
 
     def _take_header(self, header: Message) -> None:
         """Check a header, and count the bytes that it announces."""

@@ -104,6 +104,23 @@ def test_a_second_step_on_a_batch_is_said() -> None:
         optimizer.step()
 
 
+def test_steps_of_several_optimizers_on_a_batch_need_no_word() -> None:
+    run = AloneSession(Config(run=RunConfig(steps=4)))
+    parts = {name: torch.nn.Linear(1, 1) for name in ("first", "second")}
+    optimizers = run.optimizers(
+        **{name: (part, torch.optim.SGD(part.parameters(), lr=0.01)) for name, part in parts.items()}
+    )
+    batches = run.shard(source := data(), 4)
+    assert batches.dataset is source
+    for _ in batches:
+        for optimizer in (*optimizers, optimizers[1]):
+            optimizer.step()
+    assert run.alone.row.samples == 10
+    batches.accumulate = 0
+    with pytest.raises(UsageError, match=r"accumulate = 0 with session.optimizers\(\)"):
+        optimizers[0].step()
+
+
 def test_a_step_may_use_another_number_of_batches_than_the_one_before() -> None:
     run, model, optimizer = session(steps=4)
     batches, num = run.shard(data(40), 2, epochs=None), 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections import Counter, namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler, TensorDataset
 
 from paramserver.common.errors import ParamServerError
 from paramserver.worker.training import data
-from paramserver.worker.training.data import Shares, sharded_batches, to_device
+from paramserver.worker.training.data import Shares, seed_everything, sharded_batches, step_seed, to_device
 
 
 def tensors_of(num_samples: int) -> TensorDataset:
@@ -250,3 +252,60 @@ def test_a_gpu_that_is_there_is_seeded_and_one_that_is_not_is_none(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda found=found: found)
         monkeypatch.setattr(torch.cuda, "device_count", lambda num=num_devices: num)
         assert data._has_accelerator.__wrapped__() is has_accelerator
+
+
+place_of_a_batch = st.tuples(st.integers(0, 2**20), st.integers(0, 500), st.integers(0, 2**31))  # seed, rank, batch
+
+
+@given(place_of_a_batch, place_of_a_batch)
+def test_another_run_rank_or_batch_has_other_random_numbers(one_place: Any, other_place: Any) -> None:
+    """As drawn: torch's generator of the CPU uses only a part of its seed."""
+    state = torch.get_rng_state()
+    drawn = []
+    for place_of in (one_place, other_place):
+        seed_everything(step_seed(*place_of))
+        drawn.append(torch.rand(4).tolist())
+    torch.set_rng_state(state)
+    assert (drawn[0] == drawn[1]) == (one_place == other_place)
+
+
+class Noisy(Dataset):
+    """Samples with an augmentation, made in a loader process."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+
+def test_loader_processes_of_two_ranks_augment_differently() -> None:
+    shares = Shares(Noisy(), 4, seed=1)
+    first, second = (next(sharded_batches(shares, lambda i=i: (2, i), 0, num_workers=1))[0] for i in range(2))
+    assert not torch.equal(first, second)
+
+
+SOURCES = {
+    "torch": lambda: torch.randperm(20).tolist(),
+    "random": lambda: random.sample(range(20), 20),
+    "numpy": lambda: np.random.permutation(20).tolist(),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_ranks_divide_what_a_sampler_draws_from_any_generator(source: str) -> None:
+    class Drawn:
+        def __len__(self) -> int:
+            return 20
+
+        def __iter__(self) -> Any:
+            return iter(SOURCES[source]())
+
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    shares = Shares(tensors_of(20), 5, seed=3, sampler=Drawn())
+    found = [[numbers([batch]) for batch, _ in itertools.islice(sharded_batches(shares, lambda i=i: (2, i), 0), 4)]
+             for i in range(2)]  # fmt: skip
+    epochs = [sorted(itertools.chain(*found[0][i : i + 2], *found[1][i : i + 2])) for i in (0, 2)]
+    assert epochs == [list(range(20))] * 2
+    assert found[0][:2] != found[0][2:]
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())

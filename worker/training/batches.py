@@ -72,6 +72,11 @@ class Batches:
             message = "session.shard(epochs=None) goes on until the run ends, and the run has no length"
             raise UsageError(message, fix="--steps N or --epochs N; or session.shard(epochs=N)")
 
+    @property
+    def dataset(self) -> Any:
+        """The whole data set, of all ranks, as a DataLoader has it."""
+        return self._shares.dataset
+
     # ---- lengths ------------------------------------------------------------------------------
 
     def __len__(self) -> int:

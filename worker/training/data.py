@@ -33,9 +33,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def step_seed(seed: int, rank: int, step: int) -> int:
     """Return a random seed for one step of one rank.
 
-    Different (seed, rank, step) give different seeds within their limits.
+    torch's generator of the CPU uses only the low 32 bits of a seed. So all three are mixed into these, by the last
+    steps of splitmix64, which give different numbers of 64 bits for different ones.
     """
-    return (seed << 32 ^ rank << 52 ^ step) % 2**63
+    mixed = (seed << 32 ^ rank << 52 ^ step) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    return (mixed ^ mixed >> 31) % 2**63
 
 
 def seed_everything(seed: int) -> None:
@@ -160,8 +164,8 @@ class Shares:
 def draw(sampler: Any, seed: int, epoch: int, size: int) -> Iterator[torch.Tensor]:
     """Yield the order of an epoch from a sampler, `size` indices at a time. It is the same on all ranks.
 
-    The sampler must draw from torch's generator or from a generator in its attribute `generator`. What it draws is
-    independent of what the script draws meanwhile.
+    The sampler must draw from the generators of torch, Python or NumPy, or from one of torch in its attribute
+    `generator`. What it draws is independent of what the script draws meanwhile.
     """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
@@ -217,7 +221,7 @@ class Loader:
         num_batches = shares.num_batches(division[0])
         if first < num_batches:
             plan = itertools.islice(shares.batches_of(number, *division), first, None)
-            yield from self._load(plan, seed)
+            yield from self._load(plan, step_seed(shares.seed, division[1], number))
         return num_batches
 
     def _load(self, plan: Iterator[tuple[torch.Tensor, int]], seed: int) -> Iterator[tuple[Any, int]]:

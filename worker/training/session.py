@@ -40,7 +40,8 @@ Part = tuple[nn.Module, Optimizer]
 _NUM_NAMED = 4
 _BATCH_NORM = (
     "BatchNorm uses the statistics of each process' own batch, so the run differs from one process with the union "
-    "batch; GroupNorm and LayerNorm do not differ; torch.nn.SyncBatchNorm helps only in a replica group (--group)"
+    "batch, and fails on a batch of one sample (drop_last=True); GroupNorm and LayerNorm do not differ; "
+    "torch.nn.SyncBatchNorm helps only in a replica group (--group)"
 )
 
 

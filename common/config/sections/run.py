@@ -77,7 +77,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:
         if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}: a run has one length")
+            raise ValueError(
+                f"steps is {self.steps} and epochs is {self.epochs}: a run has one length, so leave one out"
+            )
         return self
 
     @property

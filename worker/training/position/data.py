@@ -96,14 +96,17 @@ class Cursor:
         left = next((index for index, item in enumerate(self.in_hand, 1) if item.is_last), num)
         if left < num:
             message += f"; the oldest {left} ended the pass before"
-            fix = "step at the last batch of a pass too (i + 1 == len(batches)), or session.skip() for each left over"
+            fix = (
+                "step at the last batch of a pass too (i + 1 == len(batches)), or session.skip() for each left over, "
+                "before a break too; a DataLoader for data that is not trained on"
+            )
         elif num < self.accumulate:
             fix = f"session.shard(..., accumulate={max(1, num)}), or batches.accumulate = {num} before this step"
         else:
             fix = (
                 f"accumulate={num - self.prefetch} if a step uses several batches; prefetch={num - self.accumulate} if "
-                "the loop fetches ahead; session.skip() for each batch that no step uses (of two loops in zip(), the "
-                "shorter one comes first); a DataLoader for data that is not trained on"
+                "the loop fetches ahead; session.skip() for each batch that no step uses, before a break too (of two "
+                "loops in zip(), the shorter one comes first); a DataLoader for data that is not trained on"
             )
         raise UsageError(message, fix=fix)
 
@@ -399,6 +402,11 @@ class DataPosition:
         and for batches that a loop has fetched ahead before its end, each step() of the first optimizer begins one.
         """
         self._first = self._first or part
+        if any(not cursor.accumulate for cursor in self.cursors):
+            raise UsageError(
+                "batches.accumulate = 0 with session.optimizers(): a training step begins with a new batch",
+                fix="leave it out: more steps on the same batch, of one optimizer or several, need no word",
+            )
         if self.uses_shard and not any(cursor.has_ended and cursor.in_hand for cursor in self.cursors):
             return any(cursor.is_fresh for cursor in self.cursors)
         return part is self._first

@@ -6,12 +6,15 @@ Of a data set without a length every rank reads all samples in order and keeps e
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
@@ -20,7 +23,10 @@ from ....common.errors import UsageError
 _SIGNATURE = inspect.signature(DataLoader).parameters
 # The session divides and orders the data by these itself. It passes all other arguments to a DataLoader of its own.
 _OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
-_FIX = "give session.shard() the data set: session.shard(loader.dataset, batch_size=..., sampler=...)"
+_FIX = (
+    "give session.shard() the data set: session.shard(loader.dataset, batch_size=..., sampler=..., collate_fn=...); or "
+    "divide it among the ranks yourself, and loop over it with session.record(num_samples=len(batch)) before each step"
+)
 # The arguments of `session.shard()` about the data, and what they are unless a script gives them.
 _DEFAULTS = {"batch_size": None, "shuffle": True, "drop_last": False, "sampler": None}
 
@@ -45,20 +51,47 @@ def share_of(rows: Any, index: int, num_workers: int) -> tuple[Any, int]:
     return rows[which : which + 1], weight
 
 
+class Generators:
+    """The generators of torch on the CPU, Python and NumPy for a source, seeded equally on all ranks."""
+
+    def __init__(self, seed: int) -> None:
+        numbers = np.random.RandomState(seed % 2**32)
+        self._states = torch.Generator().manual_seed(seed).get_state(), Random(seed).getstate(), numbers.get_state()
+
+    @contextmanager
+    def drawn_from(self) -> Iterator[None]:
+        """Use these instead of the process's generators, which go on afterwards where they were."""
+        before = _states()
+        _restore(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _restore(before)
+
+
+def _states() -> tuple[torch.Tensor, Any, Any]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _restore(states: tuple[torch.Tensor, Any, Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
 def pieces(source: Iterable[Any], seed: int, size: int, device: str | None = None) -> Iterator[list[Any]]:
     """Yield what a stream or a sampler gives, `size` items at a time.
 
-    It draws from a generator of torch with this seed, whatever the script draws meanwhile. `device`: torch's default
-    device while it draws.
+    It draws from generators with this seed, whatever the script draws meanwhile. `device`: torch's default device while
+    it draws.
     """
-    state = torch.Generator().manual_seed(seed).get_state()
+    generators = Generators(seed)
     items: Iterator[Any] | None = None
     while True:
-        with torch.random.fork_rng(devices=[]), nullcontext() if device is None else torch.device(device):
-            torch.set_rng_state(state)
+        with generators.drawn_from(), nullcontext() if device is None else torch.device(device):
             items = iter(source) if items is None else items
             found = list(islice(items, size))
-            state = torch.get_rng_state()
         if found:
             yield found
         if len(found) < size:
