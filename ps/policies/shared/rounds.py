@@ -19,7 +19,7 @@ contributions. In two cases workers are folded as they come:
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -108,7 +108,7 @@ class RoundPolicy(Policy):
         self._late: set[int] = set()  # live ranks that came back after their position was passed: not in this round
         self._as_they_come: set[int] = set()  # ranks of this round that are folded out of order
         self._weights: dict[int, float] = {}  # contributed in this round, also by workers that left since
-        self._missing: list[int] = []  # live ranks that have not contributed, sorted
+        self._missing: set[int] = set()  # live ranks that have not contributed
         self._opened_at = 0.0  # time of the round's first contribution
         self._part = 0  # of the model, of the round
 
@@ -152,7 +152,7 @@ class RoundPolicy(Policy):
         self._part = counts.part
         self._opened_at = self._opened_at if self._weights else now
         self._weights[member.rank] = self._weight(contribution)
-        del self._missing[bisect_left(self._missing, member.rank)]
+        self._missing.remove(member.rank)
         if self.has_fixed_set and member.rank not in self._as_they_come:
             return self._fold_next()
         return [Fold(member.rank, self._weights[member.rank])]
@@ -169,7 +169,7 @@ class RoundPolicy(Policy):
                 return []
             else:
                 self._as_they_come.add(rank)
-        insort(self._missing, rank)
+        self._missing.add(rank)
         return self._fold_next() if self.has_fixed_set else []
 
     def _left(self, rank: int) -> list[Decision]:
@@ -179,7 +179,7 @@ class RoundPolicy(Policy):
         if rank in self._late:
             self._late.remove(rank)
             return []
-        del self._missing[bisect_left(self._missing, rank)]
+        self._missing.remove(rank)
         if rank in self._as_they_come:
             self._as_they_come.remove(rank)
         elif not self.has_fixed_set or rank in self.finished_ranks:  # otherwise its position stays, vacant
@@ -226,7 +226,7 @@ class RoundPolicy(Policy):
     def _why_close(self, now: float) -> str | None:
         """Returns the reason that the open round closes now; None while it stays open."""
         contributed, num_missing = len(self._weights), len(self._missing)
-        if contributed < max(1, self._needed):
+        if (num_missing and self.has_fixed_set) or contributed < max(1, self._needed):
             return None
         if not num_missing:
             live = len(self.members) - len(self._late)
@@ -237,21 +237,20 @@ class RoundPolicy(Policy):
             return f"{contributed} contributed, {num_missing} of {self.options.backup_workers} backup workers did not"
         timeout_s = self.options.straggler_timeout_s
         if timeout_s is not None and now - self._opened_at >= timeout_s:
-            return f"{contributed} contributed within {timeout_s:g} s, rank {names(self._missing)} did not"
+            return f"{contributed} contributed within {timeout_s:g} s, rank {names(sorted(self._missing))} did not"
         if self._deadline is not None and self._deadline.has_passed(self._missing, now):
             message = f"{contributed} contributed within {self._deadline.after_s:.3g} s (policy.straggler_mad)"
-            return f"{message}, rank {names(self._missing)} did not"
+            return f"{message}, rank {names(sorted(self._missing))} did not"
         return None
 
     def _advance(self, now: float) -> list[Decision]:
         if self._late and not self._missing and len(self._weights) < self._needed:
             # Take late workers into the round, when too few are left without them (`min_workers`).
-            self._missing = sorted(self._late)
+            self._missing, self._late = self._late, set()
             if self._weights:
-                self._as_they_come |= self._late
+                self._as_they_come |= self._missing
             else:
-                self._order, self._num_folded = list(self._missing), 0
-            self._late.clear()
+                self._order, self._num_folded = sorted(self._missing), 0
             self._waiting.ask_all()
         reason = self._why_close(now)
         if reason is None:
@@ -262,7 +261,7 @@ class RoundPolicy(Policy):
         elif self.committed_by is not None and len(self.committed_by) != len(self._ranks):
             self.committed_by = None  # some workers were late for this round
         commit = self._commit(tuple(sorted(self._weights)), reason)
-        self._order, self._missing, self._num_folded = list(self._ranks), list(self._ranks), 0
+        self._order, self._missing, self._num_folded = list(self._ranks), set(self._ranks), 0
         self._late.clear()
         self._as_they_come.clear()
         if self._deadline is not None:
@@ -277,10 +276,10 @@ class RoundPolicy(Policy):
 
     def _why_open(self) -> str:
         live = len(self.members) - len(self._late)
-        return f"{live - len(self._missing)} of {live} workers contributed; missing rank {names(self._missing)}"
+        return f"{live - len(self._missing)} of {live} workers contributed; missing rank {names(sorted(self._missing))}"
 
     def upload_position(self, rank: int) -> int:
         may_wait = self.has_fixed_set and (rank in self.members or rank in self._weights)
         if not may_wait or rank in self._as_they_come:
             return 0
-        return max(0, bisect_left(self._order, rank) - self._num_folded)
+        return bisect_left(self._order, rank, self._num_folded) - self._num_folded
