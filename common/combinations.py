@@ -57,7 +57,7 @@ class Choices:
     shards: int = _setting("server.shards", 1)
     colocate: bool = False
     regions: int = 0
-    is_region: bool = False  # this server is a region of a run above
+    in_region: bool = False  # the server is that of a region of a run above
     upstream_every: int | None = _setting("upstream.every", None)
     mode_above: str = ""  # of the run above, once it is known
     kind_above: ContributionKind | None = None
@@ -169,14 +169,14 @@ CAPABILITIES: dict[str, Words] = {
     "outstanding means": lambda c: _among_peers(c) and c.staleness and f"policy.staleness is {c.staleness}",
     "--fragments": lambda c: c.fragments > 1 and f"policy.fragments is {c.fragments}",
     "--shards": lambda c: (c.shards > 1 and f"--shards {c.shards}") or (c.colocate and "--colocate"),
-    "--regions": lambda c: (c.regions and f"{c.regions} regions") or (c.is_region and "a region (--upstream)"),
+    "--regions": lambda c: (c.regions and f"{c.regions} regions") or (c.in_region and "a region (--upstream)"),
     "regions in the mode of the run above":
         lambda c: c.regions and not c.upstream_every and f"{c.regions} regions without --upstream-every",
     "--upstream-every":
-        lambda c: (c.regions or c.is_region) and c.upstream_every and f"--upstream-every {c.upstream_every}",
+        lambda c: (c.regions or c.in_region) and c.upstream_every and f"--upstream-every {c.upstream_every}",
     "a run above of peers": lambda c: c.kind_above is not None and c.kind_above.has_peers and _above(c),
     "a run above of gradients": lambda c: c.kind_above is not None and c.kind_above.holds_gradients and _above(c),
-    "a region's server": lambda c: c.is_region and "--upstream",
+    "a region's server": lambda c: c.in_region and "--upstream",
     "--checkpoint-dir": lambda c: c.snapshots and f"--checkpoint-dir {c.snapshots}",
     # settings of the worker
     "--codec": lambda c: c.codec != "raw" and f"worker.codec is {c.codec}",
@@ -378,7 +378,7 @@ def choices_of(config: Any, mode: str, **known: Any) -> Choices:
         kind=kind,
         has_rounds=policy.has_rounds,
         policy=policy,
-        is_region=config.upstream.server is not None,
+        in_region=config.upstream.server is not None,
         **(values | known),
     )
 

@@ -74,12 +74,8 @@ def show(verdict: Verdict) -> None:
     from ..common.reporting.report import report_console
 
     report_console().print(tally_table(verdict.tally))
-    for file, region in verdict.regions.items():
-        restarts = f", {region.tally.restarts} restarts of the relay" if region.tally.restarts else ""
-        counts = f"counts {region.num_counted:,} of its {region.num_samples:,} samples"
-        if region.num_counted is None:
-            counts = "was not compared: lines of a killed server are missing"
-        print(f"region {file}: {region.tally.applied:,} applied{restarts}; the run above {counts}")
+    for comparison in verdict.comparisons:
+        print(comparison)
     for problem in verdict.problems[:_MAX_SHOWN]:
         print(problem)
     if (more := len(verdict.problems) - _MAX_SHOWN) > 0:
@@ -101,7 +97,7 @@ def describe(verdict: Verdict) -> str:
     if not verdict.is_good:
         return f"{len(verdict.problems)} problem{'s' if len(verdict.problems) > 1 else ''}"
     lost = "but snapshots were deleted" if verdict.deleted else "nothing durable was lost"
-    both = ", in the run above and in its regions" if verdict.regions else ""
+    both = ", in the run above and in its regions" if verdict.comparisons else ""
     return f"every contribution was applied once{both}, {lost}"
 
 

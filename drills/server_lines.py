@@ -45,10 +45,10 @@ class Served(NamedTuple):
 class ServerLines(Seats):
     """Checks the server's lines: `feed` them in order, then `finish`."""
 
-    def __init__(self, modes: Iterable[str] = (), is_relay: bool = False) -> None:
-        """`is_relay`: the run above keeps the server's state, and may itself go back."""
+    def __init__(self, modes: Iterable[str] = (), keeps_state: bool = True) -> None:
+        """`keeps_state`: otherwise another run keeps the server's state, and may itself go back."""
         super().__init__(modes)
-        self._is_relay = is_relay
+        self._keeps_state = keeps_state
         self.has_gaps = False  # lines of commits are missing
         self.unchecked_modes: dict[str, None] = {}  # modes without installed rules
         self.deleted: list[str] = []  # snapshots that somebody deleted, as sentences
@@ -90,7 +90,7 @@ class ServerLines(Seats):
                 self._report(f"a run that begins from nothing is at version {version}, numbers {numbers}")
             self.run, self.lineage, self._voided = line["run"], Lineage(numbers), set()
             self.samples, self.set_aside, self._once_finished = {}, {}, set()
-        self._durable = version if has_source and not self._is_relay else None
+        self._durable = version if has_source and self._keeps_state else None
         self.version, self.server_incarnation = version, line["server_incarnation"]
         self._finished = set(self._once_finished)
         self._starts({rank: row.steps for rank, row in line.rows.items() if has_source and rank not in self._finished})

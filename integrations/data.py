@@ -38,7 +38,7 @@ class RankSampler(Sampler[int]):
 
     def __init__(self, base: Sampler[int], session: Session) -> None:
         self._base, self._session, self._num_ranks = base, session, num_ranks(session)
-        self.epoch, self._first_epoch, self._num_behind = 0, 0, 0
+        self.epoch, self._first_epoch, self._num_passed = 0, 0, 0
         self._shift = 0  # samples by which the run is ahead of the trainer's epochs
 
     def __len__(self) -> int:
@@ -63,13 +63,13 @@ class RankSampler(Sampler[int]):
             return
         self._first_epoch = step // per_epoch - own_step // per_epoch
         if is_first:
-            self._num_behind = max(0, step % per_epoch - own_step % per_epoch) * accumulate * batch_size
+            self._num_passed = max(0, step % per_epoch - own_step % per_epoch) * accumulate * batch_size
 
     def __iter__(self) -> Iterator[int]:
         if self._session.is_over():
             return
         epoch, first = divmod(self._shift, len(self))
-        epoch, first, self._num_behind = epoch + self.epoch + self._first_epoch, first + self._num_behind, 0
+        epoch, first, self._num_passed = epoch + self.epoch + self._first_epoch, first + self._num_passed, 0
         share = self._share(epoch)[first:]
         if self._shift:
             share += self._share(epoch + 1)[:first]

@@ -61,7 +61,7 @@ class Job:
         self._supervisor = Supervisor(
             num_workers=plan.num_workers,
             num_shards=plan.num_shards if plan.server is not None else 0,
-            relays=plan.relays,
+            workers_of=plan.workers_of,
             has_serve=bool(plan.serves_at),
             is_script=plan.is_script,
             keeps_snapshots=plan.checkpoint_dir is not None,
@@ -83,10 +83,8 @@ class Job:
         try:
             position = self._series.text()
             self._screen.note("starting", (f"{position}: " if position else "") + self._plan.headline())
-            if self._plan.config.launch.web and self._plan.server is None:
-                self._screen.note("no_dashboard", f"{self._plan.mode} has no server, and so no dashboard")
-            if len(regions := {host.region for host in self._site.hosts}) == 1 and (name := regions.pop()):
-                self._screen.note("one_region", f"{name} is the only region: a relay gains nothing, and none starts")
+            for event, text in self._plan.notes(self._site.hosts):
+                self._screen.note(event, text)
             self._backend = self._make_backend(self._on_line, self._on_exit, self._site)
             try:
                 if await self._is_prepared():
@@ -156,7 +154,7 @@ class Job:
                 self._is_enough, self._is_cut_short = None, True
                 self._carry_out(self._supervisor.abort(0, "its metrics agree, or its time is over", self._now))
             return
-        if event.is_at_least(self._shown_level) and not (child.region and event.name == "status"):
+        if event.is_at_least(self._shown_level) and not (child in self._plan.workers_of and event.name == "status"):
             self._screen.line(child, line, event)
         if child.role == SERVER.role:
             self._on_server_event(child, event)
@@ -168,8 +166,8 @@ class Job:
         reporter = self._plan.reporter
         data = self._backend.results.get(reporter, b"")
         if (summary := Summary.read(data)) is not None:
-            above = summary.label if self._plan.relays else ""  # its own mode is that of the run above the regions
-            changes = {"mode": self._plan.mode, "above": above, "trained": self._trained}
+            own_mode = summary.label if self._plan.workers_of else ""  # that of the run above the regions
+            changes = {"mode": self._plan.mode, "above": own_mode, "trained": self._trained}
             return replace(finish, summary=summary.model_copy(update=changes))
         if not finish.exit_code and not self._is_cut_short:
             left = f"only {len(data):,} bytes of its results, which are incomplete" if data else "no results of the run"
@@ -206,11 +204,11 @@ class Job:
                     self._checking = watched(self._let_workers_start())
 
     async def _let_workers_start(self) -> None:
-        workers, relays = self._plan.workers(self._reached[SERVER]), self._plan.relays
-        reached = [{relay: self._reached[relay]} for relay in relays] or [self._reached]
+        workers, several = self._plan.workers(self._reached[SERVER]), self._plan.workers_of
+        reached = [{server: self._reached[server]} for server in several] or [self._reached]
         try:
             for servers in reached:
-                theirs = [spec for spec in workers if not relays or self._plan.server_of(spec.child) in servers]
+                theirs = [spec for spec in workers if self._plan.server_of(spec.child) in servers]
                 await self._backend.check_reach(servers, theirs)
         except ParamServerError as error:
             self._screen.note("unreachable", error.message, "error")

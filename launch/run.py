@@ -30,7 +30,7 @@ from .backends.base import Backend, Site
 from .hosts.remote import check_plan_exposure, check_remote, hosts_of
 from .plan.hosts import place_processes
 from .plan.runs import DEFAULT_NUM_WORKERS, Machine, Plan, Request, plan_runs
-from .plan.settings import LEAVES, SINGLE, relays_of, turned_off
+from .plan.settings import LEAVES, SINGLE, turned_off
 
 if TYPE_CHECKING:
     from .supervise.supervisor import Finish
@@ -74,7 +74,6 @@ def make_plans(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
     num_workers = config.run.workers or 1
     site = Site(config=config, hosts=hosts_of(config), folder=os.getcwd())
     check_remote(resolved, backend, site.hosts, num_workers)
-    relays = relays_of(resolved, site.hosts, num_workers)
     places = place_processes(
         site.hosts, num_workers, config.server.shards, colocate=launch.colocate, folder=site.folder, group=launch.group
     )
@@ -84,7 +83,7 @@ def make_plans(resolved: Resolved, request: Request) -> tuple[list[Plan], Site]:
         exists=(lambda path: True) if backend.spans_hosts else os.path.exists,  # the hosts check their own files
         spans_hosts=backend.spans_hosts,
         places=places,
-        relays=relays,
+        hosts=site.hosts,
     )
     plans = plan_runs(resolved, request, machine)
     from ..common.reporting.output import check_writable

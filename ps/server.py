@@ -118,7 +118,7 @@ class Server:
         if run.has_weights and run.was_over_before:
             self._was_done.set()
             weights, fix = f"{model.source}/weights.safetensors", "or use another --checkpoint-dir for a new run"
-            if config.upstream.server is not None:
+            if not run.rhythm.is_local:
                 weights, fix = model.source, "for the server above"
             fix = f"raise --steps or --epochs to continue, {fix}"
             log.info("already_done", steps=run.policy.min_steps_done, weights=weights, fix=fix)

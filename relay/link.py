@@ -6,13 +6,13 @@ import math
 import socket
 from collections.abc import Collection
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..common.config.schema import Config
-from ..common.reporting.history import region_run
 from ..common.reporting.log import get_logger
+from ..common.reporting.regions import region_run
 from ..common.tensors.layout import Kind, Layout
 from ..common.tensors.optimizers import OptimizerSpec
 from ..common.wire.records import Contribution, Outcome
@@ -95,14 +95,13 @@ class Link:
         self.address = upstream.server
         changes = upstream.model_dump(include={"server", "rank", "codec", "reply_codec"})
         worker = config.worker.model_copy(update={**changes, "device": "cpu"})
-        security = config.security
-        if upstream.cert is not None:
-            security = security.model_copy(update={"cert": upstream.cert, "key": upstream.key})
+        own = {"cert": upstream.cert, "key": upstream.key} if upstream.cert is not None else {}
+        security = config.security.model_copy(update=own)
         credentials = worker_credentials(config.model_copy(update={"worker": worker, "security": security}))
-        self.num_workers = config.run.workers or 1  # of the region, as the server above knows it
         self._sent_first_for = -1  # `num_starts` when FirstInfo was sent
-        region = upstream.region or socket.gethostname(), self.num_workers
-        self._exchange = Exchange(worker, upstream.rank, None, credentials, region)
+        name, num_workers = upstream.region or socket.gethostname(), config.run.workers or 1
+        self.joins_as: dict[str, Any] = {"region": name, "num_workers": num_workers}
+        self._exchange = Exchange(worker, upstream.rank, None, credentials, self.joins_as)
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
         has_fragments = self.settings.fragments > 1
         self.strategy: Strategy = Overlapped(self._exchange) if has_fragments else BlockingStrategy(self._exchange)
@@ -155,7 +154,7 @@ class Link:
             if self._sent_first_for == self.progress.num_starts:  # it is of a new process
                 record = replace(record, first=None)
             self._sent_first_for = self.progress.num_starts
-            self.num_workers = counts.num_workers
+            self.joins_as["num_workers"] = counts.num_workers
             self.strategy.contribute(Outgoing(record, contribution.state))
             outcome, work = self.progress.outcome, (counts.num_samples, counts.num_steps)
             if outcome not in _NOT_COUNTED:
@@ -178,13 +177,8 @@ class Link:
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         """Send the metrics of an evaluation, after `step` steps of the region. They travel with the next message."""
-        version = self.progress.version
-
-        def add() -> None:
-            self.strategy.measured(version, metrics)
-            self._exchange.measured[-1]["step"] = step
-
-        self.thread.submit(add)
+        found = {"version": self.progress.version, "step": step, "metrics": metrics, "failure": "", "exit_code": 0}
+        self.thread.submit(lambda: self._exchange.measured.append(found))
 
     def close(self) -> None:
         """End the connections. A pending job ends with an error."""

@@ -30,7 +30,6 @@ from ..common.reporting.log import get_logger
 from ..common.wire.records import COUNTED, Contribution, Counts, FirstInfo, Outcome, Position, TrainingInfo
 from ..ps.core import effects, events
 from ..ps.core.counting import work_of
-from ..ps.core.run import ABOVE_IS_OVER
 from ..ps.engine.engine import Engine
 from ..ps.engine.resuming import restore_traffic
 from ..ps.snapshots.common import Keeper
@@ -43,11 +42,12 @@ from .link import OVER, Link, RegionContribution, log_not_counted, merge
 log = get_logger()
 
 _SHOW_AFTER_S = 1.0  # waits that are shorter have no number of seconds
+_ABOVE_IS_OVER = "the run of the server above is over"  # why the region ends
 _AHEAD = 4  # default of `upstream.ahead`, in contributions
 
 
 class Region(Keeper):
-    """Passes the versions of a region's run to the server above. Its engine uses it as `Keeper` and as `Above`.
+    """Passes the versions of a region's run to the server above: it keeps them, and makes them (`commit`).
 
     It calls `goes_back` when the run above has another position of this region, from which a new server must begin.
 
@@ -111,7 +111,7 @@ class Region(Keeper):
         self, commit: effects.Commit, step: Callable[..., list[torch.Tensor]], publication: Publication,
         without: frozenset[str],
     ) -> None:  # fmt: skip
-        """Make a version. See `Above`."""
+        """Make a version, as a `Committer`."""
         self._num_samples += commit.num_samples
         steps = self._run.policy.min_steps_done
         if self._is_over:
@@ -136,10 +136,19 @@ class Region(Keeper):
             work = partial(self._step, step, now, due, merges=has_weights, is_queued=len(self._unanswered) > 1)
             self._tensors.submit(work, self._stepped, pauses=waits)
 
-    def prepare(self, reply: effects.SendReply) -> None:
-        """Request weights from the member of lowest rank for the next exchange. See `Above`.
+    def reply(self, send: Callable[[effects.SendReply], object], reply: effects.SendReply) -> None:
+        """Send a reply to a worker; if the region waits, once the run above has replied."""
+        if reply.reply.group is not None:
+            self._request_weights(reply)
+        if self._tensors.is_paused:
+            self._tensors.then(partial(send, reply))
+        else:
+            send(reply)
 
-        All members get the weights of that version back, merged with those of the server above.
+    def _request_weights(self, reply: effects.SendReply) -> None:
+        """Request weights from the all-reduce peer of lowest rank for the next exchange.
+
+        All peers get the weights of that version back, merged with those of the server above.
         """
         policy, group = self._run.policy, reply.reply.group
         assert group is not None
@@ -238,7 +247,7 @@ class Region(Keeper):
 
     def _request(self, job: Callable[[], Any], replied: Callable[[Any], None]) -> None:
         """Run a job on the link's thread. Its result goes to `replied`, on the event loop. An error ends the run."""
-        if self._run.ended_by not in ("", ABOVE_IS_OVER):
+        if self._run.ended_by not in ("", _ABOVE_IS_OVER):
             self._link.strategy.stop(self._run.ended_by)
         self._requested_at = time.monotonic()
         loop = self._engine.finished.get_loop()
@@ -304,10 +313,9 @@ class Region(Keeper):
     def _notify_run(self, is_final: bool = False, evaluates: bool = False, lost: tuple[int, ...] = ()) -> None:
         """Pass the decisions of the run above to the region's run."""
         progress = self._link.progress
-        num_others = max(0, progress.num_workers - self._link.num_workers)
-        self._engine.offer(
-            events.UpstreamReplied(progress.worker_index, num_others, progress.is_done, is_final, evaluates, lost)
-        )
+        index, num_others = progress.worker_index, max(0, progress.num_workers - self._link.joins_as["num_workers"])
+        over = _ABOVE_IS_OVER if progress.is_done else ""
+        self._engine.offer(events.CommitterReplied(index, num_others, over, is_final, evaluates, lost))
 
     def _state(self) -> bytes:
         """The state of the region's run at its newest version."""
@@ -321,8 +329,8 @@ class Region(Keeper):
         losses = [loss for loss in losses if math.isfinite(loss)]
         return sum(losses) / len(losses) if losses else math.nan
 
-    def reason(self) -> str:
-        if self._requested_at is None or not (self._tensors.is_paused or self._run.is_holding or self._is_finishing):
+    def reason(self, is_holding: bool) -> str:
+        if self._requested_at is None or not (self._tensors.is_paused or is_holding or self._is_finishing):
             return ""
         waited_s = time.monotonic() - self._requested_at
         state = f"has not replied for {waited_s:.0f} s" if waited_s >= _SHOW_AFTER_S else "has not replied yet"
@@ -346,7 +354,7 @@ class Region(Keeper):
     def _start(self) -> None:
         """Join the run above with the model and the weights of the region's first worker."""
         whole, optimizer = self._model.whole, self._model.whole_optimizer
-        if error := refusal(Choices(mode="", kind=None, is_region=True, has_rows=bool(optimizer.tables))):
+        if error := refusal(Choices(mode="", kind=None, in_region=True, has_rows=bool(optimizer.tables))):
             self._engine.end_with(error)
             return
 

@@ -21,6 +21,7 @@ from .region import Region
 
 log = get_logger()
 
+_TO_CONTINUE = "start the relay again: its region goes on from its newest contribution to the run above"
 _NO_LOOP = "a relay listens once it has joined the server above, so two relays cannot join each other"
 
 
@@ -31,6 +32,7 @@ class RelayServer(Server):
         super().__init__(config, before=before, clock=clock)
         self._link = link
         self._run.name, self._run.incarnation = link.run_name, link.incarnation
+        self._run.rhythm.leave_to_another_run(_TO_CONTINUE)
         if before is None:
             self._run.roster.restore({})  # its workers may have joined an earlier relay
         else:  # the state above does not know the joins of workers that have not begun
@@ -51,7 +53,8 @@ class RelayServer(Server):
         self._region = Region(self._config, self.engine, self._link, self.go_back)
         if self._link.has_model:
             self._region.restore()
-        self.engine.snapshots = self.engine.folding.above = self._region
+        self.engine.snapshots, self.engine.folding.committer = self._region, self._region.commit
+        self.engine.send = partial(self._region.reply, self.engine.send)
 
     def go_back(self) -> None:
         """Leave this run for the run of the newest START reply, whose server `after` makes."""
@@ -69,9 +72,8 @@ class RelayServer(Server):
         finally:
             if not self.goes_back:
                 if self.engine.error is None and self._run.is_done:
-                    leave = partial(
-                        self._link.strategy.leave, Goodbye(final_metrics=self._run.final), is_interrupted=False
-                    )
+                    goodbye = Goodbye(final_metrics=self._run.final)
+                    leave = partial(self._link.strategy.leave, goodbye, is_interrupted=False)
                     await asyncio.wait([asyncio.wrap_future(self._link.thread.submit(leave))])
                 self._link.close()
 

@@ -85,7 +85,7 @@ def simulate(
 
     flags = Flags(
         megabytes, compute, jitter, speeds, stragglers, bandwidth, latency, server_bandwidth, fold, step, failures,
-        join_at, regions, upstream_every, border_bandwidth, border_latency,
+        join_at,
     )  # fmt: skip
     configs = resolve(config, mode, workers, {"run.steps": steps, "run.seed": seed}, sets or [], os.environ)
     with_trace = [name for name, value in (("--learn", learn), ("--baseline", baseline), ("--json", as_json)) if value]
@@ -104,9 +104,9 @@ def simulate(
     try:
         runs = worlds(configs, flags)
         if regions is not None:
-            from .plan import tiers
+            from .regions import tiers
 
-            runs = tiers(runs, flags)
+            runs = tiers(runs, regions, upstream_every, (border_bandwidth, border_latency), megabytes)
         if trace is not None:
             lines = read_trace(trace)
             if not _decides_the_same(lines, configs[0]):

@@ -10,13 +10,10 @@ from typing import Any
 from ..common.config.schema import Config, SlowdownConfig
 from ..common.config.sources import load_config
 from ..common.errors import UsageError, raise_first
-from ..common.registry import MODES, canonical_mode, mode_label
+from ..common.registry import MODES, canonical_mode
 from ..common.user_code import is_in_file
-from ..ps.core import effects
 from .machines.units import bandwidth, named, number, seconds
 from .machines.world import World
-from .results.summary import ideal_rate
-from .run.simulation import Simulation
 from .traffic.sizes import Framing, Sizes, payload_sizes
 
 Runs = list[tuple[Config, World]]
@@ -44,10 +41,6 @@ class Flags:
     step: str | None = None
     failures: str | None = None
     join_at: str | None = None
-    regions: int | None = None
-    upstream_every: str = "0"
-    border_bandwidth: str = "none"
-    border_latency: str = "0ms"
 
     @property
     def of_machines(self) -> str:
@@ -205,111 +198,3 @@ def _slowdown(config: SlowdownConfig, stragglers: str | None) -> SlowdownConfig:
     parts = named("--stragglers", stragglers, ("p", "x"))
     probability, factor = number("--stragglers p", parts["p"], 0, 1), number("--stragglers x", parts["x"], 1)
     return config.model_copy(update={"straggler_probability": probability, "straggler_factor": factor})
-
-
-# ---- regions -------------------------------------------------------------------------------------
-# Two tiers: regions, and the run above, whose workers are their relays.
-#
-# Each region is simulated by itself. The times of its contributions are the recorded times of one worker of the run
-# above, whose link is the border of the region. Beside them stands the same run without regions: all its workers
-# share the sum of the borders, and each has at most its region's.
-
-
-def tiers(runs: Runs, flags: Flags) -> Runs:
-    """Returns each run without regions, then with regions for each K of --upstream-every. Raises UsageError."""
-    assert flags.regions is not None
-    every = [int(number("--upstream-every", word, 0)) for word in flags.upstream_every.split(",")]
-    down, up = bandwidth("--border-bandwidth", flags.border_bandwidth)
-    trip_s, num = seconds("--border-latency", flags.border_latency), flags.regions
-    found: Runs = []
-    for config, world in runs:
-        _check(config, world, num, every)
-        flat = replace(
-            world,
-            down=min(world.down, down),
-            up=min(world.up, up),
-            server_down=min(world.server_down, down * num),
-            server_up=min(world.server_up, up * num),
-            latency_s=world.latency_s + trip_s,
-            label=f"{mode_label(config.run.mode)}, flat",
-        )
-        found.append((config, flat))
-        regions = [_region(config, world, rank, num) for rank in range(num)]
-        border = replace(world, down=down, up=up, latency_s=trip_s)
-        found += [_above(config, border, regions, num_steps, flags.megabytes) for num_steps in every]
-    return found
-
-
-def _check(config: Config, world: World, num: int, every: list[int]) -> None:
-    mode, upstream = MODES.load(config.run.mode), config.upstream
-    above = MODES.load(upstream.mode).kind
-    raise_first(
-        (num < 2 or world.num_workers % num, f"flag --regions: {world.num_workers} workers cannot be divided equally "
-         f"among {num} regions", "-n a multiple of --regions, which is 2 or more"),
-        (max(every) and (above.has_peers or above.holds_gradients), f"upstream.mode is {upstream.mode}, and a run "
-         "above exchanges weights every K steps", "--set upstream.mode=localsgd, diloco or async_diloco"),
-        (not min(every) and mode.kind.holds_gradients and not mode.has_rounds, f"flag --upstream-every 0 in mode "
-         f"{config.run.mode}: the run above takes the mean gradient of each round, and this mode has no rounds",
-         "--upstream-every 8, or --mode sync"),
-    )  # fmt: skip
-
-
-def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tuple[int, float]], Simulation]:
-    """Simulate a region. Returns (training steps of its slowest worker, seconds) of each version."""
-    each = world.num_workers // num
-    first = rank * each % len(world.speeds)
-    speeds = world.speeds[first:] + world.speeds[:first]
-    small = replace(
-        world, num_workers=each, seed=world.seed + 1009 * rank, speeds=speeds, server_down=math.inf, server_up=math.inf
-    )
-    versions: list[tuple[int, float]] = []
-
-    def observe(at: float, fact: effects.Fact) -> None:
-        if isinstance(fact, effects.Commit):
-            versions.append((simulation.policy.min_steps_done, at))
-
-    least = min(config.policy.min_workers, each)
-    of_region = changed(config, run={"workers": each}, policy={"min_workers": least})
-    simulation = Simulation(of_region, small, observe=observe)
-    simulation.go()
-    return versions, simulation
-
-
-def _above(
-    config: Config, world: World, regions: list[tuple[list[tuple[int, float]], Simulation]], every: int,
-    megabytes: float | None,
-) -> tuple[Config, World]:  # fmt: skip
-    """Returns the run above, with the links of `world`, which are the borders."""
-    upstream, num = config.upstream, len(regions)
-    each = world.num_workers // num
-    mode = upstream.mode if every else config.run.mode
-    options: dict[str, Any] = {"delayed_update": False, "min_workers": min(config.policy.min_workers, num)}
-    options |= {"local_steps": every} if every else {}
-    run = {"mode": mode, "workers": num, "batch_size": config.run.batch_size * each}
-    worker = {"codec": upstream.codec, "reply_codec": upstream.reply_codec}
-    above = changed(config, run=run, policy=options, worker=worker)
-    has_local_steps = MODES.load(mode).kind.worker_steps
-    length = getattr(above.policy.options(mode), "local_steps", 1) if has_local_steps else 1
-    sizes = payload_sizes(above, megabytes)
-    label = f"{mode_label(config.run.mode)}, {num} regions, {mode_label(mode)}" + (f" {every}" if every else "")
-    return above, replace(
-        world,
-        num_workers=num,
-        sizes=sizes,
-        framing=framing_of(above, sizes),
-        recorded=tuple(_contributions(versions, length) for versions, _ in regions),
-        label=label,
-        trains_on=bool(every),
-        behind=each,
-        ideal=sum(ideal_rate(simulation) for _, simulation in regions),
-    )
-
-
-def _contributions(versions: list[tuple[int, float]], length: int) -> tuple[tuple[float, float], ...]:
-    """Returns the seconds of each contribution of `length` training steps or more, with nothing beside its link."""
-    found, steps, began = [], 0, 0.0
-    for done, at in versions:
-        if done - steps >= length:
-            found.append((at - began, 0.0))
-            steps, began = done, at
-    return tuple(found) or ((versions[-1][1], 0.0),)

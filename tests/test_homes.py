@@ -18,7 +18,7 @@ from paramserver.tests.code_lines import PRODUCT, ROOT
 
 # The words of each capability, its home, and how many other files may name it.
 HOMES = {
-    "regions": (r"regions?|upstream|relays?|above|elsewhere|num_behind", ("relay/*", "*/regions.py"), 50),
+    "regions": (r"regions?|upstream|relays?|above|elsewhere|num_behind", ("relay/*", "*/regions.py"), 16),
     "fragments": (r"fragments?", ("ps/policies/averaging/*",), 13),
     "delayed update": (r"delayed|delayed_update", ("worker/strategies/delayed_update.py", "*/delayed.py"), 19),
     "all-reduce peers": (r"has_peers", ("worker/strategies/*", "ps/policies/allreduce.py"), 14),

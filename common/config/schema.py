@@ -9,7 +9,7 @@ from typing import Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from .option import Section
-from .sections.launching import CostConfig, LaunchConfig, LogConfig, OutputConfig, SlowdownConfig
+from .sections.launching import CostConfig, LaunchConfig, LogConfig, OutputConfig, SlowdownConfig, UpstreamConfig
 from .sections.policy import PolicyConfig, checked_options, mode_options, own_modes
 from .sections.processes import (
     DEFAULT_ADDRESS,
@@ -19,7 +19,6 @@ from .sections.processes import (
     SecurityConfig,
     ServeConfig,
     ServerConfig,
-    UpstreamConfig,
     WorkerConfig,
 )
 from .sections.run import TASK_STEPS, RunConfig, TaskConfig

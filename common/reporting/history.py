@@ -43,7 +43,6 @@ number of missing lines. A later process may continue in the file.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from io import FileIO
@@ -54,11 +53,6 @@ from ..wire.json_text import to_json
 from .log import get_logger
 
 log = get_logger()
-
-
-def region_run(run: str, rank: int) -> str:
-    """Returns the name of a region's run. `run`: that of the run above, where the region's relay has this rank."""
-    return hashlib.sha256(f"{run}/{rank}".encode()).hexdigest()[:12]
 
 
 class HistoryFile:

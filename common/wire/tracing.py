@@ -90,7 +90,7 @@ class Traces:
 
     def below(
         self,
-        above: Context,
+        parent: Context,
         name: str,
         begun: int,
         ended: int,
@@ -98,13 +98,13 @@ class Traces:
         *,
         kind: str = "INTERNAL",
     ) -> Context:
-        """Record a child span of the context `above`, and return the context for its own children.
+        """Record a child span of the context `parent`, and return the context for its own children.
 
         `kind`: the name of one of OpenTelemetry's kinds of spans.
         """
-        span = self._tracer.start_span(name, above, trace.SpanKind[kind], attributes=attributes, start_time=begun)
+        span = self._tracer.start_span(name, parent, trace.SpanKind[kind], attributes=attributes, start_time=begun)
         span.end(max(begun, ended))
-        return trace.set_span_in_context(span, above)
+        return trace.set_span_in_context(span, parent)
 
     def close(self) -> None:
         """Export the remaining spans, which takes at most a few seconds. Further calls do nothing."""

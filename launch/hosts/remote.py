@@ -75,9 +75,6 @@ def check_remote(resolved: Resolved, backend: type[Backend], hosts: Sequence[Hos
         (spans and launch.serve is not None,
          f"{origins.get('launch.serve')}: with backend {name} no host is known for ps-serve",
          "start it where clients reach it: ps-serve --server HOST:PORT"),
-        (spans and launch.regions is not None,
-         f"{origins.get('launch.regions')}: these regions are on this machine, and backend {name} uses other machines",
-         "leave it out; hosts have a region each, region: NAME"),
         (not _is_command(launch.ssh), f"{origins.get('launch.ssh')}: {launch.ssh!r} is no command", "e.g. ssh -F FILE"),
         (num_shards != num, f"{origins.get('server.shards')}: {num_shards} shards, and --colocate means one on each "
          f"of the {num} hosts that have workers", "leave --shards out"),

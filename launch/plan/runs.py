@@ -6,7 +6,7 @@ One run is one `Plan`: a server and N workers. The mode `single` is one worker t
 Children read the same `--config FILE`. Settings from the launcher's flags follow as `--set key=value`, so there is one
 mechanism for all of them; children inherit `PS_SECTION__KEY` variables. A user's script has no such flags and gets all
 settings as variables. Workers and the other shards of the server need its address, which is known once it listens:
-`Plan.workers(address)`, `Plan.shards(address)`. With regions (`settings.py`) relays take the place of shards.
+`Plan.workers(address)`, `Plan.shards(address)`. With regions (`regions.py`) relays take the place of shards.
 
 Where processes may run on other machines (`Machine.spans_hosts`), the settings of CONFIG follow as --set too, and the
 launcher writes the summary. `hosts.py` decides which process runs where.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,26 +25,22 @@ from ...common.combinations import check, check_values
 from ...common.config.schema import Config
 from ...common.config.sources import Resolved, scalar_text
 from ...common.registry import MODES, mode_label
+from . import regions
 from .hosts import SERVE, SERVER, WILDCARDS, Child, Host, ProcessSpec
 from .settings import (
     DEFAULT_HOST,
     SINGLE,
     arguments,
-    check_regions,
     check_together,
     chosen,
     code_file,
     file_of,
     for_workers,
     listen_address,
-    mode_above,
     own_identity,
     own_path,
     passed_settings,
     read_files,
-    settings_above,
-    settings_of_relays,
-    settings_of_size,
     single_settings,
     value_of,
     variable,
@@ -84,7 +80,7 @@ class Machine:
     exists: Callable[[str], bool] = lambda path: False
     spans_hosts: bool = False  # processes may land on other machines
     places: Mapping[Child, Host] = field(default_factory=dict)  # of processes whose host is known beforehand
-    relays: Mapping[Child, range] = field(default_factory=dict)  # of each region, with its workers; several, or none
+    hosts: Sequence[Host] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,19 +104,19 @@ class Plan:
     worker_env: Mapping[str, str]
     identities: Mapping[Child, Mapping[str, Any]]  # certificate settings that differ from the configured ones
     places: Mapping[Child, Host]
-    relays: Mapping[Child, range]  # of each region, with the ranks of its workers among all workers
+    workers_of: Mapping[Child, range]  # of the relay of each region, by their ranks among all workers; or empty
     knows_hosts: bool  # otherwise the backend decides where processes run
 
     def server_of(self, child: Child) -> Child:
         """Returns the server that a process connects to."""
-        mine = (relay for relay, workers in self.relays.items() if child.rank in workers)
+        mine = (relay for relay, workers in self.workers_of.items() if child.rank in workers)
         return next(mine, SERVER) if child.role == "worker" else SERVER
 
     def worker_of(self, server: Child, rank: int) -> Child:
         """Returns the process that has a rank in the run of a server."""
-        if server in self.relays:
-            return Child("worker", self.relays[server].start + rank)
-        return dict(enumerate(self.relays)).get(rank, Child("worker", rank))
+        if server in self.workers_of:
+            return Child("worker", self.workers_of[server].start + rank)
+        return dict(enumerate(self.workers_of)).get(rank, Child("worker", rank))
 
     @property
     def is_script(self) -> bool:
@@ -207,13 +203,8 @@ class Plan:
             host = self.listen.rpartition(":")[0] or DEFAULT_HOST
             listen = placement.listen if placement is not None and host not in WILDCARDS else host
             settings |= {"server.listen": f"{listen}:0"}
-            if child in self.relays:
-                settings |= {
-                    "upstream.server": address,
-                    "upstream.rank": child.rank - 1,
-                    "upstream.region": child.region,
-                }
-                settings |= settings_of_size(self.config, len(self.relays[child]))
+            if child in self.workers_of:
+                settings |= regions.settings_of_relay(self.config, child, address, len(self.workers_of[child]))
                 settings |= self._history_of(child)
             else:
                 settings |= {"server.shard": child.rank, "server.coordinator": address}
@@ -237,9 +228,9 @@ class Plan:
             identity["cost.total_per_hour"] = self.per_hour
         argv, env, rank, workers = self.worker_argv, self.worker_env, str(child.rank), str(self.num_workers)
         relay = self.server_of(child)
-        if region := self.relays.get(relay):
-            rank, workers = str(region.index(child.rank)), str(len(region))
-            identity |= settings_of_size(self.config, len(region)) | self._history_of(relay)
+        if near := self.workers_of.get(relay):
+            rank, workers = str(near.index(child.rank)), str(len(near))
+            identity |= regions.settings_of_size(self.config, len(near)) | self._history_of(relay)
         if self.is_script:
             env = {**env, **{variable(key): scalar_text(value) for key, value in identity.items()}}
             env |= {variable("worker.rank"): rank, variable("run.workers"): workers, "PS_SERVER": address}
@@ -277,7 +268,7 @@ class Plan:
         workers = [Child("worker", rank) for rank in range(self.num_workers)]
         if self.mode == SINGLE:
             return workers
-        return [SERVER, *(self.relays or (Child("server", rank) for rank in range(1, self.num_shards))), *workers]
+        return [SERVER, *(self.workers_of or (Child("server", rank) for rank in range(1, self.num_shards))), *workers]
 
     def _history_of(self, relay: Child) -> dict[str, str | None]:
         """Returns the setting of the history of a region's run, none without a history."""
@@ -304,6 +295,13 @@ class Plan:
         """The script or the task, as a phrase."""
         return f"script {self.config.launch.script}" if self.is_script else f"task {self.config.task.name}"
 
+    def notes(self, hosts: Sequence[Host]) -> Iterator[tuple[str, str]]:
+        """Returns what a user may expect on these hosts and does not get: the name of an event, and a sentence."""
+        if self.config.launch.web and self.server is None:
+            yield "no_dashboard", f"{self.mode} has no server, and so no dashboard"
+        if len(names := {host.region for host in hosts}) == 1 and (name := names.pop()):
+            yield "one_region", f"{name} is the only region: a relay gains nothing, and none starts"
+
     def headline(self) -> str:
         """Returns the run as a phrase: `ssp (staleness 3): a server and 4 workers, 300 steps each, ...`."""
         run, group, server = self.config.run, self.config.launch.group, self.server
@@ -314,11 +312,10 @@ class Plan:
             mode = f"{self.mode} ({options})" if options else self.mode
             mode += ", delayed_update" if self.config.policy.delayed_update else ""
             servers = "a server" if self.num_shards == 1 else f"a server in {self.num_shards} shards"
-            if self.relays:
-                above = mode_above(self.config, self.mode)
-                every = f" every {self.config.upstream.every} steps" if self.config.upstream.every else ""
-                mode += f" in {len(self.relays)} regions, {above} above{every}"
-                servers = f"a server, {len(self.relays)} relays"
+            if self.workers_of:
+                mode += f" in {len(self.workers_of)} regions, {regions.mode_above(self.config, self.mode)} above"
+                mode += f" every {self.config.upstream.every} steps" if self.config.upstream.every else ""
+                servers = f"a server, {len(self.workers_of)} relays"
             workers = f"{self.num_workers} worker{'s' if self.num_workers > 1 else ''}"
             workers += f" of {group} processes" if group > 1 else ""
             num_hosts = len(set(self.hosts().values()))
@@ -335,13 +332,15 @@ class Plan:
 
 def plan_runs(resolved: Resolved, request: Request, machine: Machine) -> list[Plan]:
     """Returns a plan for each mode and seed. The configuration must name `run.workers`. Raises UsageError."""
+    config = resolved.config
+    relays = regions.relays_of(resolved, machine.hosts, config.run.workers or DEFAULT_NUM_WORKERS)
+    regions.check_together(resolved, request.modes, len(relays), spans_hosts=machine.spans_hosts)
     check_together(resolved, request.modes, request.script_args)
-    check_regions(resolved, [mode for mode in request.modes if mode != SINGLE], len(machine.relays))
     for mode in request.modes if len(request.modes) == 1 else [mode for mode in request.modes if mode != SINGLE]:
-        check(chosen(resolved, mode, len(machine.relays)))
+        check(chosen(resolved, mode, **regions.choices(config, len(relays))))
         if mode != SINGLE:
-            check_values(resolved.config, mode)
-    run, num_seeds = resolved.config.run, resolved.config.launch.seeds
+            check_values(config, mode)
+    run, num_seeds = config.run, config.launch.seeds
     seeds = [run.seed + index for index in range(num_seeds)] if num_seeds > 1 else [None]
     return [_plan(resolved, request, machine, mode, seed) for mode in request.modes for seed in seeds]
 
@@ -354,9 +353,9 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     several, label = num_runs > 1, mode if seed is None else f"{mode}-seed{seed}"
     paths = {key: own_path(value_of(config, key), label, num_runs) for key in _OWN_PATHS}
     settings = passed_settings(resolved, with_files=machine.spans_hosts)
-    relays = machine.relays if mode != SINGLE else {}
+    relays = regions.relays_of(resolved, machine.hosts, num_workers)
     num_servers = sum(child.role == SERVER.role for child in machine.places)
-    num_shards = num_servers - len(machine.relays) if machine.places else config.server.shards
+    num_shards = num_servers - len(relays) if machine.places else config.server.shards
     settings["run.workers"] = num_workers
     is_script = config.launch.script is not None
     if not is_script and config.run.task_steps != config.run.steps:
@@ -381,7 +380,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     if mode == SINGLE:
         settings = {key: value for key, value in settings.items() if not key.startswith(("run.mode", "checkpoint."))}
         settings |= single_settings(config, num_workers)
-        paths["checkpoint.dir"], children, num_workers, group = None, [], 1, 1
+        paths["checkpoint.dir"], relays, children, num_workers, group = None, {}, [], 1, 1
     elif several or "run.mode" in settings:
         settings["run.mode"] = mode
     config_path = None if machine.spans_hosts else request.config_path
@@ -395,8 +394,8 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
     if group > 1:
         worker_argv = (*PROGRAMS["group"], str(group), *worker_argv)
         worker_env = worker_env | {variable("worker.group"): "true"}
-    above = settings_above(config, mode, settings, len(relays)) if relays else settings
-    of_relays = settings_of_relays(config, mode, settings) if relays else {}
+    above = regions.settings_above(config, mode, settings, len(relays)) if relays else settings
+    of_relays = regions.settings_of_relays(config, mode, settings) if relays else {}
     return Plan(
         mode=mode,
         seed=seed,
@@ -415,7 +414,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         worker_env=worker_env,
         identities=_identities(config, children, machine, relays),
         places=machine.places,
-        relays=relays,
+        workers_of=relays,
         knows_hosts=not machine.spans_hosts or bool(machine.places),
     )
 

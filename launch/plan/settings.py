@@ -7,20 +7,18 @@ all. Each of several shards then has `shard-N.crt`, and ps-serve `serve.crt`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
 from ...common.combinations import Choices, choices_of
 from ...common.config.schema import DEFAULT_ADDRESS, Config, SecurityConfig
-from ...common.config.sources import Resolved, of_mode, scalar_text
+from ...common.config.sources import Resolved, scalar_text
 from ...common.errors import UsageError, raise_first
 from ...common.kinds import ContributionKind
-from ...common.registry import MODES, mode_label
+from ...common.registry import mode_label
 from ...common.user_code import is_in_file
-from .hosts import Child, Host, place_workers
+from .hosts import Child, Host
 
 SINGLE = "single"  # not a mode of the server: one worker and no server
 DEFAULT_HOST = DEFAULT_ADDRESS.rpartition(":")[0]
@@ -44,9 +42,6 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
     script, resume, num_seeds = config.launch.script, config.checkpoint.resume, config.launch.seeds
     batch, group, is_alone = config.run.batch_size, config.launch.group, modes == (SINGLE,)
     worker = config.worker
-    if not is_alone:
-        above = (config.upstream.mode,) if config.upstream.every else ()
-        resolved.check_options((*modes, *above), also="--set ")
     for key, origin in origins.items():
         raise_first(
             (key in _OF_ONE_SERVER, f"{origin}: {key} belongs to one server, and this job has all of them",
@@ -79,8 +74,8 @@ def check_together(resolved: Resolved, modes: tuple[str, ...], script_args: tupl
     )  # fmt: skip
 
 
-def chosen(resolved: Resolved, mode: str, num_regions: int) -> Choices:
-    """Returns what the settings choose for the runs of a mode."""
+def chosen(resolved: Resolved, mode: str, **more: Any) -> Choices:
+    """Returns what the settings choose for the runs of a mode. `more`: other fields of `Choices`."""
     config, origins, launch = resolved.config, resolved.origins, resolved.config.launch
     if mode == SINGLE:
         of_checkpoint = [origin for key, origin in origins.items() if key.startswith("checkpoint.")]
@@ -89,13 +84,10 @@ def chosen(resolved: Resolved, mode: str, num_regions: int) -> Choices:
             web=bool(launch.web),
             snapshots=config.checkpoint.dir if any(map(is_flag, of_checkpoint)) else None,
         )  # fmt: skip
-    has_above = num_regions and config.upstream.every  # else the run above has the mode of the regions
     return choices_of(
-        config, mode, regions=num_regions, is_grouped=launch.group > 1, colocate=launch.colocate,
-        mode_above=config.upstream.mode if has_above else "",
-        kind_above=MODES.load(config.upstream.mode).kind if has_above else None,
-        script=launch.script, serve=launch.serve,
+        config, mode, is_grouped=launch.group > 1, colocate=launch.colocate, script=launch.script, serve=launch.serve,
         optimizers=() if launch.script is not None else ((config.optimizer.name, config.optimizer.arguments()),),
+        **more,
     )  # fmt: skip
 
 
@@ -220,84 +212,3 @@ def read_files(security: SecurityConfig, identity: Mapping[str, Any], code: str 
     files = [identity.get(f"security.{name}", getattr(security, name)) for name in ("cert", "key")]
     files += [identity.get("upstream.cert"), identity.get("upstream.key")]
     return tuple(path for path in (code, security.ca, *files, security.token_file) if path is not None)
-
-
-# ---- relays --------------------------------------------------------------------------------------
-# Decides which regions a run has, and which settings its relays and the server above get. Pure.
-#
-# Server 0 is the server above. Its workers are the relays: servers 1, 2, ..., which serve the workers of a region
-# each. Worker numbers count through all regions, ranks from 0 in each region. `--mode` is the mode of the regions.
-
-
-# Settings of the server above only, and settings that have no effect in a relay.
-_NOT_FOR_RELAYS = (*LEAVES, "server.web", "store.polyak")
-
-
-def relays_of(resolved: Resolved, hosts: Sequence[Host], num_workers: int) -> dict[Child, range]:
-    """Returns the relay of each region, and the numbers of its workers; none for a single region. Raises UsageError."""
-    origins, num = resolved.origins, resolved.config.launch.regions
-    sizes = Counter(dict.fromkeys((host.region for host in hosts if host.region), 0))
-    without = [host.host for host in hosts if not host.region]
-    raise_first(
-        (not sizes and not num and is_flag(origins.get("upstream.every", "")),
-         f"{origins.get('upstream.every')}: there are no regions", "--regions N, or region: NAME in hosts.yaml"),
-        (sizes and without, f"hosts without a region, although others have one: {', '.join(without)}",
-         "region: NAME for each host; ps-launch doctor --regions --write measures them"),
-        (num and num_workers % num,
-         f"{origins.get('launch.regions')}: {num_workers} workers cannot be divided equally among {num} regions",
-         f"a number of workers that is a multiple of {num}"),
-    )  # fmt: skip
-    if num:
-        sizes = Counter({str(rank): num_workers // num for rank in range(num)})
-    elif sizes:
-        sizes.update(str(host.region) for host in place_workers(hosts, num_workers))
-    if len(sizes) < 2:
-        return {}
-    empty = next((name for name, size in sizes.items() if not size), None)
-    problem = f"region {empty} has no worker: {num_workers} workers fill the regions before it"
-    raise_first((empty, problem, f"-n {sum(host.slots for host in hosts)}, or fewer slots in hosts.yaml"))
-    relays = (Child("server", rank, name) for rank, name in enumerate(sizes, 1))
-    ends = accumulate(sizes.values())
-    return {relay: range(end - sizes[relay.region], end) for relay, end in zip(relays, ends, strict=True)}
-
-
-def mode_above(config: Config, mode: str) -> str:
-    """Returns the mode of the run above for regions of this mode."""
-    return config.upstream.mode if config.upstream.every else mode
-
-
-def check_regions(resolved: Resolved, modes: Sequence[str], num_regions: int) -> None:
-    """Raise UsageError for settings or modes that do not go together with these regions."""
-    config, origins = resolved.config, resolved.origins
-    every = config.upstream.every
-    also, steps = f"together with {num_regions} regions", origins.get("policy.local_steps", "")
-    raise_first(
-        (resolved.was_set("upstream.mode") and not every,
-         f"{origins.get('upstream.mode')}: without --upstream-every K the run above has the mode of the regions",
-         "--upstream-every K"),
-        (every and is_flag(steps) and not any(
-            "local_steps" in MODES.load(mode).Options.model_fields for mode in modes
-        ), f"{steps} has no effect {also}: the run above exchanges every {every} steps", "leave it out"),
-    )  # fmt: skip
-
-
-def settings_above(config: Config, mode: str, settings: Mapping[str, Any], num_regions: int) -> dict[str, Any]:
-    """Returns the settings of the server above, from those of all servers."""
-    every, policy, above = config.upstream.every, config.policy, mode_above(config, mode)
-    found = {**of_mode(above, settings, [])[0], "run.mode": above}
-    found |= {"policy.local_steps": every} if every else {}
-    found |= {"policy.delayed_update": False} if policy.delayed_update else {}
-    found |= {"policy.backup_workers": 0} if policy.option("backup_workers") else {}
-    return found | settings_of_size(config, num_regions)
-
-
-def settings_of_relays(config: Config, mode: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that all relays have, from those of all servers."""
-    lacks = [key for key in _NOT_FOR_RELAYS if value_of(config, key) or key in settings]
-    return {**of_mode(mode, settings, [])[0], **turned_off(config, lacks)}
-
-
-def settings_of_size(config: Config, num_workers: int) -> dict[str, Any]:
-    """Returns the settings that depend on the number of workers of a region, or of the run above."""
-    least = {"policy.min_workers": num_workers} if config.policy.min_workers > num_workers else {}
-    return {"run.workers": num_workers, **least}

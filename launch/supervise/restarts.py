@@ -102,9 +102,10 @@ class Failure(NamedTuple):
         return f"{self.child} failed: {self.how}"
 
 
-def can_mend(child: Child, code: int, *, has_listened: bool) -> bool:
-    """Returns whether a restart may help. `has_listened`: this server has listened before."""
-    if child.role == SERVER.role and not child.region and code in _ASKED_TO_END:
+def can_mend(child: Child, code: int, *, has_listened: bool, keeps_workers: bool = False) -> bool:
+    """Returns whether a restart may help. `has_listened`: this server has listened before. `keeps_workers`: its workers
+    wait for it, even if it was asked to end."""
+    if child.role == SERVER.role and not keeps_workers and code in _ASKED_TO_END:
         return False
     if code == _CANNOT_LISTEN:
         return child.role == SERVER.role and has_listened

@@ -116,7 +116,8 @@ class Supervisor:
 
     num_workers: int
     num_shards: int = 1  # server processes; 0: workers without a server
-    relays: Mapping[Child, range] = field(default_factory=dict)  # and the workers of each; server 0 is then above them
+    # Of servers that serve a part of the workers each and keep no state (relays); server 0 is then above them.
+    workers_of: Mapping[Child, range] = field(default_factory=dict)
     has_serve: bool = False  # ps-serve runs beside the job
     is_script: bool = False  # workers run the user's script
     keeps_snapshots: bool = False
@@ -127,7 +128,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.phase = Phase.STARTING
         self._workers = [Child("worker", rank) for rank in range(self.num_workers)]
-        self._servers = [*(Child("server", shard) for shard in range(self.num_shards)), *self.relays]
+        self._servers = [*(Child("server", shard) for shard in range(self.num_shards)), *self.workers_of]
         self._listening: set[Child] = set()  # servers that have listened
         self._serve = [SERVE] if self.has_serve else []
         self._states = dict.fromkeys([*self._servers, *self._workers, *self._serve], State.PLANNED)
@@ -176,7 +177,7 @@ class Supervisor:
         if not self.all_listen:
             return []
         self.phase = Phase.RUNNING
-        servers = "every relay is" if self.relays else "every shard of the server is"
+        servers = "every relay is" if self.workers_of else "every shard of the server is"
         subject = "the server is" if len(self._servers) == 1 else servers
         return [self._start(child, f"{subject} listening", now) for child in (*self._workers, *self._serve)]
 
@@ -219,7 +220,7 @@ class Supervisor:
             return self._finish_when_empty()
         if child == SERVE:
             return self._serve_ended(code, now)
-        if was is State.STOPPING and (code in (0, 143, -15) or child in self.relays):
+        if was is State.STOPPING and (code in (0, 143, -15) or child in self.workers_of):
             code = 0  # asked to end after its workers, and it did
         if child in self._evicted:
             code = 0
@@ -234,7 +235,7 @@ class Supervisor:
         self._restarts.ended_well(child)
         ending = self._complete() if child == SERVER and self._is_out else []
         if all(self._states[worker] is State.ENDED for worker in self._workers):
-            shards = [server for server in self._servers if server not in self.relays]
+            shards = [server for server in self._servers if server not in self.workers_of]
             down = next((server for server in shards if server in self._pending), None)
             if down is not None:  # it would have no worker to serve
                 return self._drain(self._pending[down][1], now)
@@ -294,10 +295,10 @@ class Supervisor:
         is_missing = any(self._states[child] is not State.ENDED for child in self._is_out)
         self._outcome = (*failures, _COMPLETE if is_missing else self._outcome)[0]
         self._give_up_restarts()
-        lost = [relay for relay in self.relays if relay in self._is_out]
-        killed = [Kill(relay, _COMPLETE.reason) for relay in lost if self._states[relay] is State.RUNNING]
+        lost = [server for server in self.workers_of if server in self._is_out]
+        killed = [Kill(server, _COMPLETE.reason) for server in lost if self._states[server] is State.RUNNING]
         self._states |= {kill.child: State.STOPPING for kill in killed}  # it writes nothing
-        theirs = [Child("worker", rank) for relay in lost for rank in self.relays[relay]]
+        theirs = [Child("worker", rank) for server in lost for rank in self.workers_of[server]]
         return [*killed, *self._ask_to_end([*self._is_out, *theirs], _COMPLETE.reason)]
 
     def _failed(
@@ -310,7 +311,9 @@ class Supervisor:
         exit_code = code if code >= 0 else 128 - code  # of a death by signal, as in a shell
         final = self._final(exit_code, failure)
         there_is_a_server = child == SERVER or self._states.get(SERVER) in (State.RUNNING, State.WAITING)
-        may_restart = there_is_a_server and can_mend(child, code, has_listened=child in self._listening)
+        may_restart = there_is_a_server and can_mend(
+            child, code, has_listened=child in self._listening, keeps_workers=child in self.workers_of
+        )
         if how or self.is_ending or not self.max_restarts or not may_restart:  # a budget of 0: no restarts are wanted
             return self._drain(final, now)
         if is_script and raised is not None and raised.variable:
@@ -323,7 +326,7 @@ class Supervisor:
             failed_too = [other in self._is_out and self._restarts.ended_by(other, raised) for other in others]
             if others and all(failed_too):  # and none of them has been admitted again
                 return self._drain(Finish(code, f"every worker failed: {raised}", child), now)
-        if child in self._servers and child not in self.relays and not self.keeps_snapshots:
+        if child in self._servers and child not in self.workers_of and not self.keeps_snapshots:
             is_up = self.phase is Phase.RUNNING
             hint = "; with --checkpoint-dir DIR it would have been started again" if is_up else ""
             return self._drain(self._final(exit_code, failure, hint), now)

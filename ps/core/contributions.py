@@ -101,8 +101,8 @@ class Contributions:
             stats.note_residual(residual)
         worker.waiting_since, worker.wants_weights = at - event.looked_s, training.wants_weights
         worker.evaluates = training.evaluates
-        if contribution.counts.num_workers > 1 or rank in self._roster.num_behind:
-            self._roster.num_behind[rank] = contribution.counts.num_workers
+        if contribution.counts.num_workers > 1 or self._roster.sizes:
+            self._roster.stands_for(rank, contribution.counts.num_workers)
         if training.hyperparameters:
             worker.hyperparameters = training.hyperparameters
         if event.judgement is not SOUND and event.judgement.action in ("reject", "halt"):

@@ -239,11 +239,8 @@ class Ending(RunState):
             self.initializer = having[0]
             yield effects.AskForWeights(having[0].rank, having[0].incarnation)
         elif not any(rank in workers for rank in holders) or self.rhythm.keeps_optimizer:
-            fix = "keep snapshots (--checkpoint-dir) to continue from; set --steps to the length of the loops"
-            if self.options.is_region:
-                fix = "start the relay again: its region goes on from its newest contribution to the run above"
             problem = f"the weights of version {self.policy.version} are not here, and {why_nobody}"
-            yield from self._fail(ParamServerError(problem, fix=fix))
+            yield from self._fail(ParamServerError(problem, fix=self.rhythm.to_continue))
 
     def _close(self, error: ParamServerError, at: float) -> Iterator[Effect]:
         """Close the run, so that nothing more is decided: the last workers to leave must not close a round alone."""

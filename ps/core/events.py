@@ -45,7 +45,7 @@ class Joined(Event):
     incarnation: int = 0
     server_incarnation: int = 0
     process: str = ""
-    num_workers: int = 0  # that stand behind it, if it is the relay of a region
+    num_workers: int = 0  # for which it stands, if it is the server of others
 
 
 @dataclass(slots=True)
@@ -205,15 +205,15 @@ class Stored(Event):
 
 
 @dataclass(slots=True)
-class UpstreamReplied(Event):
-    """The run above, of which this run is one worker, has replied to its relay."""
+class CommitterReplied(Event):
+    """The run that takes this one's commits (`Committer`) has replied."""
 
-    num_before: int = 0  # workers of other regions that come before this region's in the division of the data
-    num_others: int = 0  # workers of all other regions
-    is_over: bool = False  # the run above takes no more contributions
+    num_before: int = 0  # workers of other servers that come before this server's in the division of the data
+    num_others: int = 0  # workers of all other servers
+    over: str = ""  # the reason, if that run takes no more commits
     is_final: bool = False  # the final weights are here
-    evaluates: bool = False  # and a worker of this region is to evaluate them
-    lost: tuple[int, ...] = ()  # ranks whose gradients are in no version of the run above
+    evaluates: bool = False  # and a worker of this server is to evaluate them
+    lost: tuple[int, ...] = ()  # ranks whose gradients are in no version of that run
 
 
 @dataclass(slots=True)

@@ -82,9 +82,9 @@ class Roster:
         self.heartbeats: Counter[str] = Counter()  # heartbeat streams that are open, by process
         self._standstill = Standstill(_LOOK_S)
         self.evicted: set[int] = set()  # ranks that may not come back
-        self.num_behind: dict[int, int] = {}  # by rank: workers of a region whose relay has the rank; otherwise 1
-        # Of a region: workers of other regions that come before this one's, and workers of all other regions.
-        self.elsewhere = 0, 0
+        self.sizes: dict[int, int] = {}  # workers for which a rank stands, where it stands for several
+        # Workers of other servers in the division of the data: those before the workers here, and all.
+        self.num_before = self.num_others = 0
 
     def restore(self, num_joins: Mapping[int, int]) -> None:
         """Continue from a snapshot. Only the workers know of joins after it."""
@@ -130,8 +130,7 @@ class Roster:
         insort(self._ranks, rank)
         self._ranks_of.setdefault(joined.process, {})[rank] = None
         self.num_joins[rank], self.processes[rank] = worker.incarnation, joined.process
-        if joined.num_workers > 1 or (joined.num_workers and rank in self.num_behind):
-            self.num_behind[rank] = joined.num_workers
+        self.stands_for(rank, joined.num_workers)
         stats = self.stats.setdefault(rank, WorkerStats(rank))
         if not previous:  # a join of the same process is not a restart
             stats.joined_anew(joined.at)
@@ -163,15 +162,17 @@ class Roster:
 
     def division(self, rank: int) -> tuple[int, int]:
         """Returns (num_workers, index): this rank's share of the data."""
-        if self.num_workers is not None:
-            num_workers, index = self.num_workers, rank
-        else:
-            num_workers, index = len(self._ranks), bisect_left(self._ranks, rank)
-        if self.num_behind:
-            ranks = self._ranks if self.num_workers is None else range(self.num_workers)
-            sizes = [self.num_behind.get(other, 1) for other in ranks]
+        ranks = self._ranks if self.num_workers is None else range(self.num_workers)
+        num_workers, index = len(ranks), bisect_left(ranks, rank)
+        if self.sizes:
+            sizes = [self.sizes.get(other, 1) for other in ranks]
             num_workers, index = sum(sizes), sum(sizes[:index])
-        return num_workers + self.elsewhere[1], index + self.elsewhere[0]
+        return num_workers + self.num_others, index + self.num_before
+
+    def stands_for(self, rank: int, num_workers: int) -> None:
+        """Note for how many workers a rank stands: several if it is a server of others, 0 if it is none."""
+        if num_workers > 1 or (num_workers and rank in self.sizes):
+            self.sizes[rank] = num_workers
 
     # ---- signs of life --------------------------------------------------------------------
 

@@ -273,7 +273,6 @@ def is_compared(num_events: int, effects: Iterable[Effect]) -> bool:
 # ---- run ------------------------------------------------------------------------------------------------
 
 
-ABOVE_IS_OVER = "the run of the server above is over"  # why a region ended
 _LOST = "connection lost"  # why a worker is away, or left
 
 
@@ -305,7 +304,7 @@ class Run(Ending):
             ),
             events.Measured: lambda event: [effects.Clip(event.version, event.norm)],
             events.Stored: self._stored,
-            events.UpstreamReplied: self._upstream_replied,
+            events.CommitterReplied: self._committer_replied,
             events.Controlled: partial(controls.follow, self),
             events.Ticked: self._ticked,
             events.Stopped: lambda event: self._close(stopping(), event.at),
@@ -463,7 +462,7 @@ class Run(Ending):
 
     def _enter(self, worker: Worker, at: float) -> Iterator[Effect]:
         """Admit a worker. Its reply comes when the mode allows it to start."""
-        if self.policy.is_stopping and not self.options.is_region:
+        if self.policy.is_stopping and self.rhythm.is_local:
             yield from self.expel(worker, refusal(Reason.DRAINING, f"the run is over: {self.ended_by}"), at)
             return
         if not self.policy.members and not self.policy.has_newest_weights:
@@ -519,9 +518,9 @@ class Run(Ending):
             yield from self._enter_all(event.at)
         yield from self._end_if_over(event.at)
 
-    def _upstream_replied(self, event: events.UpstreamReplied) -> Iterable[Effect]:
-        """The run above decides the division of the data and the end of the run."""
-        self.roster.elsewhere = event.num_before, event.num_others
+    def _committer_replied(self, event: events.CommitterReplied) -> Iterable[Effect]:
+        """The committer decides the division of the data and the end of the run."""
+        self.roster.num_before, self.roster.num_others = event.num_before, event.num_others
         for rank in event.lost:
             stats = self.roster.stats[rank]
             stats.dropped += 1
@@ -529,8 +528,8 @@ class Run(Ending):
         if event.is_final:
             self.rhythm.needs_final, self.may_evaluate = False, event.evaluates
         is_through = self.policy.rows and all(map(self.policy.is_through, self.policy.rows))
-        if event.is_over and not (is_through or self.policy.is_stopping):
-            return self.stop(ABOVE_IS_OVER, event.at)
+        if event.over and not (is_through or self.policy.is_stopping):
+            return self.stop(event.over, event.at)
         return ()
 
     # ---- workers that are lost -------------------------------------------------------------------------

@@ -8,16 +8,17 @@ DEFAULT_EVERY_S = 30.0
 
 
 class Rhythm:
-    """Allows one snapshot attempt at a time. `durable_version` is on all shards; 0 before the first.
+    """Allows one snapshot attempt at a time. `durable_version` is on all shards; 0 before the first."""
 
-    The server above has the snapshots of a region (`is_region`), without the state of the region's optimizer."""
-
-    def __init__(self, is_kept: bool, every_steps: int | None, every_s: float | None, is_region: bool) -> None:
-        self.is_kept, self._is_region = is_kept, is_region
+    def __init__(self, is_kept: bool, every_steps: int | None, every_s: float | None) -> None:
+        self.is_kept = is_kept
+        self.is_local = True  # False: another run keeps this one (`leave_to_another_run`)
+        # What a user can do if the newest weights are lost.
+        self.to_continue = "keep snapshots (--checkpoint-dir) to continue from; set --steps to the length of the loops"
         self.is_writing = False
         self.is_asked = False  # a user wants one with the next commit
         self.durable_version = 0
-        self.needs_final = is_region  # the run above has not sent the final weights to this region yet
+        self.needs_final = False  # another run makes the final weights, and has not sent them yet
         self._every_steps = every_steps
         self._every_s = every_s or (None if every_steps else DEFAULT_EVERY_S)
         self._attempt = 0
@@ -26,10 +27,18 @@ class Rhythm:
         self._last_at: float | None = None
         self.has_committed = False  # since the newest attempt
 
+    def leave_to_another_run(self, to_continue: str) -> None:
+        """Another run has the snapshots, without the state of the optimizer. It also makes the final weights.
+
+        A snapshot is an exchange with that run, at the beginning and at the end."""
+        self.is_kept = self.needs_final = True
+        self.is_local, self.to_continue = False, to_continue
+        self._every_steps = self._every_s = None
+
     @property
     def keeps_optimizer(self) -> bool:
         """Whether snapshots need the optimizer's state."""
-        return self.is_kept and not self._is_region
+        return self.is_kept and self.is_local
 
     def restore(self, version: int, min_training_steps: int) -> None:
         """Continue from a snapshot of this version."""

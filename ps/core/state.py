@@ -43,7 +43,6 @@ class Options:
     epochs: int | None = None  # length of the run; workers announce the number of training steps
     every_steps: int | None = None  # training steps between two snapshots
     every_s: float | None = None
-    is_region: bool = False  # this run is one worker of another: a snapshot is an exchange with that run
 
 
 class RunState:
@@ -53,7 +52,7 @@ class RunState:
         self.options, self.mode, self.policy = options, options.mode, policy
         self.name, self.incarnation = name, incarnation
         self.roster = Roster(options.num_workers, options.max_workers, options.lease_s)
-        self.rhythm = Rhythm(options.keeps_snapshots, options.every_steps, options.every_s, options.is_region)
+        self.rhythm = Rhythm(options.keeps_snapshots, options.every_steps, options.every_s)
         self.contributions = Contributions(policy, self.roster, self.rhythm, options.mode, options.max_rejected)
         self.model: tuple[str, str] | None = None  # names of the model and optimizer of all workers
         self.may_change_optimizer = False  # the first worker of a resumed run sets its hyperparameters
@@ -63,7 +62,7 @@ class RunState:
         self.is_closed = False  # events have no effect any more
         self.is_done = False  # all workers were notified that the run is over
         self.evaluator: int | None = None  # the rank that then evaluates the final weights
-        self.may_evaluate = True  # False: a worker of another region evaluates them
+        self.may_evaluate = True  # False: a worker of another server evaluates them
         self.has_finished = False  # some worker takes no more steps
         self.ended_by = ""  # why the run ended early; empty: all steps were taken
         self.failure: ParamServerError | None = None  # of a worker, after the last training step

@@ -68,6 +68,7 @@ class Engine:
         self.traffic: dict[int, Traffic] = {}
         self.sequencer = Sequencer(self.happens, now)
         self.snapshots = Keeper()  # keeps nothing, until another takes its place
+        self.send: Callable[[effects.SendReply], object] = self._send  # sends a reply, perhaps later
         self.released: Callable[[int], object] = lambda rank: None  # called when another process has a rank, or none
         self.go_back: Callable[[], object] = lambda: None  # a new server goes on from the newest snapshot
         self.dashboard = ""  # its address
@@ -183,7 +184,7 @@ class Engine:
 
     def waiting(self, now: float, ranks: Iterable[int] | None = None) -> dict[int, str]:
         """Returns the reason that each of these workers (None: all) waits, by rank; empty for one that does not."""
-        run, workers, above = self.run, self.run.roster.workers, self.folding.above
+        run, workers = self.run, self.run.roster.workers
         to_finish = ""
         if run.roster.num_finished:
             busy = sorted(rank for rank, worker in workers.items() if not worker.is_finished)
@@ -191,8 +192,8 @@ class Engine:
             to_finish = f"rank {names(busy or absent)} to {'finish' if busy else 'come back'}" if busy or absent else ""
         if ranks is not None:
             workers = {rank: workers[rank] for rank in ranks if rank in workers}
-        by_policy = run.policy.waiting(now, workers) if run.has_weights else {}
-        for_above, found = above.reason() if above is not None else "", {}
+        by_policy = run.policy.waiting(now, workers) if run.has_weights and not run.is_holding else {}
+        for_keeper, found = self.snapshots.reason(run.is_holding), {}
         for rank, worker in workers.items():
             peer, why = self.peers.get((rank, worker.incarnation)), ""
             if worker.is_finished:
@@ -201,13 +202,11 @@ class Engine:
                 why = "its connection"
             elif shard := self.sequencer.missing(rank) if peer is not None and peer.state == "waiting" else "":
                 why = shard
-            elif run.is_holding:
-                why = "" if run.options.is_region else "the first snapshot"
             elif run.has_weights:
                 why = by_policy.get(rank, "")
             elif run.initializer not in (None, worker):
                 why = f"initial weights from rank {run.initializer.rank}"
-            found[rank] = why or for_above
+            found[rank] = why or for_keeper
         return found
 
     async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
@@ -328,12 +327,7 @@ class Engine:
     def _reply(self, reply: effects.SendReply) -> None:
         if reply.is_evaluated and self.run.options.keeps_best:
             self.copies.keep(reply.reply.result.version)
-        if self.folding.above is not None and reply.reply.group is not None:
-            self.folding.above.prepare(reply)
-        if self.folding.above is not None and self.tensors.is_paused:  # the worker waits for the server above
-            self.tensors.then(partial(self._send, reply))
-        else:
-            self._send(reply)
+        self.send(reply)
 
     def _send(self, effect: effects.SendReply) -> None:
         """Queue a reply. With several shards each retains this version for it, so that all parts are of one version."""
@@ -392,8 +386,8 @@ class Engine:
 
     def _evaluated(self, found: effects.Evaluated) -> None:
         own_bytes = sum(value.num_sent + value.num_received for value in self.traffic.values())
-        elsewhere = (sum(passed) for state in self.shard_states.values() for passed in state.traffic.values())
-        self.bytes_when[found.point.version] = own_bytes + sum(elsewhere)
+        on_shards = (sum(passed) for state in self.shard_states.values() for passed in state.traffic.values())
+        self.bytes_when[found.point.version] = own_bytes + sum(on_shards)
         self.tensors.then(partial(self.copies.evaluated, found.point.version, found.is_best))
 
     def _log(self, line: effects.Log) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,22 +38,10 @@ log = get_logger()
 _FEW = "too few contributions to leave out so many (policy.aggregation): fewer faulty workers are tolerated"
 
 
-class Above(Protocol):
-    """The server above, of which this run is a region: it takes the commits (`relay/region.py`)."""
-
-    def commit(
-        self, commit: effects.Commit, step: Callable[..., list[torch.Tensor]], publication: Publication,
-        without: frozenset[str],
-    ) -> None:  # fmt: skip
-        """Make this version. `step(progress=...)` steps the store, and returns payloads that may be reused.
-
-        `without` names parameters that have no gradient in any contribution."""
-
-    def prepare(self, reply: effects.SendReply) -> None:
-        """Add to the reply of an all-reduce peer that weights are exchanged with the server above."""
-
-    def reason(self) -> str:
-        """Why workers wait for the server above, as a phrase; empty: they do not."""
+# Makes the version of a commit elsewhere: in another run, of which this one is a worker (`relay/region.py`). It gets a
+# function that steps the store and returns payloads that may be reused, where the version is to be published, and the
+# names of parameters that have no gradient in any contribution.
+Committer = Callable[[effects.Commit, Callable[..., list[torch.Tensor]], Publication, frozenset[str]], object]
 
 
 @dataclass(slots=True)
@@ -89,7 +77,7 @@ class Folding:
         self.free_buffers = FreeBuffers(_MAX_FREE_BUFFERS)  # for encoded payloads
         self._staged: dict[ContributionId, Staged] = {}
         self._fenced: dict[int, int] = {}  # by rank, the newest fenced incarnation
-        self.above: Above | None = None
+        self.committer: Committer | None = None  # None: versions are made here
         self._without: frozenset[str] | None = None  # parameters without a gradient in all folded contributions
         self._are_few = False  # contributions of the newest commit
         self._steps: dict[int, partial[list[torch.Tensor]]] = {}  # of commits whose mean is measured, by version
@@ -179,14 +167,14 @@ class Folding:
             num_live, lowest_live, commit.hyperparameters, commit.lr_scale, commit.momentum_among, commit.clip_norm
         )
         work = partial(_sound, commit, store.commit, step)
-        if model.is_published or self.above is not None:
+        if model.is_published or self.committer is not None:
             publication = model.publisher.next(commit.version)
             if without is not None:
-                steps_here = store.optimizer is not None and self.above is None
+                steps_here = store.optimizer is not None and self.committer is None
                 model.changes.made(commit.version, without if steps_here else ())
             work = partial(work, target=publication.segment.payload)
-            if self.above is not None:
-                self.above.commit(commit, work, publication, without or frozenset())
+            if self.committer is not None:
+                self.committer(commit, work, publication, without or frozenset())
                 return
             work = partial(work, progress=publication.made)
         if not (model.is_part and count and (commit.clip_norm or store.clip_norm)):
@@ -307,7 +295,7 @@ class Peer:
     incarnation: int
     is_resumed: bool = False  # continues where it was: no START is due
     number: int = 0  # contributions of the rank that count
-    is_relay: bool = False  # of a region
+    num_workers: int = 0  # for which it stands, if it is the server of others
     base: int | None = None  # the version that it has all of the weights of, if it has said so
     traffic: Traffic = field(default_factory=Traffic)
     outbox: asyncio.Queue[Item] = field(default_factory=asyncio.Queue)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -39,9 +38,6 @@ def policy_of(mode: str, settings: Mapping[str, Any]) -> Policy:
 
 def options_of(config: Config) -> Options:
     """Returns the run's options from the configuration."""
-
-    is_region = config.upstream.server is not None
-    keeps = config.checkpoint.dir is not None or is_region
     return Options(
         mode=config.run.mode,
         num_workers=config.run.workers,
@@ -49,13 +45,12 @@ def options_of(config: Config) -> Options:
         lease_s=config.server.lease_s,
         absent_s=config.server.absent_s,
         max_rejected=config.store.max_nonfinite,
-        keeps_snapshots=keeps,
+        keeps_snapshots=config.checkpoint.dir is not None,
         epochs=config.run.epochs,
         best=config.run.best,
         keeps_best=config.output.best is not None,
         stop_when=config.run.stop_when,
         patience=config.run.patience,
-        every_steps=sys.maxsize if is_region else config.checkpoint.every_steps,
+        every_steps=config.checkpoint.every_steps,
         every_s=config.checkpoint.every_s,
-        is_region=is_region,
     )

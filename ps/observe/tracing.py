@@ -50,8 +50,8 @@ class TracingSink(Sink):
         """Record the spans of a version whose tensor work is done."""
         ended = self._ns(self._now())
         for rank, incarnation, seq in commit.contributions:
-            above = self._traces.of_others(ids_of(self._run.name, rank, incarnation, seq))
-            self._traces.below(above, "apply", begun, ended, {"paramserver.version": commit.version}, kind="SERVER")
+            parent = self._traces.of_others(ids_of(self._run.name, rank, incarnation, seq))
+            self._traces.below(parent, "apply", begun, ended, {"paramserver.version": commit.version}, kind="SERVER")
 
     def _replied(self, reply: SendReply, now: int) -> None:
         result = reply.reply.result
@@ -67,8 +67,8 @@ class TracingSink(Sink):
             "paramserver.version": result.version,
             "paramserver.staleness": result.staleness,
         }
-        above = self._traces.of_others(ids_of(self._run.name, reply.rank, reply.incarnation, result.seq))
-        span = self._traces.below(above, "contribution", taken, now, about, kind="SERVER")
+        parent = self._traces.of_others(ids_of(self._run.name, reply.rank, reply.incarnation, result.seq))
+        span = self._traces.below(parent, "contribution", taken, now, about, kind="SERVER")
         if result.gate_wait_s > 0:
             self._traces.below(span, "wait", now - int(result.gate_wait_s * 1e9), now)
 

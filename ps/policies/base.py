@@ -202,13 +202,10 @@ class Ledger:
         most, left = self.local_steps, self.training_steps - self.progress.get(rank, NO_ROW).steps
         return most if most < left else left if left > 0 else 0
 
-    def wrong_counts(self, rank: int, counts: Counts, is_relay: bool = False) -> str:
-        """Returns what is wrong with the counts of a contribution that arrives, as a sentence; empty: nothing.
-
-        A region contributes when its own version is complete, which may have more steps than were asked for, and none
-        at its end."""
+    def wrong_counts(self, rank: int, counts: Counts) -> str:
+        """Returns what is wrong with the counts of a contribution that arrives, as a sentence; empty: nothing."""
         num_steps, most = counts.num_steps, self.local_steps
-        if is_relay or 0 < num_steps <= most:
+        if 0 < num_steps <= most:
             return ""
         message = f"rank {rank} contributes {num_steps} training steps and {counts.num_batches} batches"
         if num_steps:

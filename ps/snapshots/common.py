@@ -24,6 +24,10 @@ class Keeper:
 
     num_written = 0  # by this process
 
+    def reason(self, is_holding: bool) -> str:
+        """Why workers wait for it, as a phrase; empty: they do not. `is_holding`: none has begun before the first."""
+        return "the first snapshot" if is_holding else ""
+
     def take(self, saved: dict[str, Any], done: Done, states: States) -> None:
         """Keep the newest version, and call `done`. See `Snapshots.take`."""
 

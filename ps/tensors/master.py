@@ -82,11 +82,11 @@ def _pairs(narrow: Layout, wide: Layout) -> list[Pair]:
             continue
         here, there = joined([entry])[0], joined([other])[0]
         if pairs:
-            before, above = pairs[-1]
-            ends = [(run.end, run.kind, run.dtype) for run in (before, above)]
+            before, its_other = pairs[-1]
+            ends = [(run.end, run.kind, run.dtype) for run in (before, its_other)]
             if ends == [(run.offset, run.kind, run.dtype) for run in (here, there)]:
                 num = before.num_elements + here.num_elements
-                pairs[-1] = replace(before, num_elements=num), replace(above, num_elements=num)
+                pairs[-1] = replace(before, num_elements=num), replace(its_other, num_elements=num)
                 continue
         pairs.append((here, there))
     return pairs

@@ -365,10 +365,10 @@ class Tables:
         """
         spec = self._spec(table)
         dtype = DTYPES[spec.dtype]
-        is_elsewhere = not count and all(rows.table != table for rows in before)  # another shard has the table's rows
-        if not (count or is_elsewhere) or len(data) != count * (_ID_BYTES + spec.dim * dtype.itemsize):
+        is_on_another_shard = not count and all(rows.table != table for rows in before)
+        if not (count or is_on_another_shard) or len(data) != count * (_ID_BYTES + spec.dim * dtype.itemsize):
             raise refusal(Reason.BAD_REQUEST, f"{len(data)} bytes for {count} rows of table '{spec.name}'")
-        if is_elsewhere:
+        if is_on_another_shard:
             return Rows(table, torch.empty(0, dtype=torch.int64), torch.empty(0, spec.dim, dtype=dtype))
         memory = bytearray(data)
         ids = torch.frombuffer(memory, dtype=torch.int64, count=count)

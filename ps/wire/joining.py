@@ -95,7 +95,7 @@ class Joining:
         while engine.why_not_ready():  # workers join only once all shards are present
             await stream.wait(engine.until(lambda: not engine.why_not_ready()), engine.why_not_ready)
         peer = self._join(join, rank) if self._config.server.shard == 0 else await self._find(join, rank)
-        peer.is_relay, peer.traffic.region = join.num_workers > 0, join.region
+        peer.num_workers, peer.traffic.region = join.num_workers, join.region
         stream.rank, peer.hang_up = peer.rank, stream.end
         return peer
 
@@ -151,8 +151,8 @@ class Joining:
             welcome.direct.port, welcome.direct.ticket = self._port.number, ticket.secret
         try:
             await stream.say(pb.ServerMessage(welcome=welcome))
-            # A relay has the model when the first worker of its region has come.
-            limit_s = None if peer.is_relay else self._config.server.join_timeout_s
+            # The server of others has the model when the first of them has come.
+            limit_s = None if peer.num_workers else self._config.server.join_timeout_s
             second = await stream.read_within(limit_s, "model", "leave")
             if second.kind == "leave":
                 engine.offer(events.Left(*peer.seat, "goodbye", "said goodbye"))

@@ -54,7 +54,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "--shards": {"shards": 2},
     "--regions": {"regions": 2},
     "regions in the mode of the run above": {"regions": 2},
-    "a region's server": {"is_region": True},
+    "a region's server": {"in_region": True},
     "--upstream-every": {"regions": 2, "upstream_every": 4},
     "a run above of peers": {"mode_above": "allreduce", "kind_above": ContributionKind.COMPLETION},
     "a run above of gradients": {"mode_above": "sync", "kind_above": GRADIENT},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramserver.common.registry import MODES
-from paramserver.common.reporting.history import region_run
+from paramserver.common.reporting.regions import region_run
 from paramserver.drills.check import check
 from paramserver.ps.policies.rules import Rule
 from paramserver.tests.drills.histories import applied, encoded, joined, messages, op, options_of, start, verdict_of

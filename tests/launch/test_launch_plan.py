@@ -15,7 +15,7 @@ from paramserver.common.errors import UsageError
 from paramserver.launch import run
 from paramserver.launch.plan.hosts import SERVE, SERVER, place_processes
 from paramserver.launch.plan.runs import Machine, Request, plan_runs
-from paramserver.launch.plan.settings import own_path, relays_of, variable
+from paramserver.launch.plan.settings import own_path, variable
 from paramserver.tests.launch.plans import MACHINE, hosts_of, plan_of, resolve, sets_of, settings_of
 
 
@@ -366,7 +366,7 @@ JOBS = [(sets, modes) for sets in SETS for modes in ["sync", "sync,single", "ssp
 def test_every_process_reads_the_settings_that_it_gets(sets: tuple[str, ...], modes: str) -> None:
     """The launcher's own settings are values of their fields' types: text would be refused where a number is wanted."""
     resolved = resolve(*sets)
-    machine = dataclasses.replace(MACHINE, exists=lambda path: True, relays=relays_of(resolved, (), 4))
+    machine = dataclasses.replace(MACHINE, exists=lambda path: True)
     for plan in plan_runs(resolved, Request(modes=tuple(modes.split(","))), machine):
         for spec in plan.processes("h:1"):
             load_config(None, {}, sets_of(spec.argv), spec.env)  # raises UsageError

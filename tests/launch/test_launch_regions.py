@@ -14,7 +14,6 @@ from paramserver.common.errors import UsageError
 from paramserver.common.reporting.summary import Summary
 from paramserver.launch.plan.hosts import SERVER, Child, place_processes
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
-from paramserver.launch.plan.settings import relays_of
 from paramserver.tests.launch.plans import hosts_of, resolve, settings_of
 
 HOSTS = """hosts:
@@ -28,10 +27,9 @@ DEADLINE_S = 300.0
 
 
 def plans_of(resolved: Resolved, *modes: str, hosts: Any = (), exists: Any = lambda path: False) -> list[Plan]:
-    config, num_workers = resolved.config, resolved.config.run.workers or 0
-    relays = relays_of(resolved, hosts, num_workers)
-    places = place_processes(hosts, num_workers, 1, colocate=False, folder=".")
-    machine = Machine(python="python", spans_hosts=bool(hosts), places=places, relays=relays, exists=exists)
+    config = resolved.config
+    places = place_processes(hosts, config.run.workers or 0, 1, colocate=False, folder=".")
+    machine = Machine(python="python", spans_hosts=bool(hosts), places=places, hosts=hosts, exists=exists)
     return plan_runs(resolved, Request(modes=modes or (config.run.mode,)), machine)
 
 
@@ -62,7 +60,11 @@ def test_two_regions_on_this_machine() -> None:
     assert [settings_of(spec.argv).output.history for spec in others[4:]] == ["h-relay-1.jsonl"] * 2
     assert [plan.server_of(Child("worker", rank)).rank for rank in range(4)] == [1, 1, 2, 2]
     assert plan.server_of(Child("server", 2)) == SERVER
-    assert [str(plan.worker_of(server, 1)) for server in (SERVER, *plan.relays)] == ["relay 1", "worker 1", "worker 3"]
+    assert [str(plan.worker_of(server, 1)) for server in (SERVER, *plan.workers_of)] == [
+        "relay 1",
+        "worker 1",
+        "worker 3",
+    ]
     assert plan.headline().startswith(
         "sync in 2 regions, diloco above every 8 steps: a server, 2 relays and 4 workers,"
     )
@@ -108,7 +110,7 @@ def test_one_region_is_a_flat_run(tmp_path: Path) -> None:
 def test_the_mode_above(flags: dict[str, Any], sets: tuple[str, ...], above: str, steps: int) -> None:
     resolved = resolve("policy.delayed_update=true", *sets, launch__regions=2, policy__local_steps=4, **flags)
     alone, plan = plans_of(resolved, "single", "localsgd")
-    assert len(alone.processes()) == 1 and not alone.relays
+    assert len(alone.processes()) == 1 and not alone.workers_of
     assert plan.server is not None
     config, relay = settings_of(plan.server.argv), settings_of(plan.shards("h:1")[0].argv)
     assert (config.run.mode, config.policy.options(above).local_steps) == (above, steps)

@@ -29,5 +29,5 @@ def test_a_region_adds_the_workers_of_the_others() -> None:
     roster = Roster(None, 8, 5.0)
     for rank in range(2):
         roster.seat(joined(rank, 0))
-    roster.elsewhere = 3, 4
+    roster.num_before, roster.num_others = 3, 4
     assert [roster.division(rank) for rank in range(2)] == [(6, 3), (6, 4)]

@@ -37,7 +37,7 @@ class JobsOfLink:
 
     settings = SimpleNamespace(kind=ContributionKind.WEIGHTS)
     progress = SimpleNamespace(local_steps=4, is_done=False, num_workers=2, worker_index=0)
-    num_workers, has_model, readings = 1, True, Readings()
+    joins_as, has_model, readings = {"num_workers": 1}, True, Readings()
     send = staticmethod(print)
     strategy = SimpleNamespace(finish=print)
 

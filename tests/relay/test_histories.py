@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.common.reporting.history import region_run
+from paramserver.common.reporting.regions import region_run
 from paramserver.drills.check import Verdict, check
 from paramserver.tests.cluster import Cluster
 from paramserver.tests.drills.histories import Line, applied, encoded, joined, start
@@ -34,7 +34,8 @@ def test_the_samples_above_are_those_of_a_version_of_the_region() -> None:
     assert verdict_of(*tiers(8, 4, of_region=(4, 4, 4))).is_good
     ahead = verdict_of(*tiers(8, of_region=(4, 4, 4)))
     assert ahead.is_good and ahead.tally.applied == 1
-    assert ahead.regions["region"].tally.applied == 3 and ahead.regions["region"][1:] == (12, 8)
+    (region,) = ahead.comparisons
+    assert region.tally.applied == 3 and (region.num_samples, region.num_counted) == (12, 8)
     twice = verdict_of(*tiers(8, 8, of_region=(4, 4, 4)))
     message = "region:0: the run above counts 16 samples of this region, rank 0: no version has them, of 12"
     assert list(map(str, twice.problems)) == [message]
@@ -51,7 +52,7 @@ def test_samples_of_lines_that_a_killed_server_has_not_written_are_not_compared(
     above, region = tiers(8, 8, of_region=(4, 4, 4))
     region += [start("async", run=region[0]["run"], incarnation=2, version=4, seqs={"0": 4})]
     verdict = verdict_of(above, region)
-    assert verdict.is_good and verdict.regions["region"].num_counted is None
+    assert verdict.is_good and verdict.comparisons[0].num_counted is None
 
 
 def test_a_second_server_that_is_no_relay_of_the_first_is_a_problem() -> None:

@@ -12,22 +12,23 @@ import pytest
 
 from paramserver.benchmarks.rig.links import check_links
 from paramserver.common.errors import UsageError
-from paramserver.simulate.plan import Flags, resolve, tiers, worlds
+from paramserver.simulate.plan import Flags, resolve, worlds
+from paramserver.simulate.regions import tiers
 from paramserver.simulate.results.summary import metrics, summary
 from paramserver.simulate.run.simulation import Simulation
 
 STEPS, COMPUTE_S, BYTES = 32, 0.1, 1_000_000  # of the model; a border of 8 Mbit/s carries it in 1 s
-MACHINES = {
-    "megabytes": 1, "jitter": 0.0, "fold": "0ms", "step": "0ms", "regions": 2, "border_bandwidth": "8mbit",
-    "border_latency": "100ms",
-}  # fmt: skip
+MEGABYTES, BORDER = 1, ("8mbit", "100ms")
 
 
-def simulated(*sets: str, mode: str = "sync", workers: int = 6, **flags: Any) -> dict[str, Simulation]:
-    chosen = Flags(**{**MACHINES, **flags})
+def simulated(
+    *sets: str, mode: str = "sync", workers: int = 6, speeds: str = "1", regions: int = 2, upstream_every: str = "0",
+    border: tuple[str, str] = BORDER,
+) -> dict[str, Simulation]:  # fmt: skip
+    machines = Flags(MEGABYTES, jitter=0.0, speeds=speeds, fold="0ms", step="0ms")
     configs = resolve(None, mode, workers, {"run.steps": STEPS}, list(sets), {})
     found = {}
-    for config, world in tiers(worlds(configs, chosen), chosen):
+    for config, world in tiers(worlds(configs, machines), regions, upstream_every, border, MEGABYTES):
         found[world.label] = Simulation(config, world)
         found[world.label].go()
     return found
@@ -49,7 +50,7 @@ def test_regions_that_wait_take_the_time_of_one_mean_over_the_border() -> None:
 def test_regions_that_train_on_take_the_longer_of_training_and_exchange(every: int, exchanges_s: float) -> None:
     regions = simulated(upstream_every=str(every))[f"sync, 2 regions, diloco {every}"]
     assert regions.now == pytest.approx(1.05 + every * COMPUTE_S + exchanges_s, rel=1e-3)
-    free = simulated(upstream_every=str(every), border_bandwidth="none", border_latency="0ms")
+    free = simulated(upstream_every=str(every), border=("none", "0ms"))
     flat, regions = free.values()
     assert regions.now == pytest.approx(flat.now, rel=0.05)
     assert metrics(regions)["of ideal"] > 0.95
@@ -61,9 +62,7 @@ def test_codecs_of_the_border_and_unequal_regions() -> None:
     sent = [sum(item.bytes_sent for item in summary(run).workers) for run in (raw, coded)]
     assert sent[0] / sent[1] > 6
     # The first three ranks are region 0, and twice as fast.
-    runs = simulated(
-        mode="ssp", upstream_every="8", speeds="2,2,2,1,1,1", border_bandwidth="none", border_latency="0ms"
-    )
+    runs = simulated(mode="ssp", upstream_every="8", speeds="2,2,2,1,1,1", border=("none", "0ms"))
     above = runs["ssp, 2 regions, diloco 8"]
     fast, slow = above.world.recorded
     assert fast[0][0] == pytest.approx(8 * COMPUTE_S / 2, rel=0.1) and slow[0][0] == pytest.approx(
@@ -112,12 +111,9 @@ def test_what_is_foreseen_is_what_comes_of_it_on_three_hosts() -> None:
     measured = {name: float(wall_s) for name, _, wall_s in rows}
     foreseen = {}
     for sets in ((), ("upstream.codec=q4", "upstream.reply_codec=q4")):
-        chosen = Flags(
-            compute="220ms", regions=2, upstream_every=f"0,{every}", border_bandwidth=f"{rate}mbit",
-            border_latency="40ms",
-        )  # fmt: skip
+        border = f"{rate}mbit", "40ms"
         configs = resolve(None, "sync", 4, {"run.steps": steps, "task.name": "digits"}, [tasks[0], *sets], {})
-        for config, world in tiers(worlds(configs, chosen), chosen):
+        for config, world in tiers(worlds(configs, Flags(compute="220ms")), 2, f"0,{every}", border, None):
             simulation = Simulation(config, world)
             simulation.go()
             foreseen[world.label, bool(sets)] = summary(simulation).wall_s

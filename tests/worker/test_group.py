@@ -18,7 +18,7 @@ from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.worker.strategies import buckets
 from paramserver.worker.strategies.collectives import backends
 from paramserver.worker.strategies.collectives.backends import (
-    ELSEWHERE,
+    OTHER,
     UNKNOWN,
     Broken,
     Generation,
@@ -182,8 +182,8 @@ def test_a_member_that_does_not_come_is_named():
     ("is_there", "lost", "expected", "message", "attempts"),
     [
         (True, "-", Broken, "generation 1: ", UNKNOWN),  # it does not speak
-        (False, "-", OutOfReach, "rank 0 cannot reach rank 1 at {address}, to average with it", ELSEWHERE),
-        (True, "0", Broken, "rank 1 cannot reach rank 0, to average with it", ELSEWHERE),
+        (False, "-", OutOfReach, "rank 0 cannot reach rank 1 at {address}, to average with it", OTHER),
+        (True, "0", Broken, "rank 1 cannot reach rank 0, to average with it", OTHER),
     ],
 )
 def test_a_member_that_comes_to_the_store_and_cannot_be_connected_to_is_named_with_its_address(

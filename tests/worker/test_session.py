@@ -144,7 +144,7 @@ def test_a_worker_that_has_not_begun_names_its_incarnation_and_no_run() -> None:
     """It may join another run, and stays out if another process has replaced it."""
     progress = Progress(process="this")
     progress.welcomed("first", rank=1, incarnation=2)
-    joins = [join_message(progress, "cpu", None)]
+    joins = [join_message(progress, "cpu", {})]
     progress.started(reply_of())
-    joins.append(join_message(progress, "cpu", None))
+    joins.append(join_message(progress, "cpu", {}))
     assert [(join.run, join.incarnation) for join in joins] == [("", 2), ("first", 2)]

@@ -10,7 +10,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,10 +71,10 @@ class Exchange:
         rank: int | None,
         history: str | None = None,
         credentials: Credentials = PLAINTEXT,
-        region: tuple[str, int] | None = None,
+        joins_as: Mapping[str, Any] | None = None,
     ) -> None:
-        """`region`: its name and number of workers, if this process is its relay."""
-        self.config, self.credentials, self._region = config, credentials, region
+        """`joins_as`: further fields of its Join."""
+        self.config, self.credentials, self._joins_as = config, credentials, joins_as or {}
         self._traces: ExchangeTraces | None = None
         self._history = History(history) if history is not None else None
         self._last_transfer_s = 0.0
@@ -119,7 +119,7 @@ class Exchange:
         progress = self.progress
         while True:
             try:
-                welcome = self.shards.first.join(join_message(progress, self.config.device, self._region))
+                welcome = self.shards.first.join(join_message(progress, self.config.device, self._joins_as))
                 break
             except Lost as lost:
                 wait_for_server(self.retry, lost)
@@ -146,7 +146,7 @@ class Exchange:
         kind, shards = self.welcome.settings.contribution, self.shards
         for shard in shards.all:
             if shard.number:
-                seated = join_message(self.progress, self.config.device, self._region, self.welcome)
+                seated = join_message(self.progress, self.config.device, self._joins_as, self.welcome)
                 try:
                     shard.join(seated)
                 except Lost as lost:
@@ -246,8 +246,6 @@ class Exchange:
             training=training,
             residual=self.shards.residual() if self._has_residual else NO_RESIDUAL,
         )
-        if self._region is not None:
-            self._region = self._region[0], contribution.counts.num_workers  # for the next join
         if self._traces is not None:
             self._traces.begin(progress.run, contribution.id)
         if self.measured or self.stop_reason:

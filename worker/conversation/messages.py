@@ -96,13 +96,12 @@ def message(**kind: Any) -> list[bytes]:
 
 
 def join_message(
-    progress: Progress, device: str, region: tuple[str, int] | None, seated: Welcome | None = None
+    progress: Progress, device: str, joins_as: Mapping[str, Any], seated: Welcome | None = None
 ) -> pb.Join:
-    """A Join. `seated`: the coordinator's welcome, in a Join for another shard.
+    """A Join. `joins_as`: further fields; `seated`: the coordinator's welcome, in a Join for another shard.
 
     A worker that has not begun belongs to no run yet: it may join another that a restarted server begins.
     """
-    region_name, num_workers = region or ("", 0)
     return pb.Join(
         run=progress.run if progress.num_starts or seated is not None else "",
         rank=-1 if progress.rank is None else progress.rank,
@@ -115,8 +114,7 @@ def join_message(
         process=progress.process,
         seated=seated is not None,
         resumed=seated is not None and seated.resumed,
-        region=region_name,
-        num_workers=num_workers,
+        **joins_as,
     )
 
 

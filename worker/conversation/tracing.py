@@ -42,10 +42,10 @@ class ExchangeTraces:
         came = max(sent, max(self._came, default=ended))
         rank, _, seq = self._id
         about = {"paramserver.rank": rank, "paramserver.number": seq, "paramserver.outcome": result.outcome.name}
-        above = self._traces.exchange(ids_of(self._run, *self._id), self._begun, ended, about)
-        self._traces.below(above, "encode", self._begun, sent)
-        self._traces.below(above, "wait", sent, came, {"paramserver.gate_wait_s": result.gate_wait_s})
-        self._traces.below(above, "apply", came, ended)
+        parent = self._traces.exchange(ids_of(self._run, *self._id), self._begun, ended, about)
+        self._traces.below(parent, "encode", self._begun, sent)
+        self._traces.below(parent, "wait", sent, came, {"paramserver.gate_wait_s": result.gate_wait_s})
+        self._traces.below(parent, "apply", came, ended)
 
     def close(self) -> None:
         self._traces.close()

@@ -327,12 +327,12 @@ def choices_of(config: Config, settings: Settings | None = None) -> Choices:
     )
     if settings is None:
         return mine
-    same = {name: getattr(settings, name) for name in ("mode", "kind", "polyak", "delayed_update", "fragments")}
+    names = ("mode", "kind", "polyak", "delayed_update", "fragments", "in_region")
+    same = {name: getattr(settings, name) for name in names}
     return replace(
         mine,
         **same,
         has_rounds=settings.union_batch,
         staleness=settings.outstanding,
-        is_region=settings.in_region,
         precision=settings.train.precision,
     )

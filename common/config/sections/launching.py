@@ -1,4 +1,4 @@
-"""Sections for output, costs, logs and starting processes."""
+"""Sections for output, costs, logs, starting processes and relays."""
 
 # No `from __future__ import annotations`: see __init__.py.
 import re
@@ -9,7 +9,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from ...registry import TRACKERS
 from ..option import EVERY, LAUNCHER, SERVER, Flag, Panel, Section, checked_by
-from .run import Until
+from .processes import Codec, ReachedList
+from .run import Mode, Until
 
 
 class SlowdownConfig(Section):
@@ -198,3 +199,24 @@ class LaunchConfig(Section):
         3, ge=0, description="restarts of each process before the job ends with exit code 17; 0: no restarts"
     )
     backoff_s: float = Field(0.5, ge=0, description="seconds before the first restart; doubles up to 10 s")
+
+
+class UpstreamConfig(Section):
+    """The run above (docs/regions.md) of a relay: a server for its region, and one worker of that run."""
+
+    server: Annotated[ReachedList | None, Flag(Panel.HOSTS, (SERVER,), name="upstream", metavar="HOST:PORT")] = Field(
+        None, description="HOST:PORT[,HOST:PORT] of the server above; this server is then the relay of a region"
+    )
+    rank: Annotated[int | None, Flag(Panel.HOSTS, (SERVER,), name="upstream-rank")] = Field(
+        None, ge=0, description="rank of the region in the run above; none: the server above gives a free rank"
+    )
+    region: str | None = Field(None, description="name of the region, for displays; none: this host's")
+    every: Annotated[int | None, Flag(Panel.HOSTS, name="upstream-every", metavar="K")] = Field(
+        None, ge=0, description="steps between exchanges; 0: the region waits for each; none: as the run above says"
+    )
+    mode: Mode = Field("diloco", description="mode of the run above with ps-launch and every of at least 1")
+    ahead: int | None = Field(None, ge=1, description="most steps of the region without a reply from above; none: 4 K")
+    codec: Codec = Field("raw", description="codec of contributions to the server above")
+    reply_codec: Codec = Field("raw", description="codec of weights from the server above")
+    cert: str | None = Field(None, description="certificate (PEM) for the server above; none: security.cert")
+    key: str | None = Field(None, description="private key (PEM) of upstream.cert")

@@ -1,4 +1,4 @@
-"""Sections of the server, the worker, relays and serving: addresses, exchange, snapshots, security and limits."""
+"""Sections of the server, the worker and serving: addresses, exchange, snapshots, security and limits."""
 
 # No `from __future__ import annotations`: see __init__.py.
 from typing import Annotated, Any, Literal, Self
@@ -9,7 +9,7 @@ from ...registry import CODECS
 from ..addresses import listening, reached, reached_list, reached_list_or_none
 from ..conditions import every
 from ..option import EVERY, LAUNCHER, SERVE, SERVER, WORKER, Flag, Panel, Section, checked_by
-from .run import Interval, Mode
+from .run import Interval
 
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"  # a server listens there (server.listen), a worker connects to it
@@ -204,27 +204,6 @@ class LimitsConfig(Section):
     joins_per_s: float = Field(500.0, gt=0, description="joins per second; more wait")
     upload_bytes_per_s: float | None = Field(None, gt=0, description="bytes per second from one worker; none: no limit")
     progress_s: float = Field(30.0, gt=0, description="seconds without progress until an upload or reply is ended")
-
-
-class UpstreamConfig(Section):
-    """The run above (docs/regions.md) of a relay: a server for its region, and one worker of that run."""
-
-    server: Annotated[ReachedList | None, Flag(Panel.HOSTS, (SERVER,), name="upstream", metavar="HOST:PORT")] = Field(
-        None, description="HOST:PORT[,HOST:PORT] of the server above; this server is then the relay of a region"
-    )
-    rank: Annotated[int | None, Flag(Panel.HOSTS, (SERVER,), name="upstream-rank")] = Field(
-        None, ge=0, description="rank of the region in the run above; none: the server above gives a free rank"
-    )
-    region: str | None = Field(None, description="name of the region, for displays; none: this host's")
-    every: Annotated[int | None, Flag(Panel.HOSTS, name="upstream-every", metavar="K")] = Field(
-        None, ge=0, description="steps between exchanges; 0: the region waits for each; none: as the run above says"
-    )
-    mode: Mode = Field("diloco", description="mode of the run above with ps-launch and every of at least 1")
-    ahead: int | None = Field(None, ge=1, description="most steps of the region without a reply from above; none: 4 K")
-    codec: Codec = Field("raw", description="codec of contributions to the server above")
-    reply_codec: Codec = Field("raw", description="codec of weights from the server above")
-    cert: str | None = Field(None, description="certificate (PEM) for the server above; none: security.cert")
-    key: str | None = Field(None, description="private key (PEM) of upstream.cert")
 
 
 def _not_epochs(text: str) -> None:

@@ -50,7 +50,7 @@ def played(lines: list[str]) -> list[str]:
     settings: dict[str, Any] = dict(word.split("=") for word in lines[0].split()[1:])
     names = settings.pop("relays", "").split(",") if "relays" in settings else []
     relays = {Child("server", rank, name): range(2 * rank - 2, 2 * rank) for rank, name in enumerate(names, 1)}
-    supervisor = Supervisor(**{name: json.loads(value) for name, value in settings.items()}, relays=relays)
+    supervisor = Supervisor(**{name: json.loads(value) for name, value in settings.items()}, workers_of=relays)
     found = lines[:1]
     for line in lines[1:]:
         event = line.partition("->")[0]

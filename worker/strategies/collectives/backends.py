@@ -146,7 +146,7 @@ def is_small(num_bytes: int, size: int) -> bool:
 
 
 # Failed attempts in a row before this member ends, if the cause is this member, another member, or unknown.
-HERE, ELSEWHERE, UNKNOWN = 3, 6, 9
+HERE, OTHER, UNKNOWN = 3, 6, 9
 
 _REACH_S = 5.0  # to connect to a member
 _WAIT_S = 1.0  # for one request to the store
@@ -205,7 +205,7 @@ def store_of(generation: Generation, rank: int, timeout_s: float) -> Store:
     """Connect to the generation's store. Raises OutOfReach or Broken."""
     # Of two members, the one that cannot reach the other leaves. Of more, the lowest leaves if nobody reaches its
     # store.
-    attempts = HERE if len(generation.members) == 2 else ELSEWHERE
+    attempts = HERE if len(generation.members) == 2 else OTHER
     if (out_of_reach := reach(rank, generation.members[0], generation.store, attempts)) is not None:
         raise out_of_reach
     try:
@@ -244,7 +244,7 @@ def come_together(
         suffix = "" if rank == other else f" and rank {rank}"
         message = f"rank {member} cannot reach rank {other}, to average with it{suffix}"
         found = next(filter(None, failed), None) or Broken(message)
-        found.attempts = HERE if leaving == rank else ELSEWHERE
+        found.attempts = HERE if leaving == rank else OTHER
         raise found
     return members
 
@@ -280,7 +280,7 @@ def _missing(missing: Sequence[int], rank: int, generation: Generation, timeout_
     store = join_address(*generation.store)
     message = f"generation {generation.number}: rank {named} did not come to {store} in {timeout_s:g} s"
     if len(generation.members) == 2:
-        return Broken(message, ELSEWHERE)
+        return Broken(message, OTHER)
     is_alone = rank == generation.members[0] and len(missing) == len(generation.members) - 1
     return Broken(message, HERE if is_alone else UNKNOWN)
 
