@@ -16,6 +16,7 @@ from paramserver.ps.core.run import Run
 from paramserver.ps.observe.history import line_of
 from paramserver.tests.scenarios.telling import Workers, in_words, make_run
 
+
 class Told:
     """A run that keeps snapshots, told as a story; `saved` is in its newest snapshot, after it has been JSON."""
 
