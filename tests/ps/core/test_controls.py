@@ -12,19 +12,15 @@ from paramserver.common.wire.records import ContributionId
 from paramserver.ps.core import controls, effects, events
 from paramserver.ps.core.controls import keep_out
 from paramserver.ps.core.run import Run
-from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
+from paramserver.tests.scenarios.telling import make_run
 
 from ...records import contributed
 from .runs import begin
 
 
-def run_of(
-    mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = False, has_begun: bool = True, **given: object
-) -> Run:
-    settings = {"num_workers": num_workers, "local_steps": 4, **given}
-    options = Options(mode=mode, num_workers=num_workers, keeps_snapshots=keeps_snapshots)
-    run = Run(options, policy_of(mode, settings), "r")
+def run_of(mode: str = "ssp", num_workers: int = 2, has_begun: bool = True, **given: object) -> Run:
+    run = make_run({"mode": mode, "num_workers": num_workers, "local_steps": 4, **given})
     return begin(run, num_workers) if has_begun else run
 
 

@@ -12,37 +12,8 @@ from paramserver.common.errors import CheckpointError
 from paramserver.common.registry import MODES
 from paramserver.drills.check import check as check_histories
 from paramserver.ps.core import effects
-from paramserver.ps.core.run import Run
 from paramserver.ps.observe.history import line_of
-from paramserver.tests.scenarios.telling import Workers, in_words, make_run
-
-
-class Told:
-    """A run that keeps snapshots, told as a story; `saved` is in its newest snapshot, after it has been JSON."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.workers = Workers(run.incarnation)
-        self.now = 0.0
-        self.saved: dict[str, Any] = {}
-        self.facts: list[effects.Fact] = []
-
-    def tell(self, text: str) -> str:
-        if text.startswith("after "):
-            self.now += float(text.split()[1])
-        found: list[effects.Effect] = []
-        for event in self.workers.events_of(text):
-            event.at = self.now
-            new = self.run.apply(event)
-            self.workers.learn(new)
-            found += new
-        self.facts += [effect for effect in found if isinstance(effect, effects.Fact)]
-        for effect in found:
-            if isinstance(effect, effects.TakeSnapshot):
-                self.saved = json.loads(json.dumps(effect.saved))
-                for name in ("rows", "num_joins"):  # the manifest has numbers again
-                    self.saved[name] = {int(rank): number for rank, number in self.saved[name].items()}
-        return in_words(found)
+from paramserver.tests.scenarios.telling import Told, make_run
 
 
 def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() -> None:

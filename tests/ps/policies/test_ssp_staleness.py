@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Policy, Reply
 
-from ...records import contribution_of
+from ...records import contribution_of, joined
 
 
 @dataclass
@@ -39,10 +38,7 @@ class Simulation:
 
     @classmethod
     def of(cls, num_workers: int, staleness: int, delayed_update: bool = False) -> Simulation:
-        options = {"num_workers": num_workers, "staleness": staleness, "delayed_update": delayed_update}
-        policy = policy_of("ssp", options)
-        for rank in range(num_workers):
-            policy.joined(rank, 0.0)
+        policy = joined("ssp", num_workers, staleness=staleness, delayed_update=delayed_update)
         assert policy.waiting(0.0) == {}
         return cls(policy, {rank: Worker() for rank in range(num_workers)})
 
