@@ -420,10 +420,10 @@ def test_a_commit_steps_like_torch_with_its_rate_and_the_momentum_that_is_left(
     """Left among late workers, that is."""
     layout = Layout([TensorSpec("w", P, "float64", (64,))])
     start = torch.linspace(-1, 1, 64, dtype=torch.float64)
-    told = {"lr": 0.1, **extra}
-    store = Store(layout, start.clone().view(torch.uint8), OptimizerSpec(name, (GroupSpec(("w",), told),)))
+    numbers = {"lr": 0.1, **extra}
+    store = Store(layout, start.clone().view(torch.uint8), OptimizerSpec(name, (GroupSpec(("w",), numbers),)))
     parameter = torch.nn.Parameter(start.clone())
-    plain = getattr(torch.optim, name)([parameter], **told)
+    plain = getattr(torch.optim, name)([parameter], **numbers)
     least = 0.0 if name == "SGD" else 1e-30  # RMSprop makes its buffer only if momentum is above 0 at the first step
     for step in steps:
         gradient = torch.randn(64, dtype=torch.float64)
@@ -436,7 +436,7 @@ def test_a_commit_steps_like_torch_with_its_rate_and_the_momentum_that_is_left(
         store.commit(step)
     torch.testing.assert_close(store.weights.view(torch.float64), parameter.data, rtol=1e-12, atol=1e-12)
     group = store.optimizer.torch.param_groups[0]
-    assert {key: group[key] for key in told} == told, "as told: a snapshot keeps that"
+    assert {key: group[key] for key in numbers} == numbers, "as told: a snapshot keeps that"
 
 
 def test_it_is_measured_whether_rounds_go_the_same_way() -> None:

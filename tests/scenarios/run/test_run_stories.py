@@ -38,9 +38,9 @@ def test_snapshots_go_on_where_a_script_no_longer_steps_its_second_optimizer() -
 def test_a_contribution_that_waits_is_forgotten_once_another_process_contributes() -> None:
     """In a group that is over by then, so that the new one is dropped: its discard is not the old one's."""
     run = make_run({"mode": "allreduce", "num_workers": 2})
-    told = Told(run)
+    story = Told(run)
     for text in ("enter w0", "enter w1", "bring w0", "contribute w0 s1 mean", "leave w0", "enter w0"):
-        told.tell(text)
-    told.tell("contribute w1 s1 mean")
+        story.tell(text)
+    story.tell("contribute w1 s1 mean")
     found = run.apply(contributed(0, 2, 1, 1, generation=1, kind=ContributionKind.COMPLETION))
     assert in_words(found) == "discard w0#1; reply w0 DROPPED v1"
