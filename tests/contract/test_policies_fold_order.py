@@ -17,18 +17,6 @@ ROUND_MODES = [mode for mode in ALL_MODES if getattr(make_policy(mode), "has_fix
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
-def test_what_waits_behind_a_departed_worker_is_folded_when_the_round_closes(mode: str) -> None:
-    """Until then it may come back, to the same place."""
-    policy = joined(mode, 4)
-    for rank in (1, 2):
-        assert policy.contributed(rank, contribution_of(1, 0), 0.0) == []
-    assert policy.left(0, 0.0) == []
-    decisions = policy.contributed(3, contribution_of(1, 0), 0.0)
-    assert decisions[:3] == [Fold(1, 1.0), Fold(2, 1.0), Fold(3, 1.0)]
-    assert isinstance(decisions[3], Commit)
-
-
-@pytest.mark.parametrize("mode", ROUND_MODES)
 @pytest.mark.parametrize("options", [{"straggler_timeout_s": 1.0}, {"straggler_mad": 3.0}, {"backup_workers": 1}])
 def test_without_a_fixed_set_nobody_waits_for_a_stragglers_upload(mode: str, options: dict[str, Any]) -> None:
     policy = joined(mode, 3, **options)
