@@ -8,6 +8,7 @@ from paramserver.common.wire import records
 from paramserver.common.wire.records import Contribution, ContributionId, NextWork, Outcome, Reply, Result, WeightsInfo
 from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.ps.core import events
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Policy
 
 _TOPICS: dict[str, Any] = {
@@ -95,6 +96,14 @@ def reply_proto(outcome: Any, **facts: Any) -> pb.Reply:
         inner = getattr(message, topic)
         inner.MergeFrom(type(inner)(**{fact: value}))
     return message
+
+
+def joined(mode: str, num_workers: int, **options: Any) -> Policy:
+    """A policy whose workers have all joined."""
+    policy = policy_of(mode, {"num_workers": num_workers, **options})
+    for rank in range(num_workers):
+        policy.joined(rank, 0.0)
+    return policy
 
 
 def generation_of(policy: Policy, rank: int) -> int:

@@ -487,7 +487,7 @@ def test_every_script_that_a_test_starts_is_there() -> None:
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
 MAX_PRODUCT_LINES = 43_487
-MAX_TEST_LINES = 46_963
+MAX_TEST_LINES = 46_555
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from paramserver.common.registry import MODES
 from paramserver.tests.contract.policies import ALL_MODES, MAX_RANK, World, mode_settings
-from paramserver.tests.ps.policies.buffered import BUFFERED
 
 # Without the phase that explains a failure: it traces every line.
 SETTINGS = settings(stateful_step_count=40, deadline=None, phases=(Phase.reuse, Phase.generate, Phase.shrink))
@@ -136,7 +135,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("examples", [60, pytest.param(500, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("mode", [*ALL_MODES, BUFFERED])
+@pytest.mark.parametrize("mode", ALL_MODES)
 def test_any_order_of_events(mode: str, examples: int) -> None:
-    machine = type(f"{mode.rpartition(':')[2]}Machine", (PolicyMachine,), {"mode": mode})
+    machine = type(f"{mode}Machine", (PolicyMachine,), {"mode": mode})
     run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=examples))

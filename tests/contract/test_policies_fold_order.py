@@ -11,31 +11,15 @@ from hypothesis import strategies as st
 from paramserver.ps.policies.base import Commit, Fold, Reply
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 
-from ..records import contribution_of
+from ..records import contribution_of, joined
 
 ROUND_MODES = [mode for mode in ALL_MODES if getattr(make_policy(mode), "has_fixed_set", False)]
 
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
-def test_what_waits_behind_a_departed_worker_is_folded_when_the_round_closes(mode: str) -> None:
-    """Until then it may come back, to the same place."""
-    policy = make_policy(mode, num_workers=4)
-    for rank in range(4):
-        policy.joined(rank, 0.0)
-    for rank in (1, 2):
-        assert policy.contributed(rank, contribution_of(1, 0), 0.0) == []
-    assert policy.left(0, 0.0) == []
-    decisions = policy.contributed(3, contribution_of(1, 0), 0.0)
-    assert decisions[:3] == [Fold(1, 1.0), Fold(2, 1.0), Fold(3, 1.0)]
-    assert isinstance(decisions[3], Commit)
-
-
-@pytest.mark.parametrize("mode", ROUND_MODES)
 @pytest.mark.parametrize("options", [{"straggler_timeout_s": 1.0}, {"straggler_mad": 3.0}, {"backup_workers": 1}])
 def test_without_a_fixed_set_nobody_waits_for_a_stragglers_upload(mode: str, options: dict[str, Any]) -> None:
-    policy = make_policy(mode, num_workers=3, **options)
-    for rank in range(3):
-        policy.joined(rank, 0.0)
+    policy = joined(mode, 3, **options)
     for rank in (2, 1):
         assert policy.upload_position(rank) == 0
         assert Fold(rank, 1.0) in policy.contributed(rank, contribution_of(1, 0), 0.0)
@@ -90,9 +74,7 @@ def test_every_version_is_folded_in_rank_order_whoever_leaves_and_returns(mode: 
 @pytest.mark.parametrize("mode", ROUND_MODES)
 def test_a_round_that_has_lost_too_many_takes_in_who_came_late(mode: str) -> None:
     """With `min_workers` of 2: rank 0 starts with the next round, until rank 2 dies. Then both would wait for ever."""
-    policy = make_policy(mode, num_workers=3, min_workers=2)
-    for rank in range(3):
-        policy.joined(rank, 0.0)
+    policy = joined(mode, 3, min_workers=2)
     policy.left(0, 0.0)
     for rank in (1, 2):
         policy.contributed(rank, contribution_of(1, 0), 0.0)
@@ -106,9 +88,7 @@ def test_a_round_that_has_lost_too_many_takes_in_who_came_late(mode: str) -> Non
 @pytest.mark.parametrize("mode", ROUND_MODES)
 def test_a_place_is_kept_free_only_while_nobody_needs_the_memory(mode: str) -> None:
     """Two uploads fit: rank 1's waits behind rank 0's place until rank 2 asks for memory, which only this one has."""
-    policy = make_policy(mode, num_workers=4, max_staged=2)
-    for rank in range(4):
-        policy.joined(rank, 0.0)
+    policy = joined(mode, 4, max_staged=2)
     assert policy.left(0, 0.0) == []
     assert [policy.upload_position(rank) for rank in (1, 2, 3)] == [1, 2, 3]
     assert policy.contributed(1, contribution_of(1, 0), 0.0) == [Fold(1, 1.0)]
@@ -118,9 +98,7 @@ def test_a_place_is_kept_free_only_while_nobody_needs_the_memory(mode: str) -> N
 @pytest.mark.parametrize("mode", ROUND_MODES)
 def test_a_process_that_replaces_a_live_one_starts_at_once_however_little_memory_there_is(mode: str) -> None:
     """An upload of rank 1 may have all of it: then neither waits for the other."""
-    policy = make_policy(mode, num_workers=2, max_staged=1)
-    for rank in range(2):
-        policy.joined(rank, 0.0)
+    policy = joined(mode, 2, max_staged=1)
     assert [type(decision) for decision in policy.joined(0, 0.0)] == [Reply]
     assert [policy.upload_position(rank) for rank in range(2)] == [0, 0]
     assert policy.contributed(1, contribution_of(1, 0), 0.0) == [Fold(1, 1.0)]

@@ -9,7 +9,7 @@ from paramserver.ps.policies.base import Outcome, Reply
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 from paramserver.worker.session import Progress
 
-from ..records import contribution_of, reply_of
+from ..records import contribution_of, joined, reply_of
 
 # ---- holds ----------------------------------------------------------------------------------
 
@@ -51,9 +51,7 @@ def test_training_holds_below_min_workers(mode: str) -> None:
 @pytest.mark.parametrize(("steps", "local_steps"), [(1, 1), (1, 4), (7, 3), (8, 4), (10, 1)])
 def test_a_worker_takes_exactly_its_steps(mode: str, steps: int, local_steps: int) -> None:
     """The steps between replies add up to `steps`, also where a contribution covers several that do not divide it."""
-    policy = make_policy(mode, training_steps=steps, local_steps=local_steps, num_workers=2)
-    for rank in (0, 1):
-        policy.joined(rank, 0.0)
+    policy = joined(mode, 2, training_steps=steps, local_steps=local_steps)
     taken = 0
     step = 0
     while (num := policy.next_local_steps(0)) > 0:
@@ -73,9 +71,7 @@ def test_a_worker_takes_exactly_its_steps(mode: str, steps: int, local_steps: in
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_finished_workers_hold_nobody_back(mode: str) -> None:
     """The one that is slow, or comes late, still takes all its steps while the others have ended."""
-    policy = make_policy(mode, training_steps=4, num_workers=2, staleness=10)
-    for rank in (0, 1):
-        policy.joined(rank, 0.0)
+    policy = joined(mode, 2, training_steps=4, staleness=10)
     for seq in range(1, 5):
         policy.contributed(0, contribution_of(seq, policy.version), 0.0)
         if policy.waiting(0.0):
@@ -90,10 +86,7 @@ def test_finished_workers_hold_nobody_back(mode: str) -> None:
 @pytest.mark.parametrize(("steps", "local_steps"), [(1, 1), (7, 3), (8, 4), (10, 1)])
 def test_delayed_update_workers_guess_their_steps_right(mode: str, steps: int, local_steps: int) -> None:
     """Before its reply has come a worker knows how many local steps follow, and which contribution is the last."""
-    policy = make_policy(
-        mode, training_steps=steps, local_steps=local_steps, num_workers=1, staleness=3, delayed_update=True
-    )
-    policy.joined(0, 0.0)
+    policy = joined(mode, 1, training_steps=steps, local_steps=local_steps, staleness=3, delayed_update=True)
     progress = Progress(total_steps=steps)
     progress.replied(reply_of(0, 0, policy.next_local_steps(0)))
     is_last = False

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Policy
 from paramserver.tests.contract.policies import ALL_MODES, World, mode_settings
-from paramserver.tests.ps.policies.buffered import BUFFERED
 
 
 class Twins:
@@ -49,7 +48,7 @@ def play_on(world: World, data: st.DataObject, ranks: Sequence[int] = range(3)) 
         getattr(world, action)(rank)
 
 
-@pytest.mark.parametrize("mode", [*ALL_MODES, BUFFERED])
+@pytest.mark.parametrize("mode", ALL_MODES)
 @given(options=mode_settings(), data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_a_restored_policy_decides_as_the_saved_one_would(mode: str, options: dict[str, Any], data: Any) -> None:

@@ -13,13 +13,8 @@ from paramserver.ps.policies.base import Commit, Discard, Fold, Reply
 from paramserver.ps.tensors.staging import StagingPool
 from paramserver.tests.contract.policies import ALL_MODES, make_policy
 
+from ..ps.streams import turns
 from ..records import contribution_of
-
-
-async def let_coroutines_run() -> None:
-    """One turn for coroutines whose future was resolved, one for what they in turn resolve."""
-    for _ in range(2):
-        await asyncio.sleep(0)
 
 
 class Uploads:
@@ -118,7 +113,7 @@ def test_uploads_never_wait_for_each_other_for_ever(mode: str, data: st.DataObje
                 await uploads.leave(rank)
             else:
                 getattr(uploads, action)(rank)
-            await let_coroutines_run()
+            await turns(2)  # for coroutines whose future was resolved, and for what they in turn resolve
             uploads.collect()
             if uploads.wants and not uploads.computing:
                 assert uploads.payloads, f"ranks {sorted(uploads.wants)} wait for memory that nobody gives back"

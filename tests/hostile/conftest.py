@@ -285,12 +285,10 @@ def join_bytes(rank: int | None = None) -> bytes:
     return frame(pb.WorkerMessage(join=pb.Join(rank=-1 if rank is None else rank, host="here", process=f"p{rank}")))
 
 
-def model_bytes(layout: Layout = LAYOUT) -> bytes:
+def model_bytes(layout: Layout = LAYOUT, **fields: Any) -> bytes:
     spec = OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.5}),))
-    model = pb.Model(
-        tensors=layout_to_proto(layout), fingerprint=layout.fingerprint, optimizer=optimizer_to_proto(spec)
-    )
-    return frame(pb.WorkerMessage(model=model))
+    values = {"tensors": layout_to_proto(layout), "fingerprint": layout.fingerprint, **fields}
+    return frame(pb.WorkerMessage(model=pb.Model(optimizer=optimizer_to_proto(spec), **values)))
 
 
 def initial_weights(layout: Layout = LAYOUT) -> Iterable[bytes]:

@@ -20,7 +20,8 @@ from paramserver.ps.shards.server import shared_config, with_shared
 from paramserver.ps.snapshots.manifest import Manifest, layout_of, read_manifest
 
 from ..ps.streams import SMALL, Aborted, Server, Worker, turns
-from ..records import contributed, contribution_proto
+from ..records import contributed
+from .conftest import contribution_header, initial_weights, join_bytes, model_bytes
 from .hostile import Hostile
 
 MODES = ("async", "sync", "localsgd", "diloco", "allreduce", "ssp")
@@ -80,27 +81,22 @@ class ServerEnd:
     def _polite(self, server: Server) -> list[Sequence[bytes]]:
         """What a worker says, message by message."""
         kind = pb.RunSettings.DELTA if server.engine.run.policy.kind.holds_differences else 0
-        header = pb.WorkerMessage(contribution=contribution_proto(
-            1, num_samples=1, wants_weights=True, num_bytes=SMALL.exchange_bytes, generation=1, loss=1.0,
-            hyperparameters=[struct({"lr": 0.5})], first=pb.FirstInfo(num_samples=9), position=pb.Position(step=0),
-        ))  # fmt: skip
+        header = contribution_header(
+            1, layout=SMALL, generation=1, loss=1.0, hyperparameters=[struct({"lr": 0.5})],
+            first=pb.FirstInfo(num_samples=9), position=pb.Position(step=0),
+        )  # fmt: skip
         payload = [memoryview(bytes(SMALL.exchange_bytes))]
-        model = pb.Model(contribution=kind, rendezvous="127.0.0.1:1", fingerprint=SMALL.fingerprint)
-        model.tensors.add(name="w", kind=pb.TensorSpec.PARAMETER, dtype="float32", shape=[8])
-        model.optimizer.name = "SGD"
-        model.optimizer.groups.add(tensors=["w"], hyperparameters=struct({"lr": 0.5}))
-        weights = pb.WorkerMessage(initial_weights=pb.InitialWeights(payload_bytes=SMALL.total_bytes))
         return [
-            [frame(pb.WorkerMessage(join=pb.Join(rank=0, host="here", process="p")))],
-            [frame(pb.WorkerMessage(model=model))],
-            [] if server.engine.model.has_weights else list(message_frames(weights, payload)),
+            [join_bytes(0)],
+            [model_bytes(SMALL, contribution=kind, rendezvous="127.0.0.1:1")],
+            [] if server.engine.model.has_weights else list(initial_weights(SMALL)),
             [frame(pb.WorkerMessage(state=pb.State(num_bytes=4, piece=b"abcd")))],
             [frame(pb.WorkerMessage(begin=pb.Begin(num_bytes=SMALL.exchange_bytes)))],
             list(message_frames(header, payload)),
             [frame(pb.WorkerMessage(metrics=pb.EvaluationMetrics(version=1, step=1, metrics={"loss": 1.0})))],
             [frame(pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1)))],
             [frame(pb.WorkerMessage(leave=pb.Leave(final_metrics={"loss": 1.0})))],
-        ]  # fmt: skip
+        ]
 
     def _impolite(self, hostile: Hostile, polite: Sequence[bytes]) -> list[bytes]:
         way, messages = hostile.random.random(), list(polite)

@@ -86,15 +86,11 @@ def test_a_ticket_ends_with_its_stream(server: Server) -> None:
     assert is_closed(knock(offered.port, HELLO + offered.ticket))
 
 
-def direct_peer(server: Server) -> tuple[Any, socket.socket]:
-    """One that is through with joining: initial weights brought, replied, all over the socket."""
-    peer, offered = welcomed(server)
-    connection = knock(offered.port, HELLO + offered.ticket)
-    assert connection.recv(1) == ACCEPTED
-    model = pb.WorkerMessage.FromString(model_bytes())
-    model.model.direct = True
-    peer.send(model.SerializeToString())
-    return peer, connection
+@pytest.fixture
+def direct(server: Server) -> Server:
+    """Peers of it speak over direct connections."""
+    server.transport = "direct"
+    return server
 
 
 def outside(offset: int) -> bytes:
@@ -115,19 +111,12 @@ def outside(offset: int) -> bytes:
     ],
     ids=["4 GiB", "9 MiB", "no protobuf", "too many bytes", "bytes elsewhere"],
 )
-def test_what_cannot_be_is_refused_with_a_reason(server: Server, data: bytes, status: str, reason: str) -> None:
-    exchanges(server)  # the run has weights
-    peer, connection = direct_peer(server)
-    connection.sendall(data)
+def test_what_cannot_be_is_refused_with_a_reason(direct: Server, data: bytes, status: str, reason: str) -> None:
+    peer: Any = direct.peer()
+    peer.join()
+    peer.raw(data)
     assert peer.ended()[:2] == (status, reason)
-    exchanges(server)
-
-
-@pytest.fixture
-def direct(server: Server) -> Server:
-    """Peers of it speak over direct connections."""
-    server.transport = "direct"
-    return server
+    exchanges(direct)
 
 
 def test_one_that_closes_its_socket_and_not_its_stream(direct: Server) -> None:

@@ -8,15 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
-from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.wire.checks import struct
+from paramserver.common.wire.records import Row
 from paramserver.ps.shards.server import shared_config, with_shared
-from paramserver.ps.snapshots.manifest import WEIGHTS, Manifest, write
+from paramserver.ps.snapshots.manifest import write
+from paramserver.tests.ps.snapshots.making import files_of, manifest_of
 
 from ..cluster import run_forked
 from .lying import lying_server, run_worker, settings, welcome, welcoming
@@ -45,14 +44,8 @@ def python_file(tmp_path, trace) -> str:
 
 def keep_snapshot(folder: Path, **changes) -> None:
     """A whole one of a small model, with its hashes, whose manifest says this."""
-    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (4,))])
-    facts = {
-        "run": "run", "server_incarnation": 1, "version": 3, "mode": "sync", "rows": {0: (3, 3, 3, 3, 0)},
-        "num_joins": {0: 1}, "training": {}, "tensors": layout.specs,
-        "optimizer": OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": 0.1}),)),
-        "hyperparameters": ({"lr": 0.1},), "seed": 0, "paramserver_version": "0",
-    }  # fmt: skip
-    write(folder, Manifest.model_construct(**(facts | changes)), {WEIGHTS: {"w": torch.ones(4)}})
+    manifest = manifest_of(3, rows={0: Row(3, 3)}, num_joins={0: 1}, policy={}, training={})
+    write(folder, manifest.model_copy(update=changes), files_of(3))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -263,6 +264,34 @@ def _scaled(scale: float) -> str:
 
 def _named(error: Any) -> str:
     return error.reason.value if error.reason is not None else error.message
+
+
+class Told:
+    """A run, told as a story; `saved` is in its newest snapshot, after it has been JSON."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.workers = Workers(run.incarnation, dict.fromkeys(run.policy.rows, 0))
+        self.now = 0.0
+        self.saved: dict[str, Any] = {}
+        self.facts: list[effects.Fact] = []
+
+    def tell(self, text: str) -> str:
+        if text.startswith("after "):
+            self.now += float(text.split()[1])
+        found: list[effects.Effect] = []
+        for event in self.workers.events_of(text):
+            event.at = self.now
+            new = self.run.apply(event)
+            self.workers.learn(new)
+            found += new
+        self.facts += [effect for effect in found if isinstance(effect, effects.Fact)]
+        for effect in found:
+            if isinstance(effect, effects.TakeSnapshot):
+                self.saved = json.loads(json.dumps(effect.saved))
+                for name in ("rows", "num_joins"):  # the manifest has numbers again
+                    self.saved[name] = {int(rank): number for rank, number in self.saved[name].items()}
+        return in_words(found)
 
 
 def play(story: str, begin: Callable[[dict[str, Any], list[str]], Callable[[str], str]]) -> str:

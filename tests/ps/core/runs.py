@@ -6,8 +6,7 @@ from typing import Any
 
 from paramserver.ps.core import events
 from paramserver.ps.core.run import Run
-from paramserver.ps.core.state import Options
-from paramserver.ps.engine.modes import policy_of
+from paramserver.tests.scenarios.telling import make_run
 
 
 def begin(run: Run, num_workers: int = 2) -> Run:
@@ -19,5 +18,5 @@ def begin(run: Run, num_workers: int = 2) -> Run:
 
 
 def started(mode: str, steps: int | None = None, num_workers: int = 2, **options: Any) -> Run:
-    settings = {"training_steps": steps, "num_workers": num_workers, **options}
-    return begin(Run(Options(mode=mode, num_workers=num_workers), policy_of(mode, settings), "run"), num_workers)
+    settings = {"mode": mode, "training_steps": steps, "num_workers": num_workers, **options}
+    return begin(make_run(settings), num_workers)

@@ -12,19 +12,15 @@ from paramserver.common.wire.records import ContributionId
 from paramserver.ps.core import controls, effects, events
 from paramserver.ps.core.controls import keep_out
 from paramserver.ps.core.run import Run
-from paramserver.ps.core.state import Options
 from paramserver.ps.engine.modes import policy_of
+from paramserver.tests.scenarios.telling import make_run
 
 from ...records import contributed
 from .runs import begin
 
 
-def run_of(
-    mode: str = "ssp", num_workers: int = 2, keeps_snapshots: bool = False, has_begun: bool = True, **given: object
-) -> Run:
-    settings = {"num_workers": num_workers, "local_steps": 4, **given}
-    options = Options(mode=mode, num_workers=num_workers, keeps_snapshots=keeps_snapshots)
-    run = Run(options, policy_of(mode, settings), "r")
+def run_of(mode: str = "ssp", num_workers: int = 2, has_begun: bool = True, **given: object) -> Run:
+    run = make_run({"mode": mode, "num_workers": num_workers, "local_steps": 4, **given})
     return begin(run, num_workers) if has_begun else run
 
 
@@ -176,6 +172,7 @@ def restored(run: Run, **settings: object) -> Run:
 
 
 def test_what_was_set_goes_on_until_the_configuration_says_something_new() -> None:
+    """Which is not what was set after it: this goes on too."""
     run = run_of("ssp", staleness=1)
     ask(run, "set", name="staleness", value=5)
     ask(run, "set", name="lr_scale", value=0.5)
@@ -183,50 +180,12 @@ def test_what_was_set_goes_on_until_the_configuration_says_something_new() -> No
     again = restored(run, staleness=1)
     assert (again.policy.staleness_bound, again.contributions.lr_scale) == (5, 0.5)
     assert restored(again, staleness=1).policy.staleness_bound == 5
-    assert restored(run, staleness=2).policy.staleness_bound == 2
-
-
-_ASKED = st.one_of(
-    st.tuples(st.sampled_from(["pause", "resume", "evict"]), st.integers(0, 3)),
-    st.tuples(st.just("set"), st.none(), st.just("straggler_timeout_s"), st.sampled_from([None, 0.5, 5.0])),
-    st.tuples(st.just("set"), st.none(), st.just("mode"), st.sampled_from(["sync", "async", "ssp", "dssp"])),
-    st.tuples(st.just("step"), st.integers(0, 2)),
-    st.tuples(st.just("tick"), st.integers(0, 10)),
-)
-
-
-@given(st.sampled_from(["sync", "async", "ssp", "localsgd"]), st.lists(_ASKED, max_size=40))
-def test_whatever_is_asked_the_others_go_on_and_all_counts_once(mode: str, asked: list[tuple]) -> None:
-    """Each contribution is in one commit, and a worker that waits for no paused worker gets its reply."""
-    run, at = run_of(mode, num_workers=3), 0.0
-    committed: list[ContributionId] = []
-    kept: list[ContributionId] = []
-    busy = {0, 1, 2}  # who computes
-    for command, *how in asked:
-        at += 0.1
-        if command == "step":
-            rank = how[0]
-            if rank not in busy or rank not in run.policy.members:
-                continue
-            busy.discard(rank)
-            event: events.Event = contributed(rank, 1, run.policy.seq(rank) + 1, run.policy.version)
-        elif command == "tick":
-            at += how[0]
-            event = events.Ticked()
-        else:
-            event = events.Controlled(command, *how)
-        event.at = at
-        for effect in run.apply(event):
-            if isinstance(effect, effects.SendReply):
-                busy.add(effect.rank)
-            elif isinstance(effect, effects.Commit):
-                committed += effect.contributions
-            elif isinstance(effect, effects.ContributionTaken) and effect.is_kept:
-                kept.append(effect.contribution.id)
-    assert len(set(committed)) == len(committed) and set(committed) <= set(kept)
-    idle = set(run.policy.members) - busy - run.policy.paused
-    if idle and not run.policy.paused:
-        assert busy & set(run.policy.members), f"{idle} wait, and nobody computes"
+    other = restored(run, staleness=2)
+    assert other.policy.staleness_bound == 2
+    other.policy.joined(0, 0.0)
+    assert verdict(ask(other, "set", name="staleness", value=7))[0]
+    assert restored(other, staleness=2).policy.staleness_bound == 7
+    assert restored(other, staleness=3).policy.staleness_bound == 3
 
 
 # ---- any commands in any order ------------------------------------------------------------------------
@@ -242,15 +201,19 @@ _COMMANDS = st.one_of(
     st.tuples(st.just("set"), st.none(), _NAMES, _VALUES),
     st.tuples(st.just("set"), st.none(), st.just("mode"), st.sampled_from(["async", "ssp", "dssp"])),
     st.tuples(st.just("set"), st.none(), st.just("staleness"), st.integers(0, 5)),
+    st.tuples(st.just("set"), st.none(), st.just("straggler_timeout_s"), st.sampled_from([None, 0.5, 5.0])),
 )
 _EVENTS = st.tuples(st.sampled_from(["step", "join", "leave", "tick"]), st.integers(0, 2))
 
 
 class Commanded:
-    """A run under commands: after each event a snapshot of it is one that the same run goes on from."""
+    """A run under commands: after each event a snapshot of it is one that the same run goes on from, each contribution
+    is in one commit, and who waits for no paused worker waits for one that computes."""
 
     def __init__(self, mode: str, settings: dict[str, object]) -> None:
-        self.settings, self.at, self.busy = settings, 0.0, {0, 1, 2}
+        self.settings, self.at, self.busy = settings, 0.0, {0, 1, 2}  # busy: who computes
+        self.kept: list[ContributionId] = []
+        self.committed: list[ContributionId] = []
         self.run = run_of(mode, num_workers=3, keeps_snapshots=True, **settings)
 
     def apply(self, event: events.Event) -> None:
@@ -261,13 +224,25 @@ class Commanded:
                 self.busy.add(effect.rank)
             elif isinstance(effect, effects.TakeSnapshot):
                 self.apply(events.Stored(effect.attempt, effect.version))
+            elif isinstance(effect, effects.Commit):
+                self.committed += effect.contributions
+            elif isinstance(effect, effects.ContributionTaken) and effect.is_kept:
+                self.kept.append(effect.contribution.id)
             elif isinstance(effect, effects.End):
                 assert effect.error is None, effect.error
+        assert len(set(self.committed)) == len(self.committed) and set(self.committed) <= set(self.kept)
         self.survives()
+
+    def check_somebody_computes(self) -> None:
+        policy = self.run.policy
+        computing = self.busy & set(policy.members)
+        if not policy.paused:
+            assert computing or not policy.members, f"{policy.waiting(self.at)}, and nobody computes"
 
     def happens(self, command: str, rank: int) -> None:
         worker = self.run.roster.workers.get(rank)
         if command == "tick":
+            self.at += 5 * rank
             self.apply(events.Ticked())
         elif command == "join" and worker is None:
             self.apply(events.Joined(100 + len(self.run.roster.num_joins), rank, process=f"p{self.at}"))
@@ -301,7 +276,9 @@ class Commanded:
 )
 @example("async", {}, [("set", None, "lr_scale", 10**400)])
 @example("ssp", {}, [("set", None, "staleness", 10**4000)])
-def test_no_sequence_of_commands_ends_the_run(mode: str, settings: dict, happened: list[tuple]) -> None:
+def test_no_sequence_of_commands_ends_the_run_and_all_counts_once(
+    mode: str, settings: dict, happened: list[tuple]
+) -> None:
     if mode == "sync" and settings.get("delayed_update"):
         settings = {}
     commanded = Commanded(mode, settings)
@@ -310,17 +287,7 @@ def test_no_sequence_of_commands_ends_the_run(mode: str, settings: dict, happene
             commanded.happens(command, *arguments)
         else:
             commanded.apply(events.Controlled(command, *arguments))
-
-
-def test_what_is_set_after_a_new_configuration_is_not_dropped_at_the_next_restart() -> None:
-    run = run_of("ssp", staleness=1)
-    ask(run, "set", name="staleness", value=5)
-    again = restored(run, staleness=2)
-    assert again.policy.staleness_bound == 2
-    again.policy.joined(0, 0.0)
-    assert verdict(ask(again, "set", name="staleness", value=7))[0]
-    assert restored(again, staleness=2).policy.staleness_bound == 7
-    assert restored(again, staleness=3).policy.staleness_bound == 3
+    commanded.check_somebody_computes()
 
 
 def test_who_was_evicted_stays_out_when_the_run_goes_back() -> None:

@@ -7,16 +7,14 @@ import pytest
 from paramserver.common.wire.records import FirstInfo
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.run import Run
-from paramserver.ps.core.state import Options
-from paramserver.ps.engine.modes import policy_of
+from paramserver.tests.scenarios.telling import make_run
 
 from ...records import contributed
 from .runs import begin
 
 
 def run_of(mode: str = "sync", steps: int | None = None, **options: object) -> Run:
-    settings = {"training_steps": steps, "num_workers": 2, "local_steps": 4}
-    return Run(Options(mode=mode, num_workers=2, **options), policy_of(mode, settings), "run")  # type: ignore[arg-type]
+    return make_run({"mode": mode, "training_steps": steps, "num_workers": 2, "local_steps": 4, **options})
 
 
 def contribute(run: Run, number: int, *steps: int) -> list[effects.Effect]:

@@ -89,13 +89,6 @@ class Gathered(Coordinator):
         return len(self.happened) > before
 
 
-@given(st.permutations(range(4)))
-def test_what_has_come_to_all_happens_once(order: list[int]) -> None:
-    gather = Gathered(4)
-    assert [gather.add(shard, contributed(7, 1, 3, 0)) for shard in order] == [False, False, False, True]
-    assert gather.missing(7) == ""
-
-
 def test_other_contributions_and_incarnations_are_another_thing() -> None:
     gather = Gathered(2)
     assert not gather.add(0, contributed(0, 1, 5, 0))

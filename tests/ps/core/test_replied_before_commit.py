@@ -1,4 +1,5 @@
-"""A mode may reply a contribution before it is committed: what happens to it then, told as in tests/scenarios/run."""
+"""A mode may reply a contribution before it is committed: what a snapshot then has of it, and a history. What happens
+to it otherwise is told in tests/scenarios/run (buffered_*.txt)."""
 
 from __future__ import annotations
 
@@ -11,112 +12,13 @@ from paramserver.common.errors import CheckpointError
 from paramserver.common.registry import MODES
 from paramserver.drills.check import check as check_histories
 from paramserver.ps.core import effects
-from paramserver.ps.core.run import Run
 from paramserver.ps.observe.history import line_of
-from paramserver.tests.ps.policies.buffered import BUFFERED
-from paramserver.tests.scenarios.run.test_run_stories import begin
-from paramserver.tests.scenarios.telling import Workers, in_words, make_run, play
-
-TWO_WORKERS = """\
-option num_workers 2
-option size 3
-
-enter w0                -> seat w0.1; adopt the model of w0; ask w0 for weights
-enter w1                -> seat w1.1
-bring w0                -> begin with the weights of w0; reply w0 START v0; reply w1 START v0
-"""
-
-
-def check(story: str) -> None:
-    """Two workers' story has the effects that it has now."""
-    story = TWO_WORKERS + story
-    story_result = play(story, lambda options, restored: begin({"mode": BUFFERED, **options}, restored))
-    assert _spaced(story_result) == _spaced(story)
-
-
-def _spaced(story: str) -> list[list[str]]:
-    return [line.split() for line in story.splitlines()]
-
-
-def test_it_is_folded_and_replied_at_once_and_committed_with_the_others() -> None:
-    check("""\
-contribute w0 s1        -> keep w0#1; fold w0#1; reply w0 v0
-contribute w0 s2        -> keep w0#2; fold w0#2; reply w0 v0
-contribute w1 s1 x4     -> keep w1#1; fold w1#1*4; commit v1 [w0#1 w0#2 w1#1]; reply w1 v1
-contribute w0 s3        -> keep w0#3; fold w0#3; reply w0 v1
-""")
-
-
-def test_one_sent_again_after_a_reset_gets_a_reply_and_not_folded_again() -> None:
-    """Whether it sends the contribution once more, or asks for the reply only."""
-    check("""\
-contribute w0 s1        -> keep w0#1; fold w0#1; reply w0 v0
-disconnect w0           -> fence w0.1; (away)
-resume w0               -> refuse w0.1: REPLACED; fence w0.1; seat w0.2 again at s1
-contribute w0 s1        -> discard w0#1; reply w0 REPEATED v0
-disconnect w0           -> fence w0.2; (away)
-contribute w1 s1        -> keep w1#1; fold w1#1; reply w1 v0
-contribute w1 s2        -> keep w1#2; fold w1#2; commit v1 [w0#1 w1#1 w1#2]; reply w1 v1
-resume w0               -> refuse w0.2: REPLACED; fence w0.2; seat w0.3 again at s1
-repeat w0 s1            -> discard w0#1; reply w0 REPEATED v1
-contribute w0 s2        -> keep w0#2; fold w0#2; reply w0 v1
-""")
-
-
-def test_it_is_committed_when_its_sender_has_died_since() -> None:
-    """Its next process goes on after it."""
-    check("""\
-contribute w0 s1        -> keep w0#1; fold w0#1; reply w0 v0
-heartbeat w0 stops          -> (nothing)
-disconnect w0           -> fence w0.1; (left)
-contribute w1 s1        -> keep w1#1; fold w1#1; reply w1 v0
-enter w0                -> seat w0.2 at s1; reply w0 START v0
-contribute w0 s2        -> keep w0#2; fold w0#2; commit v1 [w0#1 w1#1 w0#2]; reply w0 v1
-""")
-
-
-def test_one_that_is_skipped_counts_and_is_not_folded() -> None:
-    check("""\
-contribute w0 s1 skip   -> discard w0#1, which counts; (skipped); reply w0 REJECTED v0
-contribute w0 s2        -> keep w0#2; fold w0#2; reply w0 v0
-contribute w1 s1        -> keep w1#1; fold w1#1; commit v1 [w0#2 w1#1]; reply w1 v1
-""")
-
-
-# ---- a snapshot in between ------------------------------------------------------------------------
-
-
-class Told:
-    """A run that keeps snapshots, told as a story; `saved` is in its newest snapshot, after it has been JSON."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.workers = Workers(run.incarnation)
-        self.now = 0.0
-        self.saved: dict[str, Any] = {}
-        self.facts: list[effects.Fact] = []
-
-    def tell(self, text: str) -> str:
-        if text.startswith("after "):
-            self.now += float(text.split()[1])
-        found: list[effects.Effect] = []
-        for event in self.workers.events_of(text):
-            event.at = self.now
-            new = self.run.apply(event)
-            self.workers.learn(new)
-            found += new
-        self.facts += [effect for effect in found if isinstance(effect, effects.Fact)]
-        for effect in found:
-            if isinstance(effect, effects.TakeSnapshot):
-                self.saved = json.loads(json.dumps(effect.saved))
-                for name in ("rows", "num_joins"):  # the manifest has numbers again
-                    self.saved[name] = {int(rank): number for rank, number in self.saved[name].items()}
-        return in_words(found)
+from paramserver.tests.scenarios.telling import Told, make_run
 
 
 def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() -> None:
     """The last snapshot is of version 1; contributions 3 of rank 0 and 2 of rank 1 were replied and are not in it."""
-    settings = {"mode": BUFFERED, "num_workers": 2, "size": 3, "keeps_snapshots": True, "every_s": 1e6}
+    settings = {"mode": "buffered", "num_workers": 2, "buffer": 3, "keeps_snapshots": True, "every_s": 1e6}
     before = Told(make_run(settings))
     for event in ("enter w0", "enter w1", "bring w0", "stored 1 v0"):
         before.tell(event)
@@ -150,7 +52,7 @@ def test_what_no_version_holds_is_done_again_after_a_snapshot_and_counts_once() 
 
 
 def test_a_snapshot_taken_while_the_buffer_is_half_full_has_what_its_version_has() -> None:
-    run = Told(make_run({"mode": BUFFERED, "num_workers": 1, "size": 2, "keeps_snapshots": True, "every_s": 5.0}))
+    run = Told(make_run({"mode": "buffered", "num_workers": 1, "buffer": 2, "keeps_snapshots": True, "every_s": 5.0}))
     for event in ("enter w0", "bring w0", "stored 1 v0", "contribute w0 s1", "contribute w0 s2", "contribute w0 s3"):
         run.tell(event)
     assert run.tell("after 5 s") == "snapshot 2 of v1"
@@ -161,22 +63,22 @@ def test_a_snapshot_taken_while_the_buffer_is_half_full_has_what_its_version_has
 
 def test_its_history_is_sound_for_the_checker_that_knows_the_mode() -> None:
     """As the run tells it; also where one of a rank's steps in a version is empty. In another mode it is not sound."""
-    run = Told(make_run({"mode": BUFFERED, "num_workers": 2, "size": 3}))
+    run = Told(make_run({"mode": "buffered", "num_workers": 2, "buffer": 3}))
     for event in ("enter w0", "enter w1", "bring w0", "contribute w0 s1 skip", "contribute w0 s2", "contribute w1 s1"):
         run.tell(event)
     for event in ("contribute w0 s3", "contribute w0 s4", "contribute w1 s2", "leave w1"):
         run.tell(event)
-    problems = problems_of(run, BUFFERED)
+    problems = problems_of(run, "buffered")
     assert problems == []
     assert "rank 0 gets its reply for contribution 1, which is not committed" in problems_of(run, "async")[0]
 
 
 def problems_of(run: Told, mode: str) -> list[str]:
-    options = MODES.load(mode).Options(**({"size": 3} if mode == BUFFERED else {})).model_dump(mode="json")
+    options = MODES.load(mode).Options(**({"buffer": 3} if mode == "buffered" else {})).model_dump(mode="json")
     start = effects.RunStarted("run", 1, mode, 0, {}, 2, None, None, (), options)
     lines = [line_of(fact) for fact in (start, *run.facts)]
     history = [json.dumps({"op": op, "role": "server", "t": 0.0, **fields}).encode() + b"\n" for op, fields in lines]
-    return [problem.message for problem in check_histories({"h": history}, [BUFFERED]).problems]
+    return [problem.message for problem in check_histories({"h": history}).problems]
 
 
 # ---- what a mode saves ----------------------------------------------------------------------------

@@ -10,16 +10,13 @@ import pytest
 from paramserver.common.wire.records import Row
 from paramserver.ps.core import effects, events
 from paramserver.ps.core.run import Run
-from paramserver.ps.core.state import Options
-from paramserver.ps.engine.modes import policy_of
+from paramserver.tests.scenarios.telling import make_run
 
 from ...records import contributed
 
 
-def run_of(mode: str, num_workers: int | None = 2, options: dict[str, Any] | None = None, **settings: Any) -> Run:
-    settings = {"num_workers": num_workers, **settings}
-    options = {"mode": mode, "num_workers": num_workers, **(options or {})}
-    return Run(Options(**options), policy_of(mode, settings), "r")
+def run_of(mode: str, num_workers: int | None = 2, **settings: Any) -> Run:
+    return make_run({"mode": mode, "num_workers": num_workers, **settings})
 
 
 def resumed(before: Run, mode: str, num_workers: int | None = 2, **settings: Any) -> Run:
@@ -140,7 +137,7 @@ def test_a_new_rank_begins_where_the_last_one_was(mode: str) -> None:
 
 
 def test_snapshots_go_on_when_a_rank_comes_back_far_behind() -> None:
-    run = run_of("async", options={"keeps_snapshots": True, "every_steps": 10}, training_steps=1000)
+    run = run_of("async", keeps_snapshots=True, every_steps=10, training_steps=1000)
     join(run, 0, 1)
     run.apply(events.Stored(1, 0, at=0.0))
     contribute(run, 1)

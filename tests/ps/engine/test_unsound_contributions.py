@@ -96,34 +96,6 @@ def test_a_gradient_beyond_the_cap_is_scaled_down_to_it(layout: Layout, codec: s
     play()
 
 
-@pytest.mark.parametrize("rows", [2, 300])
-def test_bytes_that_a_codec_cannot_decode_are_rejected_and_the_next_contribution_counts(rows: int) -> None:
-    """Places of topk that do not ascend, in a message of their own and in pieces."""
-    matrix = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (rows, 4096))])
-
-    @served(layout=matrix, workers=1, mode="async")
-    async def play(server: Server) -> None:
-        (worker,) = await server.workers(1)
-        for is_sound in (False, True):
-            sent = torch.zeros(rows * 41 * 6, dtype=torch.uint8)
-            codec = CODECS.load("topk")()
-            codec.encode(matrix, torch.ones(rows * 4096).view(torch.uint8), sent)
-            if not is_sound:
-                sent[-2:] = 0
-            header = worker.header(1, codec="topk", num_bytes=len(sent))
-            worker.stream.send(*message_frames(header, [as_bytes(sent)]))
-            await server.settle()
-        assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
-        assert any(
-            "codec 'topk' cannot decode" in message.header.result.reason
-            for message in worker.stream.received
-            if message.kind == "reply"
-        )
-        assert int((server.engine.model.store.weights.view(torch.float32) != 0).sum()) == rows * 41
-
-    play()
-
-
 @pytest.mark.parametrize("name", CODECS.names())
 @pytest.mark.parametrize("rows", [2, 70])
 def test_spoiled_bytes_of_any_codec_cost_one_contribution(name: str, rows: int) -> None:
@@ -144,6 +116,8 @@ def test_spoiled_bytes_of_any_codec_cost_one_contribution(name: str, rows: int) 
             worker.stream.send(*message_frames(header, [as_bytes(sent)]))
             await server.settle()
         assert worker.outcomes == ["START", "REJECTED", "APPLIED"]
+        reasons = [message.header.result.reason for message in worker.stream.received if message.kind == "reply"]
+        assert name != "topk" or "codec 'topk' cannot decode" in reasons[1], "places that do not ascend"
         weights = server.engine.model.store.weights.view(torch.float32)
         assert weights.isfinite().all() and weights.any()
         header = worker.header(2, codec=name, num_bytes=len(sound) - 4)

@@ -7,10 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paramserver.common.wire.records import Contribution
-from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Commit, Discard
 
-from ...records import contribution_of
+from ...records import contribution_of, joined
 
 TIMES = st.lists(st.lists(st.floats(0.9, 1.2), min_size=4, max_size=4), min_size=3, max_size=12)
 
@@ -30,9 +29,7 @@ def limit_of(durations: list[float], factor: float) -> float:
 @given(TIMES, st.floats(2.0, 6.0))
 def test_a_round_closes_when_an_independent_rule_says(rounds: list[list[float]], factor: float) -> None:
     """Four workers take these times; then rank 3 says nothing any more."""
-    policy = policy_of("sync", {"straggler_mad": factor, "num_workers": 4})
-    for rank in range(4):
-        policy.joined(rank, 0.0)
+    policy = joined("sync", 4, straggler_mad=factor)
     began, kept, limit = 0.0, [], np.inf
     for index, times in enumerate(rounds):
         assume(max(times) < limit - 1e-6)  # else it closes without somebody
@@ -54,9 +51,7 @@ def test_a_round_closes_when_an_independent_rule_says(rounds: list[list[float]],
 def test_a_late_worker_counts_with_what_it_took() -> None:
     """Or the deadline would draw in behind those who meet it: rank 2 takes 3 s, is late, and is in time once most are
     as slow."""
-    policy = policy_of("sync", {"straggler_mad": 3.0, "num_workers": 3})
-    for rank in range(3):
-        policy.joined(rank, 0.0)
+    policy = joined("sync", 3, straggler_mad=3.0)
     at = 0.0
     for _ in range(4):
         for rank in range(3):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Policy
 
-from ...records import contribution_of
+from ...records import contribution_of, joined
 
 STEP_S = (0.1, 0.1, 0.2)  # of a local step, by rank
 EXCHANGE_S = (0.1, 5.0, 0.1)  # worker 1 computes as fast as worker 0, over a slow link
@@ -32,10 +31,7 @@ def steps_told(policy: Policy, rounds: int, says_compute: bool) -> list[int]:
 
 @pytest.mark.parametrize("says_compute", [True, False])
 def test_steps_follow_computing(says_compute: bool) -> None:
-    settings = {"training_steps": 10_000, "num_workers": 3, "local_steps": 20, "quorum": 1}
-    policy = policy_of("async_diloco", settings)
-    for rank in range(3):
-        policy.joined(rank, 0.0)
+    policy = joined("async_diloco", 3, training_steps=10_000, local_steps=20, quorum=1)
     found = steps_told(policy, 8, says_compute)
     if says_compute:
         assert found == [20, 20, 10]

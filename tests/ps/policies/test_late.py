@@ -22,14 +22,7 @@ from paramserver.ps.policies.dssp import most_useful
 from paramserver.ps.policies.shared.late import momentum_left
 from paramserver.ps.tensors.store import Step, Store
 
-from ...records import contributed, contribution_of
-
-
-def joined(mode: str, num_workers: int, **settings: Any) -> Policy:
-    policy = policy_of(mode, {"num_workers": num_workers, **settings})
-    for rank in range(num_workers):
-        policy.joined(rank, 0.0)
-    return policy
+from ...records import contributed, contribution_of, joined
 
 
 def commit_of(policy: Policy, rank: int, base_version: int, now: float = 0.0) -> Commit:

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paramserver.ps.engine.modes import policy_of as make
+from paramserver.ps.engine.modes import policy_of
 from paramserver.ps.policies.base import Outcome, Policy
 
-from ...records import contribution_of
-
-
-def policy_of(mode: str, num_workers: int = 2, steps: int = 3) -> Policy:
-    policy = make(mode, {"training_steps": steps, "num_workers": num_workers})
-    for rank in range(num_workers):
-        policy.joined(rank, 0.0)
-    return policy
+from ...records import contribution_of, joined
 
 
 def send(policy: Policy, rank: int, part: int, continues: bool = False) -> list[object]:
@@ -24,7 +17,7 @@ def send(policy: Policy, rank: int, part: int, continues: bool = False) -> list[
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_training_step_is_a_batch_whatever_steps_on_it(mode: str) -> None:
-    policy = policy_of(mode)
+    policy = joined(mode, 2, training_steps=3)
     for step in range(1, 4):
         for part, continues in ((1, False), (2, True), (2, True)):
             for rank in (0, 1):
@@ -37,7 +30,7 @@ def test_a_training_step_is_a_batch_whatever_steps_on_it(mode: str) -> None:
 
 
 def test_a_rank_that_comes_to_a_running_job_begins_at_the_slowest_ones_training_step() -> None:
-    policy = policy_of("async", num_workers=1)
+    policy = joined("async", 1, training_steps=3)
     send(policy, 0, 1)
     send(policy, 0, 2, continues=True)
     policy.joined(5, 0.0)
@@ -47,7 +40,7 @@ def test_a_rank_that_comes_to_a_running_job_begins_at_the_slowest_ones_training_
 
 
 def test_a_round_is_of_one_part() -> None:
-    policy = policy_of("sync")
+    policy = joined("sync", 2, training_steps=3)
     send(policy, 0, 1)
     (_, reply) = send(policy, 1, 2, continues=True)  # as after a first part that had NaN in it
     assert reply.outcome is Outcome.DROPPED  # type: ignore[attr-defined]
@@ -57,11 +50,11 @@ def test_a_round_is_of_one_part() -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_is_saved_goes_on_in_the_middle_of_a_step(mode: str) -> None:
-    policy = policy_of(mode)
+    policy = joined(mode, 2, training_steps=3)
     for part, continues in ((1, False), (2, True), (1, False)):
         for rank in (0, 1):
             send(policy, rank, part, continues)
-    other = make(mode, {"training_steps": 3, "num_workers": 2})
+    other = policy_of(mode, {"training_steps": 3, "num_workers": 2})
     other.restore(policy.version, policy.committed, policy.saved_state())
     for rank in (0, 1):
         other.joined(rank, 0.0)

@@ -12,59 +12,109 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramserver.ps.engine.modes import policy_of
-from paramserver.ps.policies.base import Commit, Policy, Reply
+from paramserver.ps.policies.base import Policy, Reply
 
-from ...records import contribution_of
+from ...records import contribution_of, joined
+
+
+@dataclass
+class Worker:
+    """Versions of weights. With delayed_update it computes while its last contribution is on its way."""
+
+    computes_on: int = 0
+    in_flight: int | None = None  # base of the contribution handed over, which has not come in
+    received: int | None = None  # weights that have come since, with delayed_update
+    is_replied: bool = True
 
 
 @dataclass
 class Simulation:
-    """N workers under ssp. Who contributes next is the caller's choice among those that compute."""
+    """N workers under ssp. When a contribution comes in, and when a step is done, is the caller's choice."""
 
     policy: Policy
-    bases: dict[int, int]  # version a computing worker computes on
+    workers: dict[int, Worker]
+    max_ahead: int = 0  # of the slowest, when a delayed step is started; contributions in flight count
     max_staleness: int = 0
 
     @classmethod
-    def of(cls, num_workers: int, staleness: int) -> Simulation:
-        policy = policy_of("ssp", {"num_workers": num_workers, "staleness": staleness})
-        simulation = cls(policy, {})
-        for rank in range(num_workers):
-            simulation.perform(policy.joined(rank, 0.0))
-        return simulation
+    def of(cls, num_workers: int, staleness: int, delayed_update: bool = False) -> Simulation:
+        policy = joined("ssp", num_workers, staleness=staleness, delayed_update=delayed_update)
+        assert policy.waiting(0.0) == {}
+        return cls(policy, {rank: Worker() for rank in range(num_workers)})
 
-    def perform(self, decisions: list) -> None:
-        commits = [decision for decision in decisions if isinstance(decision, Commit)]
-        assert len(commits) <= 1
-        for decision in decisions:
+    def hand_over(self, rank: int) -> None:
+        """A step is done and the last exchange too: with delayed_update the next step starts at once."""
+        worker = self.workers[rank]
+        assert worker.is_replied
+        worker.in_flight, worker.is_replied = worker.computes_on, False
+        if worker.received is not None:
+            worker.computes_on, worker.received = worker.received, None
+        self.max_ahead = max(self.max_ahead, self.policy.lead(rank) + 1)
+
+    def come_in(self, rank: int) -> int:
+        """The contribution in flight is applied; its staleness: the version it is applied to minus its base."""
+        base = self.workers[rank].in_flight
+        assert base is not None
+        self.workers[rank].in_flight = None
+        staleness = self.policy.version - base
+        self.max_staleness = max(self.max_staleness, staleness)
+        for decision in self.policy.contributed(rank, contribution_of(self.policy.seq(rank) + 1, base), 0.0):
             if isinstance(decision, Reply):
                 assert self.policy.lead(decision.rank) <= self.policy.staleness_bound
-                self.bases[decision.rank] = self.policy.version
-
-    def contribute(self, rank: int) -> int:
-        """The staleness of this contribution: the version it is applied to minus its base."""
-        base = self.bases.pop(rank)
-        staleness = self.policy.version - base
-        self.perform(self.policy.contributed(rank, contribution_of(self.policy.seq(rank) + 1, base), 0.0))
-        assert self.policy.lead(rank) <= self.policy.staleness_bound + 1
-        self.max_staleness = max(self.max_staleness, staleness)
+                replied = self.workers[decision.rank]
+                replied.is_replied = True
+                if self.policy.common.delayed_update:
+                    replied.received = self.policy.version
+                else:
+                    replied.computes_on = self.policy.version
         return staleness
 
+    def contribute(self, rank: int) -> int:
+        self.hand_over(rank)
+        return self.come_in(rank)
 
-@given(num_workers=st.integers(1, 6), staleness=st.integers(0, 4), choices=st.lists(st.integers(0, 1000), max_size=150))
+    def replied(self) -> set[int]:
+        return {rank for rank, worker in self.workers.items() if worker.is_replied}
+
+    def possible(self) -> list[tuple[str, int]]:
+        moves = [("hand_over", rank) for rank in sorted(self.replied())]
+        return moves + [("come_in", rank) for rank, worker in self.workers.items() if worker.in_flight is not None]
+
+
+def bound_of(num_workers: int, staleness: int) -> int:
+    return (2 * staleness + 1) * (num_workers - 1)
+
+
+def delayed_bound_of(num_workers: int, staleness: int) -> int:
+    return 2 * staleness * (num_workers - 1) + 1
+
+
+@pytest.mark.parametrize("delayed_update", [False, True])
+@given(
+    num_workers=st.integers(1, 6),
+    staleness=st.integers(0, 4),
+    favourite=st.integers(0, 5),
+    choices=st.lists(st.integers(0, 1000), max_size=250),
+)
 @settings(max_examples=300, deadline=None)
-def test_any_order_of_contributions_stays_within_the_bound(
-    num_workers: int, staleness: int, choices: list[int]
+def test_any_order_of_contributions_stays_within_the_bounds(
+    delayed_update: bool, num_workers: int, staleness: int, favourite: int, choices: list[int]
 ) -> None:
-    simulation = Simulation.of(num_workers, staleness)
+    staleness = max(staleness, int(delayed_update))
+    simulation = Simulation.of(num_workers, staleness, delayed_update)
     for choice in choices:
-        computing = sorted(simulation.bases)
-        assert computing, "everybody waits"
-        # One worker in three choices is the one with the oldest base: stragglers make staleness.
-        fresh = sorted(computing, key=lambda rank: -simulation.bases[rank])
-        simulation.contribute(fresh[0] if choice % 3 else computing[choice // 3 % len(computing)])
-        assert simulation.max_staleness <= (2 * staleness + 1) * (num_workers - 1)
+        possible = simulation.possible()
+        assert possible, "everybody waits"
+        # One worker is left behind where there is a choice: stragglers make staleness.
+        others = [move for move in possible if move[1] != favourite] if choice % 5 else []
+        move, rank = (others or possible)[choice // 5 % len(others or possible)]
+        getattr(simulation, move)(rank)
+        assert all(simulation.policy.lead(rank) <= staleness + (not delayed_update) for rank in range(num_workers))
+        if delayed_update:
+            assert simulation.max_ahead <= staleness
+            assert simulation.max_staleness <= delayed_bound_of(num_workers, staleness)
+        else:
+            assert simulation.max_staleness <= bound_of(num_workers, staleness)
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
@@ -79,104 +129,15 @@ def test_the_bound_is_reached(num_workers: int, staleness: int) -> None:
     for _ in range(2 * staleness + 1):
         for rank in others:
             simulation.contribute(rank)
-    assert not set(others) & set(simulation.bases), "the others could go on without rank 0"
-    assert simulation.contribute(0) == (2 * staleness + 1) * (num_workers - 1)
-    assert set(simulation.bases) == set(range(num_workers))
-
-
-# ---- delayed_update ------------------------------------------------------------------------------------
-
-
-@dataclass
-class DelayedUpdate:
-    """A worker that computes while its last contribution is on its way; versions of weights."""
-
-    computes_on: int
-    in_flight: int | None = None  # base of the contribution handed over, which has not come in
-    received: int | None = None  # weights that have come since
-    is_replied: bool = True
-
-
-@dataclass
-class DelayedSimulation:
-    """N delayed_update workers under ssp. When a contribution comes in, and when a step is done, is the caller's
-    choice."""
-
-    policy: Policy
-    workers: dict[int, DelayedUpdate]
-    max_ahead: int = 0  # of the slowest, when a step is started; contributions in flight count
-    max_staleness: int = 0
-
-    @classmethod
-    def of(cls, num_workers: int, staleness: int) -> DelayedSimulation:
-        policy = policy_of("ssp", {"num_workers": num_workers, "staleness": staleness, "delayed_update": True})
-        for rank in range(num_workers):
-            policy.joined(rank, 0.0)
-        assert policy.waiting(0.0) == {}
-        return cls(policy, {rank: DelayedUpdate(0) for rank in range(num_workers)})
-
-    def hand_over(self, rank: int) -> None:
-        """A step is done and the last exchange too: the next step starts at once."""
-        worker = self.workers[rank]
-        assert worker.is_replied
-        worker.in_flight, worker.is_replied = worker.computes_on, False
-        if worker.received is not None:
-            worker.computes_on, worker.received = worker.received, None
-        self.max_ahead = max(self.max_ahead, self.policy.lead(rank) + 1)
-
-    def come_in(self, rank: int) -> int:
-        """The contribution in flight is applied; its staleness."""
-        base = self.workers[rank].in_flight
-        assert base is not None
-        self.workers[rank].in_flight = None
-        staleness = self.policy.version - base
-        self.max_staleness = max(self.max_staleness, staleness)
-        for decision in self.policy.contributed(rank, contribution_of(self.policy.seq(rank) + 1, base), 0.0):
-            if isinstance(decision, Reply):
-                replied = self.workers[decision.rank]
-                replied.received, replied.is_replied = self.policy.version, True
-        return staleness
-
-    def contribute(self, rank: int) -> int:
-        self.hand_over(rank)
-        return self.come_in(rank)
-
-    def possible(self) -> list[tuple[str, int]]:
-        moves = [("hand_over", rank) for rank, worker in self.workers.items() if worker.is_replied]
-        return moves + [("come_in", rank) for rank, worker in self.workers.items() if worker.in_flight is not None]
-
-
-def delayed_bound(num_workers: int, staleness: int) -> int:
-    return 2 * staleness * (num_workers - 1) + 1
-
-
-@given(
-    num_workers=st.integers(1, 5),
-    staleness=st.integers(1, 4),
-    favourite=st.integers(0, 4),
-    choices=st.lists(st.integers(0, 1000), max_size=250),
-)
-@settings(max_examples=300, deadline=None)
-def test_delayed_update_workers_stay_within_both_bounds(
-    num_workers: int, staleness: int, favourite: int, choices: list[int]
-) -> None:
-    simulation = DelayedSimulation.of(num_workers, staleness)
-    for choice in choices:
-        possible = simulation.possible()
-        assert possible, "everybody waits"
-        # One worker is left behind where there is a choice: stragglers make staleness.
-        others = [move for move in possible if move[1] != favourite] if choice % 5 else []
-        move, rank = (others or possible)[choice // 5 % len(others or possible)]
-        getattr(simulation, move)(rank)
-        assert simulation.max_ahead <= staleness
-        assert simulation.max_staleness <= delayed_bound(num_workers, staleness)
-        assert all(simulation.policy.lead(rank) <= staleness for rank in range(num_workers))
+    assert not set(others) & simulation.replied(), "the others could go on without rank 0"
+    assert simulation.contribute(0) == bound_of(num_workers, staleness)
+    assert simulation.replied() == set(range(num_workers))
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_the_delayed_update_bounds_are_reached(num_workers: int, staleness: int) -> None:
-    simulation = DelayedSimulation.of(num_workers, staleness)
+    simulation = Simulation.of(num_workers, staleness, delayed_update=True)
     # Rank 0 computes step s + 1 on weights it got when it was s - 1 ahead, with step s on its way.
     for _ in range(staleness - 1):
         simulation.contribute(0)
@@ -187,6 +148,6 @@ def test_the_delayed_update_bounds_are_reached(num_workers: int, staleness: int)
     for _ in range(2 * staleness):
         for rank in range(1, num_workers):
             simulation.contribute(rank)
-    assert not any(simulation.workers[rank].is_replied for rank in range(1, num_workers))
-    assert simulation.contribute(0) == delayed_bound(num_workers, staleness)
+    assert not simulation.replied() & set(range(1, num_workers))
+    assert simulation.contribute(0) == delayed_bound_of(num_workers, staleness)
     assert simulation.max_ahead == staleness

@@ -35,11 +35,7 @@ def written(folder: Path) -> dict[str, torch.Tensor]:
     model = SimpleNamespace(store=SimpleNamespace(tables=tables), whole_optimizer=SimpleNamespace(tables=tuple(SPECS)))
     tensors = TensorThread(lambda _: None)
     engine = SimpleNamespace(config=config, run=run, model=model, tensors=tensors, shard_addresses=())
-
-    async def write() -> None:
-        await write_tables(cast(Engine, engine))
-
-    asyncio.run(write())
+    asyncio.run(write_tables(cast(Engine, engine)))
     return {name.removeprefix("weight/"): tensor for name, tensor in tables.state().items() if "weight" in name}
 
 

@@ -125,13 +125,6 @@ def test_a_run_whose_snapshots_one_shard_has_lost_does_not_begin_anew(tmp_path, 
             Available(config(tmp_path)).newest()
 
 
-def test_shards_that_kept_other_versions_for_too_long_do_not_begin_anew(tmp_path):
-    keep(tmp_path, 5, 2, only=(0,))
-    keep(tmp_path, 9, 2, only=(1,))
-    with pytest.raises(CheckpointError, match=r"shard 0 has version 5 .*; shard 1 has version 9"):
-        chosen(tmp_path, 2)
-
-
 def test_parts_of_different_runs_are_not_put_together(tmp_path):
     keep(tmp_path, 5, 2, only=(0,), run="a")
     keep(tmp_path, 5, 2, only=(1,), run="b")

@@ -37,12 +37,12 @@ def of(folder: Path, mode: str = "sync", keep: int = 2) -> Config:
 class Rig:
     """A model that trains by itself, and its snapshots."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, spec: OptimizerSpec = SPEC) -> None:
         self.ends: list[BaseException] = []
         self.taken: list[SnapshotTaken] = []
         self.tensors = TensorThread(self.ends.append)
         self.model = Model(config, self.tensors, make_policy(config))
-        self.model.adopt(LAYOUT, SPEC)
+        self.model.adopt(LAYOUT, spec)
         self.model.begin(self.model.new_memory())
         self.model.store.weights.zero_()
         self.snapshots = Snapshots(self.model, self.tensors, config, self.taken.append)
@@ -144,7 +144,6 @@ async def test_after_a_failed_commit_no_snapshot_is_taken(tmp_path):
 
 async def test_a_run_of_local_optimizers_goes_on_on_the_server_only_with_one_it_can_run(tmp_path):
     """In localsgd workers run any optimizer. A mode with the server's own says which it cannot."""
-    tensors = TensorThread(lambda error: None)
     for index, (spec, says) in enumerate([
         (OptimizerSpec("TheirOwn", (GroupSpec(("w",), {"temperature": 3.0}),)), "unknown optimizer 'TheirOwn'"),
         (OptimizerSpec("LBFGS", (GroupSpec(("w",), {"lr": 1.0}),)), "does not work elementwise"),
@@ -153,19 +152,14 @@ async def test_a_run_of_local_optimizers_goes_on_on_the_server_only_with_one_it_
         (OptimizerSpec("SGD", (GroupSpec(("w",), {"lr": -1.0}),)), "Invalid learning rate"),
     ]):  # fmt: skip
         folder = tmp_path / str(index)
-        config = of(folder, "localsgd")
-        model = Model(config, tensors, make_policy(config))
-        model.adopt(LAYOUT, spec)
-        model.begin(model.new_memory())
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        snapshots = Snapshots(model, tensors, config, lambda fact: None)
-        snapshots.take(SAVED, done.set_result, {})
-        await done
-        snapshots.close()
+        rig = Rig(of(folder, "localsgd"), spec)
+        await rig.take()
+        rig.snapshots.close()
         assert len(candidates(folder)) == 1
         available = Available(of(folder))
+        model = Model(of(folder), rig.tensors, make_policy(of(folder)))
         with pytest.raises(CheckpointError, match=says):
-            resume_model(of(folder), available, available.newest(), Model(of(folder), tensors, make_policy(of(folder))))
+            resume_model(of(folder), available, available.newest(), model)
 
 
 def test_every_start_has_an_incarnation_of_its_own(tmp_path):

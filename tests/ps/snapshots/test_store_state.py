@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from paramserver.common.errors import CheckpointError
-from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, as_bytes
+from paramserver.common.tensors.layout import Kind, Layout, TensorSpec, as_bytes
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
 from paramserver.common.tensors.sharding import Share, divide
 from paramserver.common.tensors.tables import make_spec
@@ -23,43 +23,18 @@ from paramserver.ps.snapshots.store_state import capture, restore, tensors_of
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.store import Rows, Step, Store, StoreOptions, Tables
 from paramserver.tests.ps.snapshots.making import empty_store, written
+from paramserver.tests.ps.tensors.payloads import MIXED as LAYOUT
+from paramserver.tests.ps.tensors.payloads import random_payload
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(cls.__name__ for cls in known_optimizers().values() if is_elementwise(cls))
 
-# All kinds, several dtypes, a tied tensor, one of no dimension and one of no elements, in two groups and in none.
-LAYOUT = Layout([
-    TensorSpec("a", P, "float32", (37, 11), ("tied.a", "again.a")),
-    TensorSpec("frozen", F, "float32", (19,)),
-    TensorSpec("b/c", P, "float32", (3,)),
-    TensorSpec("c", P, "float64", (101,)),
-    TensorSpec("d", P, "float32", (1000,)),
-    TensorSpec("e", P, "bfloat16", (333,)),
-    TensorSpec("f", P, "float32", ()),
-    TensorSpec("nothing", P, "float32", (0, 4)),
-    TensorSpec("untrained", P, "float32", (5,)),
-    TensorSpec("mean", B, "float32", (257,)),
-    TensorSpec("var", B, "float64", (65,)),
-    TensorSpec("count", B, "int64", ()),
-    TensorSpec("seen", B, "bool", (70,)),
-])  # fmt: skip
+kept_payload = functools.lru_cache(maxsize=64)(random_payload)
 GROUPS = (("nothing", "a", "d"), ("b/c", "c", "e", "f"))
 
 
 def payload_of(seed: int, layout: Layout = LAYOUT, num_bytes: int | None = None) -> torch.Tensor:
-    return random_payload(seed, layout)[:num_bytes].clone()
-
-
-@functools.lru_cache(maxsize=64)
-def random_payload(seed: int, layout: Layout) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    payload = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8)
-    for spec, view in layout.views(payload):
-        if DTYPES[spec.dtype].is_floating_point:
-            view.copy_(torch.randn(spec.shape, generator=generator, dtype=torch.float32))
-        else:
-            view.copy_(torch.randint(0, 2, spec.shape, generator=generator))
-    return payload
+    return kept_payload(layout, seed, False)[:num_bytes].clone()
 
 
 def optimizer(name: str | None, groups: tuple[tuple[str, ...], ...] = GROUPS, **values: Any) -> OptimizerSpec | None:

@@ -1,8 +1,7 @@
-"""The optimizer over flat weights, by itself: parameters, bits, state, new memory."""
+"""The optimizer over flat weights, by itself: its parameters, and state that a schedule turns on. Its bits, in any
+company, are those of `test_store_shards.py`; new memory those of `test_store_windows.py`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -15,70 +14,14 @@ from paramserver.ps.tensors.flat_optimizer import FlatOptimizer, windows_of
 SHAPES = {"w0": (7, 9), "b0": (7,), "w1": (5, 7), "b1": (5,), "w2": (3, 37)}
 GROUPS = (("w0", "w1", "w2"), ("b0", "b1"))
 LAYOUT = Layout([TensorSpec(name, Kind.PARAMETER, "float32", shape) for name, shape in SHAPES.items()])
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    ("Adam", {"lr": 0.1}), ("AdamW", {"lr": 0.1, "weight_decay": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}),
-    ("SGD", {"lr": 0.1}), ("Adagrad", {"lr": 0.1}), ("RMSprop", {"lr": 0.01}),
-]  # fmt: skip
-
-
-def payload_of(seed: int, layout: Layout = LAYOUT) -> torch.Tensor:
-    payload = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    for spec, view in layout.views(payload):
-        view.copy_(torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed + sum(map(ord, spec.name)))))
-    return payload
-
-
-def made(name: str, hyperparameters: dict[str, Any], weights: torch.Tensor) -> FlatOptimizer:
-    groups = tuple(GroupSpec(names, hyperparameters) for names in GROUPS)
-    return FlatOptimizer(OptimizerSpec(name, groups), LAYOUT, weights, windows_of(LAYOUT), FlatRun.view)
-
-
-def step(optimizer: FlatOptimizer, seed: int, without: frozenset[str] = frozenset()) -> None:
-    optimizer.step(0, payload_of(seed), without)
 
 
 def test_the_ends_of_all_runs_of_a_group_are_one_parameter() -> None:
-    groups = made("Adam", {"lr": 0.1}, payload_of(0)).torch.param_groups
+    spec = OptimizerSpec("Adam", tuple(GroupSpec(names, {"lr": 0.1}) for names in GROUPS))
+    weights = new_payload(LAYOUT.total_bytes)
+    groups = FlatOptimizer(spec, LAYOUT, weights, windows_of(LAYOUT), FlatRun.view).torch.param_groups
     sizes = [[param.numel() for param in group["params"]] for group in groups]
     assert sizes == [[48, 32, 96, 48], [16]], "whole lines of 16 elements each, then what is left of all"
-
-
-@pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS)
-def test_a_tensor_gets_the_same_bits_whatever_lies_beside_it(name: str, hyperparameters: dict[str, Any]) -> None:
-    weights = payload_of(0)
-    together = made(name, hyperparameters, weights)
-    alone = {}
-    for spec in LAYOUT.specs:
-        layout = Layout([spec])
-        payload = payload_of(0, layout)
-        only = OptimizerSpec(name, (GroupSpec((spec.name,), hyperparameters),))
-        alone[spec.name] = layout, payload, FlatOptimizer(only, layout, payload, windows_of(layout), FlatRun.view)
-    for seed in range(1, 5):
-        step(together, seed)
-        for layout, _, optimizer in alone.values():
-            optimizer.step(0, payload_of(seed, layout))
-    for spec, view in LAYOUT.views(weights):
-        layout, payload, _ = alone[spec.name]
-        assert torch.equal(view, next(item for _, item in layout.views(payload))), spec
-
-
-@pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS)
-def test_another_goes_on_from_its_state_and_in_other_memory(name: str, hyperparameters: dict[str, Any]) -> None:
-    """Also where tensors had no gradient in some steps, so that they are not stepped as one any more."""
-    weights = payload_of(0)
-    first = made(name, hyperparameters, weights)
-    for seed, without in ((1, {"w1"}), (2, set()), (3, {"b0", "w1"}), (4, {"w0"})):
-        step(first, seed, frozenset(without))
-    copied = weights.clone()
-    second = made(name, hyperparameters, copied)
-    second.set_state(first.state())
-    moved = copied.clone()
-    second.move(0, moved)
-    copied.fill_(0xFF)
-    for seed in range(5, 8):
-        step(first, seed)
-        step(second, seed)
-    assert torch.equal(weights, moved)
 
 
 @pytest.mark.parametrize(("name", "first", "then"), [

@@ -15,13 +15,14 @@ from paramserver.common.registry import AGGREGATIONS
 from paramserver.common.tensors.layout import DTYPES, Kind, Layout, TensorSpec, new_payload
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec
 from paramserver.common.tensors.sharding import Share, divide
-from paramserver.ps.snapshots.manifest import MASTER, Loaded, ShareEntry, load, write
+from paramserver.ps.snapshots.manifest import MASTER, Loaded, load
 from paramserver.ps.snapshots.resharding import merge as resharded
-from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
+from paramserver.ps.snapshots.store_state import restore
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.sanity import Unsound
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 from paramserver.relay.link import merge
+from paramserver.tests.ps.snapshots.making import written
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 SPECS = (
@@ -128,13 +129,8 @@ def test_they_move_as_float32_weights_do(
 
 
 def saved(store: Store, share: Share, name: str, folder: Path) -> Loaded:
-    optimizer, captured = outer_of(name, store.layout), capture(store)
-    manifest = manifest_of(
-        captured, store.layout, share.optimizer(THEIRS), outer=optimizer, run="r", server_incarnation=1, mode="diloco",
-        policy={}, rows={}, num_joins={}, training={}, seed=0, paramserver_version="0",
-        share=ShareEntry(shard=share.number, shards=2, tensors=SPECS, optimizer=THEIRS),
-    )  # fmt: skip
-    return load(write(folder, manifest, tensors_of(captured, store.layout, optimizer)).path)
+    outer = outer_of(name, store.layout)
+    return load(written(folder, store, MIXED, THEIRS, share.number, 2, outer, mode="diloco"))
 
 
 @pytest.mark.parametrize("name", ["localsgd", "diloco", "async_diloco"])
@@ -156,8 +152,6 @@ def test_snapshots_and_other_numbers_of_shards_lose_nothing(tmp_path: Path, name
         for store in stores:
             round_of(store, step, 2)
     folders = [tmp_path / str(share.number) for share in before]
-    for folder in folders:
-        folder.mkdir()
     parts = [saved(*item) for item in zip(stores, before, [name, name], folders, strict=True)]
     assert any(MASTER in part.files for part in parts)
     again = []
@@ -183,7 +177,6 @@ def test_a_run_may_turn_them_off_and_on(tmp_path: Path) -> None:
     restore(without, loaded, is_outer=True)
     assert without.master is None and all(torch.equal(without.tensors()[k], v) for k, v in store.tensors().items())
     round_of(without, 1, 2)
-    (tmp_path / "off").mkdir()
     restore(store, saved(without, share, "diloco", tmp_path / "off"), is_outer=True)
     assert all(torch.equal(without.tensors()[k], v) for k, v in store.tensors().items())
 

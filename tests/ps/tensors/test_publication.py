@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -165,28 +164,12 @@ async def turns(count: int = 30) -> None:
         await asyncio.sleep(0)
 
 
-def in_world(limit: int) -> Callable[[Callable[[World], Coroutine[Any, Any, None]]], Callable[[], None]]:
-    def decorate(test: Callable[[World], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-        def play() -> None:
-            async def main() -> None:
-                world = World(limit)
-                await test(world)
-                await world.end()
-
-            asyncio.run(main())
-
-        play.__name__, play.__doc__ = test.__name__, test.__doc__
-        return play
-
-    return decorate
-
-
 # ---- one thing at a time ---------------------------------------------------------------------------
 
 
-@in_world(limit=1)
-async def test_encoded_versions_leave_their_memory_alone(world: World) -> None:
+async def test_encoded_versions_leave_their_memory_alone() -> None:
     """Frames are copies: a slow connection keeps none of the weights' memory."""
+    world = World(limit=1)
     reader = world.read(as_frames=True)
     await turns()
     assert reader.is_whole
@@ -196,19 +179,21 @@ async def test_encoded_versions_leave_their_memory_alone(world: World) -> None:
     reader.may_go.set()
     await turns()
     assert not reader.publication._frames, "frames that nobody wants are kept"
+    await world.end()
 
 
-@in_world(limit=3)
-async def test_frames_are_made_once_for_all(world: World) -> None:
+async def test_frames_are_made_once_for_all() -> None:
+    world = World(limit=3)
     first, second = world.read(as_frames=True), world.read(as_frames=True)
     await turns()
     third = world.read(as_frames=True)
     await turns()
     assert all(a is b is c for a, b, c in zip(first.frames, second.frames, third.frames, strict=True))
+    await world.end()
 
 
-@in_world(limit=2)
-async def test_when_too_many_versions_are_on_their_way_others_wait_for_a_newer_one(world: World) -> None:
+async def test_when_too_many_versions_are_on_their_way_others_wait_for_a_newer_one() -> None:
+    world = World(limit=2)
     readings = [world.read(as_frames=False)]
     await turns()
     world.commit()
@@ -225,6 +210,7 @@ async def test_when_too_many_versions_are_on_their_way_others_wait_for_a_newer_o
     assert late.publication is not None
     assert late.publication.version == 3, "not the version it asked for, but the newest"
     assert len(world.memories) <= 3
+    await world.end()
 
 
 # ---- anything in any order -------------------------------------------------------------------------

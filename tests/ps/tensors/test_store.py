@@ -22,6 +22,8 @@ from paramserver.common.tensors.optimizers import (
 from paramserver.ps.tensors.sanity import Findings, Unsound
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 
+from .payloads import random_payload
+
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
 Values = dict[str, Any]
@@ -51,17 +53,8 @@ def is_finite(store: Store, payload: torch.Tensor, windows: slice = slice(None))
 
 
 def random_values(seed: int, layout: Layout = LAYOUT) -> Values:
-    generator = torch.Generator().manual_seed(seed)
-    values = {}
-    for spec in layout.specs:
-        dtype = DTYPES[spec.dtype]
-        if dtype.is_floating_point:
-            values[spec.name] = torch.randn(spec.shape, generator=generator, dtype=torch.float64).to(dtype)
-        else:
-            values[spec.name] = torch.randint(0, 2 if dtype == torch.bool else 100, spec.shape, generator=generator).to(
-                dtype
-            )
-    return values
+    payload = random_payload(layout, seed, is_contribution=False)
+    return {spec.name: view.clone() for spec, view in layout.views(payload)}
 
 
 def payload_of(values: Values, layout: Layout = LAYOUT, is_contribution: bool = True) -> torch.Tensor:
@@ -384,27 +377,6 @@ def test_bytes_held_are_those_of_the_tensors() -> None:
 # ---- the learning rate of one commit ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "extra"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {})])
-@pytest.mark.parametrize("lr_scale", [0.25, 1.0, 0.0])
-def test_a_commit_with_a_scale_steps_like_torch_with_that_rate(name, extra, lr_scale):
-    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float32", (64,))])
-    spec = OptimizerSpec(name, (GroupSpec(("w",), {"lr": 0.1, **extra}),))
-    start = torch.linspace(-1, 1, 64)
-    weights = start.clone().view(torch.uint8)
-    store = Store(layout, weights, spec)
-    parameter = torch.nn.Parameter(start.clone())
-    plain = getattr(torch.optim, name)([parameter], lr=0.1, **extra)
-    for scale in (1.0, lr_scale, 1.0):
-        gradient = torch.randn(64)
-        parameter.grad = gradient
-        plain.param_groups[0]["lr"] = 0.1 * scale
-        plain.step()
-        store.fold(gradient.clone().view(torch.uint8), 1.0, 0)
-        store.commit(Step(1, 0, lr_scale=scale))
-    torch.testing.assert_close(store.weights.view(torch.float32), parameter.data, rtol=1e-6, atol=1e-7)
-    assert store.optimizer.torch.param_groups[0]["lr"] == 0.1
-
-
 def test_groups_of_adagrad_have_first_sums_of_their_own() -> None:
     layout = Layout([TensorSpec(name, Kind.PARAMETER, "float32", (4,)) for name in "ab"])
     plain = [torch.nn.Parameter(torch.zeros(4)) for _ in "ab"]
@@ -421,35 +393,50 @@ def test_groups_of_adagrad_have_first_sums_of_their_own() -> None:
         torch.testing.assert_close(store.tensors()[name], part.data)
 
 
+FEWER = [Step(1, 0, lr_scale=scale) for scale in (1.0, 0.25, 1.0, 0.0, 1.0)]
+
+
+def among(*numbers: int) -> list[Step]:
+    return [Step(1, 0, momentum_among=number) for number in numbers]
+
+
 @pytest.mark.parametrize(
-    ("name", "extra", "amongs"),
+    ("name", "extra", "steps"),
     [
-        ("SGD", {"nesterov": False}, (1, 4, 4, 10, 2, 1)),
-        ("SGD", {"nesterov": True}, (1, 4, 4, 10, 2, 1)),
-        ("SGD", {"dampening": 0.5}, (11, 4, 11, 1)),
-        ("RMSprop", {"eps": 1e-3}, (4, 10, 2, 1)),
-        ("RMSprop", {"eps": 1e-3}, (11, 4, 11, 1)),  # at first there is no momentum left
+        ("SGD", {}, FEWER),
+        ("SGD", {"momentum": 0.9}, FEWER),
+        ("Adam", {}, FEWER),
+        ("AdamW", {}, FEWER),
+        ("SGD", {"momentum": 0.9, "nesterov": False}, among(1, 4, 4, 10, 2, 1)),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, among(1, 4, 4, 10, 2, 1)),
+        ("SGD", {"momentum": 0.9, "dampening": 0.5}, among(11, 4, 11, 1)),
+        ("RMSprop", {"momentum": 0.9, "eps": 1e-3}, among(4, 10, 2, 1)),
+        ("RMSprop", {"momentum": 0.9, "eps": 1e-3}, among(11, 4, 11, 1)),  # at first there is no momentum left
     ],
 )
-def test_a_commit_among_late_workers_steps_like_torch_with_the_momentum_that_is_left(
-    name: str, extra: dict[str, Any], amongs: tuple[int, ...]
+def test_a_commit_steps_like_torch_with_its_rate_and_the_momentum_that_is_left(
+    name: str, extra: dict[str, Any], steps: list[Step]
 ) -> None:
-    layout = Layout([TensorSpec("w", Kind.PARAMETER, "float64", (64,))])
-    settings = {"lr": 0.1, "momentum": 0.9, **extra}
+    """Left among late workers, that is."""
+    layout = Layout([TensorSpec("w", P, "float64", (64,))])
     start = torch.linspace(-1, 1, 64, dtype=torch.float64)
-    store = Store(layout, start.clone().view(torch.uint8), OptimizerSpec(name, (GroupSpec(("w",), settings),)))
+    numbers = {"lr": 0.1, **extra}
+    store = Store(layout, start.clone().view(torch.uint8), OptimizerSpec(name, (GroupSpec(("w",), numbers),)))
     parameter = torch.nn.Parameter(start.clone())
-    plain = getattr(torch.optim, name)([parameter], **settings)
+    plain = getattr(torch.optim, name)([parameter], **numbers)
     least = 0.0 if name == "SGD" else 1e-30  # RMSprop makes its buffer only if momentum is above 0 at the first step
-    for among in amongs:
+    for step in steps:
         gradient = torch.randn(64, dtype=torch.float64)
         parameter.grad = gradient
-        plain.param_groups[0]["momentum"] = max(least, 1 - among * (1 - 0.9))
+        plain.param_groups[0]["lr"] = 0.1 * step.lr_scale
+        if "momentum" in extra:
+            plain.param_groups[0]["momentum"] = max(least, 1 - step.momentum_among * (1 - 0.9))
         plain.step()
         store.fold(gradient.clone().view(torch.uint8), 1.0, 0)
-        store.commit(Step(1, 0, momentum_among=among))
+        store.commit(step)
     torch.testing.assert_close(store.weights.view(torch.float64), parameter.data, rtol=1e-12, atol=1e-12)
-    assert store.optimizer.torch.param_groups[0]["momentum"] == 0.9, "as told: a snapshot keeps that"
+    group = store.optimizer.torch.param_groups[0]
+    assert {key: group[key] for key in numbers} == numbers, "as told: a snapshot keeps that"
 
 
 def test_it_is_measured_whether_rounds_go_the_same_way() -> None:
@@ -472,19 +459,16 @@ def test_it_is_measured_whether_rounds_go_the_same_way() -> None:
 
 @pytest.mark.parametrize("name", ["bias", "wide", "scale"])
 def test_finite_gradients_that_overflow_weights_are_seen_at_the_commit(name: str) -> None:
-    layout = LAYOUT
-    zeros = dict.fromkeys([spec.name for spec in layout.specs], 0)
+    zeros = dict.fromkeys([spec.name for spec in SPECS], 0)
     store = store_of(zeros | {name: -1.0})
-    largest = torch.finfo(DTYPES[next(spec.dtype for spec in layout.specs if spec.name == name)]).max
+    largest = torch.finfo(store.tensors()[name].dtype).max
     store.fold(payload_of(zeros | {name: largest}), 1.0, 0)
     with pytest.raises(Unsound, match=f"-inf in '{name}'"):
         store.commit(Step(1, 0, [{"lr": 3.0}]))
 
 
 def test_weights_whose_sum_overflows_are_sound() -> None:
-    layout = Layout(
-        [TensorSpec("w", P, dtype, (40,)) for dtype in ("float32",)] + [TensorSpec("h", P, "float16", (40,))]
-    )
+    layout = Layout([TensorSpec("w", P, "float32", (40,)), TensorSpec("h", P, "float16", (40,))])
     spec = OptimizerSpec("SGD", (GroupSpec(("w", "h"), {"lr": 1.0}),))
     store = store_of({"w": 0.0, "h": 0.0}, spec, layout)
     apply(store, [({"w": -3e38, "h": -60_000.0}, 1.0, 0)], layout)

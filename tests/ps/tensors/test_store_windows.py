@@ -15,27 +15,13 @@ from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_e
 from paramserver.ps.tensors.flat_optimizer import windows_of
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
 
+from .payloads import MIXED as LAYOUT
 from .payloads import random_payload
 from .test_store import is_finite
 
-P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
 
-# Windows end in the middle of tensors, of groups and of runs; some hold several of each, some only buffers.
-LAYOUT = Layout([
-    TensorSpec("a", P, "float32", (37, 11)),
-    TensorSpec("b", P, "float32", (3,)),
-    TensorSpec("c", P, "float64", (101,)),
-    TensorSpec("d", P, "float32", (1000,)),
-    TensorSpec("e", P, "bfloat16", (333,)),
-    TensorSpec("f", P, "float32", ()),
-    TensorSpec("mean", B, "float32", (257,)),
-    TensorSpec("var", B, "float64", (65,)),
-    TensorSpec("count", B, "int64", (40,)),
-    TensorSpec("seen", B, "bool", (70,)),
-    TensorSpec("frozen", F, "float32", (19,)),
-])  # fmt: skip
-GROUPS = (("a", "d"), ("b", "c", "f"))  # "e" in none
+GROUPS = (("a", "d"), ("b/c", "c", "f"))  # "e" in none; windows end in the middle of them
 ONE_WINDOW = 1 << 30
 payload_of = partial(random_payload, LAYOUT)
 
@@ -209,6 +195,6 @@ def test_windows_cover_every_payload_once() -> None:
     windows = windows_of(LAYOUT)
     assert [window.start for window in windows] == [0]
     assert windows[-1].end == LAYOUT.exchange_bytes
-    assert [(window.start, window.end) for window in windows_of(Layout([TensorSpec("w", P, "float32", (0,))]))] == [
-        (0, 0)
-    ]
+    assert [
+        (window.start, window.end) for window in windows_of(Layout([TensorSpec("w", Kind.PARAMETER, "float32", (0,))]))
+    ] == [(0, 0)]

@@ -9,10 +9,10 @@ import torch
 
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.tensors.optimizers import GroupSpec, OptimizerSpec, is_elementwise, known_optimizers
-from paramserver.common.wire.records import Row
-from paramserver.ps.snapshots.manifest import load, write
-from paramserver.ps.snapshots.store_state import capture, manifest_of, restore, tensors_of
+from paramserver.ps.snapshots.manifest import load
+from paramserver.ps.snapshots.store_state import restore
 from paramserver.ps.tensors.store import Step, Store
+from paramserver.tests.ps.snapshots.making import written
 
 ELEMENTWISE = sorted(name for name, cls in known_optimizers().items() if is_elementwise(cls))
 ELEMENTWISE += ["adamw+sgd", "sgd+adagrad"]  # of each group another
@@ -101,12 +101,7 @@ def test_it_outlives_a_snapshot(name, tmp_path: Path):
     store = new_store(name, 5)
     for number, present in enumerate(STEPS, 1):
         if number in (2, 5):
-            captured = capture(store)
-            manifest = manifest_of(
-                captured, store.layout, optimizer(name), run="r", server_incarnation=1, mode="sync",
-                rows={0: Row(number, number)}, num_joins={0: 1}, training={}, seed=0, paramserver_version="0",
-            )  # fmt: skip
-            path = write(tmp_path, manifest, tensors_of(captured, store.layout, optimizer(name))).path
+            path = written(tmp_path, store, store.layout, optimizer(name))
             store = new_store(name, 5)
             restore(store, load(path))
         contribute(store, number, present, 5)

@@ -81,14 +81,24 @@ class Follower(Worker):
 
     def __init__(self, server: Server, rank: int, codec: str = "q4") -> None:
         super().__init__(server, rank)
-        self.codec = codec
+        self.server, self.codec = server, codec
         self.net = Net(40 if self.layout.fingerprint == SMALL.fingerprint else 3000)
         tensors = ModelTensors(self.net)
         self.down = Down(CODECS.load(codec)(), tensors, make_transfer(tensors))
         self.mine, self.number, self.seq, self.kinds_of_replies = bytearray(), 0, 0, []
 
+    @classmethod
+    async def joined(cls, server: Server, rank: int = 0, codec: str = "q4") -> Follower:
+        """One that has its first weights."""
+        worker = cls(server, rank, codec)
+        await worker.join()
+        await server.settle()
+        worker.take()
+        return worker
+
     async def join(self, *_: Any, **__: Any) -> None:
-        await super().join(reply_codec=self.codec, contribution=pb.RunSettings.DELTA if self.is_delta else 0)
+        is_delta = self.server.engine.run.policy.kind.holds_differences
+        await super().join(reply_codec=self.codec, contribution=pb.RunSettings.DELTA if is_delta else 0)
 
     def initial_weights(self) -> torch.Tensor:
         weights = super().initial_weights()
@@ -97,7 +107,10 @@ class Follower(Worker):
                 view.copy_(torch.randn(view.shape))
         return weights
 
-    is_delta = False
+    async def step(self, chance: torch.Generator, **fields: Any) -> None:
+        self.push(random_payload(self.layout, chance), **fields)
+        await self.server.settle()
+        self.take()
 
     def push(self, payload: torch.Tensor, **fields: Any) -> None:
         self.seq += 1
@@ -184,7 +197,6 @@ def parameters(layout: Layout, payload: torch.Tensor) -> torch.Tensor:
 def test_workers_have_the_same_bits_and_the_servers_weights_stay_exact(mode: str, layout: Layout, codec: str) -> None:
     @served(layout, max_staged=4, mode=mode, workers=2, steps=100)
     async def test(server: Server) -> None:
-        Follower.is_delta = mode in ("diloco", "async_diloco")
         workers = [Follower(server, rank, codec) for rank in range(2)]
         for worker in workers:
             await worker.join()
@@ -225,10 +237,7 @@ def test_workers_have_the_same_bits_and_the_servers_weights_stay_exact(mode: str
             ):  # fmt: skip
                 assert spec.kind.name == "FROZEN" or torch.equal(tensor, view)
 
-    try:
-        test()
-    finally:
-        Follower.is_delta = False
+    test()
 
 
 def test_whoever_is_behind_gets_the_chain_or_the_whole() -> None:
@@ -242,10 +251,7 @@ def _kinds_with_losses(seed: int) -> list[str]:
     @served(SMALL, mode="async", workers=1, steps=1000)
     async def test(server: Server) -> None:
         chance, order = torch.Generator().manual_seed(seed), random.Random(seed)
-        worker = Follower(server, 0)
-        await worker.join()
-        await server.settle()
-        worker.take()
+        worker = await Follower.joined(server)
         saved: list[tuple[int, bytes, torch.Tensor]] = []
         for _ in range(30):
             saved.append((worker.number, bytes(worker.mine), payload_of(worker.down).clone()))
@@ -278,32 +284,20 @@ def _kinds_with_losses(seed: int) -> list[str]:
 @served(SMALL, mode="async", workers=None, steps=1000)
 async def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact_weights(server: Server) -> None:
     chance = torch.Generator().manual_seed(0)
-    first = Follower(server, 0)
-    await first.join()
-    await server.settle()
-    first.take()
+    first = await Follower.joined(server)
     for _ in range(3):
-        first.push(random_payload(SMALL, chance))
-        await server.settle()
-        first.take()
-    late = Follower(server, 1)
-    await late.join()
-    await server.settle()
-    late.take()
+        await first.step(chance)
+    late = await Follower.joined(server, 1)
     late.check(server)
     first.check(server)
     assert late.mine == first.mine and late.number == first.number == 4
     before = bytes(first.mine)
-    first.push(random_payload(SMALL, chance), evaluates=True)
-    await server.settle()
-    first.take()
+    await first.step(chance, evaluates=True)
     assert first.newest_reply.weights.reference.number == 0 and first.kinds_of_replies[-1] == "raw"
     exact = dict(server.engine.model.store.tensors())
     assert all(torch.equal(tensor, exact[name]) for name, tensor in first.net.named_parameters())
     assert bytes(first.mine) == before
-    first.push(random_payload(SMALL, chance))
-    await server.settle()
-    first.take()  # two contributions of two workers: a new difference, from where its copy is
+    await first.step(chance)  # two contributions of two workers: a new difference, from where its copy is
     first.check(server)
     assert first.kinds_of_replies[-1] == "q41"
 
@@ -349,10 +343,7 @@ def test_a_check_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     @served(SMALL, mode="async", workers=1, steps=1000)
     async def test(server: Server) -> None:
         chance = torch.Generator().manual_seed(0)
-        worker = Follower(server, 0, "int8")
-        await worker.join()
-        await server.settle()
-        worker.take()
+        worker = await Follower.joined(server, codec="int8")
         checked = []
         for _ in range(9):
             worker.push(random_payload(SMALL, chance))

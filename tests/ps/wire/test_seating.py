@@ -26,11 +26,12 @@ CONFIG = Config.model_validate({
 
 
 class Shard:
-    """Shard 1 of run "run", which applies what it is told, and a worker's stream to it."""
+    """Shard 1 of run "run", which applies what it is told, or its only one, and a worker's stream to it."""
 
-    def __init__(self) -> None:
-        self.engine = Engine(CONFIG, make_policy(CONFIG), name="run")
-        self.engine.sequencer = Follower(happens=self.engine.happens, digest=self.engine.run.digest)
+    def __init__(self, config: Config = CONFIG) -> None:
+        self.engine = Engine(config, make_policy(config), name="run")
+        if config.server.shard:
+            self.engine.sequencer = Follower(happens=self.engine.happens, digest=self.engine.run.digest)
         self.stream = Stream()
         service = ParameterServerService(self.engine)
         self.call = asyncio.ensure_future(service.exchange(None, self.stream))
@@ -69,22 +70,17 @@ async def test_an_older_incarnation_than_the_one_that_was_seated_is_refused_at_o
 
 
 @pytest.mark.parametrize(("message", "is_told"), [("0.0.1", True), (PROGRAM_VERSION, False), ("", False)])
-def test_a_worker_of_another_version_is_said_so(monkeypatch: pytest.MonkeyPatch, message: str, is_told: bool) -> None:
+async def test_a_worker_of_another_version_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, message: str, is_told: bool
+) -> None:
     warnings: list[tuple[str, dict[str, object]]] = []
     monkeypatch.setattr(joining.log, "warning", lambda event, **fields: warnings.append((event, fields)))
-
-    async def main() -> None:
-        config = Config.model_validate({"run": {"mode": "async"}})
-        stream = Stream()
-        service = ParameterServerService(Engine(config, make_policy(config), name="run"))
-        call = asyncio.ensure_future(service.exchange(None, stream))
-        stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=-1, process="p", program_version=message))))
-        await turns()
-        assert [received.kind for received in stream.received] == ["welcome"]
-        call.cancel()
-        await asyncio.wait([call])
-
-    asyncio.run(main())
+    server = Shard(Config.model_validate({"run": {"mode": "async"}}))
+    server.stream.send(frame(pb.WorkerMessage(join=pb.Join(rank=-1, process="p", program_version=message))))
+    await turns()
+    assert [received.kind for received in server.stream.received] == ["welcome"]
+    server.call.cancel()
+    await asyncio.wait([server.call])
     assert [(event, fields["worker"], fields["server"]) for event, fields in warnings] == (
         [("another_version", message, PROGRAM_VERSION)] if is_told else []
     )

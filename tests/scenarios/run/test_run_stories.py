@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paramserver.common.kinds import ContributionKind
-from paramserver.ps.core import effects
 from paramserver.tests.records import contributed
-from paramserver.tests.scenarios.telling import Workers, compare, in_words, make_run, play, restore
+from paramserver.tests.scenarios.telling import Told, compare, in_words, make_run, play, restore
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 
@@ -22,21 +20,7 @@ def begin(settings: dict[str, Any], restored: list[str]) -> Callable[[str], str]
     run = make_run(settings)
     if restored:
         restore(run, restored)
-    workers = Workers(run.incarnation, dict.fromkeys(run.policy.rows, 0))
-    now = 0.0
-
-    def tell(text: str) -> str:
-        nonlocal now
-        if text.startswith("after "):
-            now += float(text.split()[1])
-        found: list[effects.Effect] = []
-        for event in workers.events_of(text):
-            new = run.apply(replace(event, at=now))
-            workers.learn(new)
-            found += new
-        return in_words(found)
-
-    return tell
+    return Told(run).tell
 
 
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)
@@ -54,17 +38,9 @@ def test_snapshots_go_on_where_a_script_no_longer_steps_its_second_optimizer() -
 def test_a_contribution_that_waits_is_forgotten_once_another_process_contributes() -> None:
     """In a group that is over by then, so that the new one is dropped: its discard is not the old one's."""
     run = make_run({"mode": "allreduce", "num_workers": 2})
-    workers = Workers(run.incarnation)
-    before = [
-        "enter w0",
-        "enter w1",
-        "bring w0",
-        "contribute w0 s1 mean",
-        "leave w0",
-        "enter w0",
-        "contribute w1 s1 mean",
-    ]
-    for event in (event for text in before for event in workers.events_of(text)):
-        workers.learn(run.apply(event))
+    story = Told(run)
+    for text in ("enter w0", "enter w1", "bring w0", "contribute w0 s1 mean", "leave w0", "enter w0"):
+        story.tell(text)
+    story.tell("contribute w1 s1 mean")
     found = run.apply(contributed(0, 2, 1, 1, generation=1, kind=ContributionKind.COMPLETION))
     assert in_words(found) == "discard w0#1; reply w0 DROPPED v1"
