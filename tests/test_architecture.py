@@ -264,6 +264,8 @@ OF_THE_CONFIGURATION = [
     *((name, UNKNOWN_KEY) for name in ("ps-server", "ps-worker", "ps-launch", "ps-sim configs/digits.yaml")),
     *((name, NO_OPTIMIZER) for name in ("ps-server", "ps-launch")),
     ("ps-launch doctor configs/digits.yaml", UNKNOWN_KEY),
+    *(("ps-launch", words) for words in ("--mode made-up", "--task made-up", "--backend made-up")),
+    ("ps-launch", "--set worker.codec=made-up"),
     ("ps-worker", "--task made_up.py:Task"),
     ("ps-worker", "--init made-up.safetensors"),
     ("ps-launch", "--task made_up.py:Task"),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from paramserver.common.config.schema import Config, own_modes
 from paramserver.common.config.sources import Resolved, load_config
-from paramserver.common.errors import UsageError
+
+from .test_config_sources import mistake
 
 MINE = """
 from pydantic import Field
@@ -50,12 +50,6 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def load(*sets: str, path: Path | None = None, **flags: str) -> Resolved:
     given = {key.replace("__", "."): value for key, value in flags.items()}
     return load_config(str(path) if path else None, given, list(sets), {})
-
-
-def mistake(call: Callable[[], object]) -> UsageError:
-    with pytest.raises(UsageError) as caught:
-        call()
-    return caught.value
 
 
 def test_its_name_is_the_whole_path_and_its_options_are_keys(mine: str, tmp_path: Path) -> None:

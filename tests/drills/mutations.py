@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -139,7 +138,3 @@ def _is_order_told(lines: list[Line], at: int) -> bool:
         ranks = {rank for rank, *_ in [*line.get("contributions", []), *after.get("contributions", [])]}
         return {line.get("rank"), after.get("rank")} - {None} <= ranks
     return line.get("rank", -1) == after.get("rank", -2)
-
-
-def read(text: str) -> list[Line]:
-    return [json.loads(line) for line in text.splitlines()]

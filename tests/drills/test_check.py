@@ -18,6 +18,8 @@ def test_ssp_lets_nobody_run_ahead() -> None:
     assert messages(lines) == "h:13: rank 0 may go on 2 contributions ahead of the slowest: at most 1 are allowed"
     lines[0] = start("ssp", staleness=2)
     assert messages(lines) == ""
+    lines[0], lines[-1]["last"] = start("ssp", staleness=1), True
+    assert messages(lines) == "", "who takes no more steps is ahead of nobody"
 
 
 def test_ranks_with_other_numbers_for_the_same_steps_are_compared_by_their_steps() -> None:
@@ -178,14 +180,6 @@ def test_a_reply_names_the_steps_of_the_ranks_contributions() -> None:
     lines = [start("async"), *joined(0), *applied(0, 1, 1, 0)]
     lines[-1]["training_steps"] = 2
     assert messages(lines) == "h:7: rank 0 goes on at training step 2: its contributions have 1"
-
-
-def test_who_takes_no_more_steps_is_ahead_of_nobody() -> None:
-    lines = [start("ssp", staleness=1), *joined(0, 1)]
-    for seq in (1, 2):
-        lines += applied(0, seq, seq, 0, 1)
-    lines[-1]["last"] = True
-    assert messages(lines) == ""
 
 
 def test_a_round_that_leaves_a_rank_behind_moves_it_too() -> None:

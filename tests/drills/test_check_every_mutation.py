@@ -26,7 +26,7 @@ from paramserver.tests.drills.histories import (
     start,
     verdict_of,
 )
-from paramserver.tests.drills.mutations import mutations, read
+from paramserver.tests.drills.mutations import mutations
 from paramserver.tests.drills.simulation import ALL_MODES, simulate
 from paramserver.tests.simulate.histories import recorded
 
@@ -55,7 +55,7 @@ def run_of(folder: Path, mode: str, *flags: str) -> list[Line]:
     command = [sys.executable, "-c", code, str(CONFIG), "-n", "2", "--mode", mode, "--history", str(history), *flags]
     command += ["--set", "log.level=error", "--set", "output.store=false"]
     subprocess.run(command, check=True, capture_output=True, timeout=300, cwd=folder)
-    return read(history.read_text())
+    return [json.loads(line) for line in history.read_text().splitlines()]
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,11 @@ from paramserver.common.reporting.report import report_console
 from paramserver.drills.doctor.regions import matrix, sentences, write_regions
 from paramserver.launch.plan.hosts import load_hosts
 from paramserver.launch.plan.regions import find_regions
+from paramserver.tests.launch import test_regions
 
 
-def trips_of(*groups: str, far_s: float = 0.041) -> dict[tuple[str, str], float]:
-    """Hosts of one group are 0.3 ms apart, the others `far_s`."""
-    hosts = "".join(groups)
-    return {
-        (a, b): 0.0003 if any(a in group and b in group for group in groups) else far_s
-        for a, b in permutations(hosts, 2)
-    }
+def trips_of(*groups: str) -> dict[tuple[str, str], float]:
+    return test_regions.trips_of(dict.fromkeys(groups, 0.3), far_ms=41.0)
 
 
 def found_in(trips: dict[tuple[str, str], float], upstream: str = "a") -> list[str]:

@@ -102,6 +102,17 @@ def use(name: str, story: Callable[[Backend, Reports], object]) -> Reports:
     return asyncio.run(play())
 
 
+def ended(name: str, *specs: ProcessSpec) -> Reports:
+    """Start these, and wait for the end of each."""
+
+    async def story(backend: Backend, reports: Reports) -> None:
+        for spec in specs:
+            backend.start(spec)
+        await reports.wait(lambda: len(reports.codes) == len(specs))
+
+    return use(name, story)
+
+
 def is_gone(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -110,12 +121,8 @@ def is_gone(pid: int) -> bool:
 
 
 def test_every_line_comes_before_the_end(name: str) -> None:
-    async def story(backend: Backend, reports: Reports) -> None:
-        backend.start(python(W0, "-c", "for i in range(20000): print('line', i)\nprint('no end', end='')"))
-        backend.start(python(W1, "-c", "import sys; sys.exit(12)"))
-        await reports.wait(lambda: len(reports.codes) == 2)
-
-    reports = use(name, story)
+    prints = python(W0, "-c", "for i in range(20000): print('line', i)\nprint('no end', end='')")
+    reports = ended(name, prints, python(W1, "-c", "import sys; sys.exit(12)"))
     assert [line for _, line in reports.lines] == [*(f"line {i}" for i in range(20000)), "no end"]
     assert reports.codes == {W0: 0, W1: 12}
 
@@ -139,20 +146,12 @@ def test_results_of_any_length_arrive_whole_before_the_end(name: str) -> None:
 
 def test_both_outputs_come_in_the_order_they_were_written(name: str) -> None:
     code = "import sys\nfor i in range(50): print(i, file=(sys.stdout, sys.stderr)[i % 2], flush=True)"
-
-    async def story(backend: Backend, reports: Reports) -> None:
-        backend.start(python(W0, "-c", code))
-        await reports.wait(lambda: W0 in reports.codes)
-
-    assert [line for _, line in use(name, story).lines] == [str(i) for i in range(50)]
+    reports = ended(name, python(W0, "-c", code))
+    assert [line for _, line in reports.lines] == [str(i) for i in range(50)]
 
 
 def test_a_program_that_does_not_exist_ends_at_once(name: str) -> None:
-    async def story(backend: Backend, reports: Reports) -> None:
-        backend.start(ProcessSpec(W0, ("/no/such/program",), {}))
-        await reports.wait(lambda: W0 in reports.codes)
-
-    reports = use(name, story)
+    reports = ended(name, ProcessSpec(W0, ("/no/such/program",), {}))
     assert reports.codes == {W0: CANNOT_START}
     assert reports.has("/no/such/program")
 
@@ -164,12 +163,7 @@ def test_the_launchers_own_place_is_not_the_childs(name: str, monkeypatch: pytes
     monkeypatch.setenv("PS_TOKEN", "secret")  # which reaches children in no other way
     names = ["RANK", "WORLD_SIZE", "PS_SERVER", "SLURM_PROCID", "PS_RUN__SEED", "PS_TOKEN"]
     code = f"import os, sys; print(*[os.environ.get(n) for n in {names}], sys.stdin.read())"
-
-    async def story(backend: Backend, reports: Reports) -> None:
-        backend.start(python(W0, "-c", code, RANK="1"))
-        await reports.wait(lambda: W0 in reports.codes)
-
-    assert use(name, story).lines == [(W0, "1 None None None 5 secret ")]
+    assert ended(name, python(W0, "-c", code, RANK="1")).lines == [(W0, "1 None None None 5 secret ")]
 
 
 def test_a_child_is_started_again_after_its_end(name: str, wait_until) -> None:

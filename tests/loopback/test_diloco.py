@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from paramserver.tests.cluster import Cluster, at_gates, end_well
 from paramserver.tests.loopback import test_diloco_overlap as overlap
-from paramserver.tests.loopback.scripts import outer
-from paramserver.tests.loopback.test_diloco_overlap import LR, MOMENTUM, STEPS, assert_is, reference
+from paramserver.tests.loopback.test_diloco_overlap import LR, STEPS, assert_is, reference
 
 H = 5
 pytestmark = pytest.mark.slow
@@ -83,27 +82,6 @@ def test_a_killed_worker_holds_up_nobody_and_nothing_is_lost(cluster: Cluster, m
     assert steps == dict.fromkeys(range(3), STEPS)
 
 
-def delayed_reference(delay: int) -> dict[str, torch.Tensor]:
-    """Plain torch: one worker, whose momentum moves with every so manyth delta (arXiv:2401.09135)."""
-    model, optimizer = outer.make("sgd")
-    theta = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    momentum, moved = ({name: torch.zeros_like(item) for name, item in theta.items()} for _ in range(2))
-    for turn, begin in enumerate(range(0, STEPS, H), 1):
-        for step in range(begin, min(STEPS, begin + H)):
-            outer.backward(model, 0, step)
-            optimizer.step()
-        for name, local in model.named_parameters():
-            delta = theta[name] - local.detach()
-            moved[name] += delta
-            if turn % delay == 0:
-                momentum[name] = MOMENTUM * momentum[name] + moved[name]
-                delta = delta + MOMENTUM * momentum[name]
-                moved[name].zero_()
-            theta[name] = theta[name] - LR * delta
-            local.data.copy_(theta[name])
-    return theta
-
-
 def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_two_moves(cluster: Cluster) -> None:
     """Killed after two of three deltas: what they come to is in the snapshot, and so is how many they were."""
     arguments = flags(1, "--mode", "async_diloco", "--outer-lr", str(LR), "--outer-delay", "3")
@@ -123,10 +101,8 @@ def test_delayed_momentum_is_the_same_bits_over_shards_and_after_a_kill_between_
         end_well(worker, server, *others)
         assert not kills or server.event("resumed")["version"] == 2
         ends.append(load_file(cluster.folder / "w.safetensors"))
-    wanted = delayed_reference(3)
-    for name, tensor in wanted.items():
-        assert torch.allclose(ends[0][name], tensor, rtol=1e-12, atol=1e-14), name
-        assert torch.equal(ends[0][name], ends[1][name]), name
+        assert_is(cluster, reference("sgd", H, 1, 0, {0: (0,)}, delay=3))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 @pytest.mark.parametrize("transports", ["", "grpc"], ids=["shared memory", "grpc"])

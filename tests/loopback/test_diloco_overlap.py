@@ -53,16 +53,18 @@ def reference(
     begins: dict[int, tuple[int, ...]],
     up: tuple[Trip, float] = (lambda name, item: item, 1.0),
     down: Trip = lambda name, item: item,
+    delay: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Plain torch. `tau` 0: exchanges are waited for. `begins`: ranks that have the server's weights, all of them, at
     the beginning of that round, and nothing on its way; when rank 0 does, the server is a new one. What `up`, a trip
-    and a decay, leaves out of a worker's tensor is added to the next; `down` moves what all workers are given."""
+    and a decay, leaves out of a worker's tensor is added to the next; `down` moves what all workers are given. The
+    momentum moves with every `delay`th delta (arXiv:2401.09135)."""
     made = {rank: outer.make(inner) for ranks in begins.values() for rank in ranks}
     local = {rank: {name: item.data for name, item in model.named_parameters()} for rank, (model, _) in made.items()}
     first = ModelTensors(made[0][0]).layout.entries
     of = dict(zip([entry.spec.name for entry in first], fragments_of(first, num), strict=True))
     theta = {name: item.clone() for name, item in local[0].items()}
-    buffer = {name: torch.zeros_like(item) for name, item in theta.items()}
+    buffer, moved = ({name: torch.zeros_like(item) for name, item in theta.items()} for _ in range(2))
     given: dict[str, torch.Tensor] = {}
     anchor: dict[int, dict[str, torch.Tensor]] = {}
     sent: dict[int, dict[str, torch.Tensor]] = {}
@@ -102,8 +104,12 @@ def reference(
                 left[rank][name] = whole - counts
                 delta += outer.size(rank) / total * counts
                 sent[rank][name] = local[rank][name].clone()
-            buffer[name] = MOMENTUM * buffer[name] + delta
-            theta[name] = theta[name] - LR * (delta + MOMENTUM * buffer[name])
+            moved[name] += delta
+            if (number + 1) % delay == 0:
+                buffer[name] = MOMENTUM * buffer[name] + moved[name]
+                delta = delta + MOMENTUM * buffer[name]
+                moved[name].zero_()
+            theta[name] = theta[name] - LR * delta
             given[name] = given[name] + down(name, theta[name] - given[name])
         for rank in anchor if not tau else ():
             merge(rank)

@@ -51,25 +51,6 @@ def test_pull_every_contributes_every_step_and_fetches_weights_every_nth(cluster
     assert row["bytes_received"] < row["bytes_sent"] / 3
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("ssp", marks=pytest.mark.slow)])
-def test_a_killed_server_goes_on_from_its_snapshot(cluster, mode):
-    snapshots = ("--checkpoint-dir", "snapshots", "--checkpoint-every", "5")
-    server = start(cluster, mode, 2, *snapshots)
-    workers = [cluster.script(rank, "onehot.py", str(STEPS), "go", "12") for rank in range(2)]
-    at_gates(*workers)
-    server.snapshot()
-    server.kill()
-    second = start(cluster, mode, 2, "--listen", cluster.address, *snapshots)
-    (cluster.folder / "go").touch()
-    end_well(*workers, second)
-    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
-    resumed = second.event("resumed")
-    assert resumed["version"] > 0 and resumed["incarnation"] == 2
-    starts = [line for line in cluster.history() if line["op"] == "start"]
-    assert [line["server_incarnation"] for line in starts] == [1, 2]
-    assert starts[0]["run"] == starts[1]["run"]
-
-
 def test_a_worker_whose_server_goes_back_after_its_loop_is_started_again(cluster):
     """Nobody has set the number of steps, so the worker's own loop has ended: its lost steps were not taken again."""
     flags = ("--mode", "async", "--workers", "2", "--save", "w.safetensors", "--history", "h.jsonl")

@@ -46,28 +46,20 @@ def test_every_contribution_is_applied_once_on_every_shard(cluster, mode, transp
     assert len(num_bytes) == 3 and max(num_bytes) <= 1.1 * sum(num_bytes) / 3
 
 
-def _at_gates(cluster, num_workers: int, step: str):
-    """Workers that wait in this step for the file `go`."""
-    script = ("onehot.py", str(STEPS), "go", step)
-    workers = [cluster.script(rank, *script, PADDING="3000") for rank in range(num_workers)]
-    at_gates(*workers)
-    return workers
-
-
-def _check_clipped(cluster, padding: int, most: float) -> None:
-    """Every gradient was a one and `padding` ones: its norm is known, and every step was `most` long."""
-    step = most / (1 + padding) ** 0.5
-    found = load_file(cluster.folder / "w.safetensors")
-    torch.testing.assert_close(found["seen"][:STEPS], torch.full((STEPS,), -step), rtol=1e-4, atol=0)
-    torch.testing.assert_close(found["padding"], torch.full((padding,), -STEPS * step), rtol=1e-4, atol=0)
+def _at_gate(cluster, step: str):
+    """A worker that waits in this step for the file `go`."""
+    worker = cluster.script(0, "onehot.py", str(STEPS), "go", step, PADDING="3000")
+    at_gates(worker)
+    return worker
 
 
 @pytest.mark.slow
 def test_a_mean_is_clipped_once_where_a_shard_is_killed_in_the_middle(cluster):
+    """Every gradient was a one and 3,000 ones: its norm is known, and every step was 0.01 long."""
     flags = (*SNAPSHOTS, "--clip-norm", "0.01")
     server = _start(cluster, "sync", 1, 2, *flags)
     shard = cluster.shard(1, 2, *SNAPSHOTS)
-    (worker,) = _at_gates(cluster, 1, "12")  # a loop that has ended before the loss cannot go back with it
+    worker = _at_gate(cluster, "12")  # a loop that has ended before the loss cannot go back with it
     server.snapshot()
     shard.signal(signal.SIGKILL)
     (cluster.folder / "go").touch()
@@ -75,30 +67,10 @@ def test_a_mean_is_clipped_once_where_a_shard_is_killed_in_the_middle(cluster):
     server.event("shard_lost")
     shard = cluster.shard(1, 2, *SNAPSHOTS)
     end_well(worker, server, shard)
-    _check_clipped(cluster, 3000, 0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", ["a shard", "the coordinator"])
-def test_a_killed_shard_comes_back_and_all_go_on_from_one_snapshot(cluster, killed):
-    server = _start(cluster, "async", 2, 2, *SNAPSHOTS)
-    shard = cluster.shard(1, 2, *SNAPSHOTS)
-    workers = _at_gates(cluster, 2, "12")
-    server.snapshot()
-    shard.snapshot()
-    if killed == "a shard":
-        shard.kill()
-        server.event("shard_lost")
-        shard = cluster.shard(1, 2, *SNAPSHOTS)
-    else:
-        server.kill()
-        server = _start(cluster, "async", 2, 2, *SNAPSHOTS, "--listen", cluster.address)
-    (cluster.folder / "go").touch()
-    end_well(*workers, server, shard)
-    assert torch.equal(applied(cluster.folder / "w.safetensors", 2), torch.ones(2, STEPS))
-    assert torch.equal(load_file(cluster.folder / "w.safetensors")["padding"], torch.full((3000,), -2.0 * STEPS))
-    resumed = [server.events("resumed")[-1]["version"], shard.events("resumed")[-1]["version"]]
-    assert resumed[0] == resumed[1] > 0
+    found = load_file(cluster.folder / "w.safetensors")
+    step = 0.01 / 3001**0.5
+    torch.testing.assert_close(found["seen"][:STEPS], torch.full((STEPS,), -step), rtol=1e-4, atol=0)
+    torch.testing.assert_close(found["padding"], torch.full((3000,), -STEPS * step), rtol=1e-4, atol=0)
 
 
 @pytest.mark.slow
@@ -157,7 +129,7 @@ def test_a_server_that_still_waits_for_a_shard_is_stopped_without_a_traceback(cl
 def test_a_shard_lost_without_snapshots_ends_the_run(cluster):
     server = _start(cluster, "async", 1, 2)
     shard = cluster.shard(1, 2)
-    _at_gates(cluster, 1, "5")
+    _at_gate(cluster, "5")
     shard.signal(signal.SIGKILL)
     assert server.wait() == 15
     assert "shard 1 was lost at version" in server.output and "--checkpoint-dir" in server.output

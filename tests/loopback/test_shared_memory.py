@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from paramserver.tests.cluster import at_gates, end_well
+from paramserver.tests.common.wire.test_segments import shared_files
 
 pytestmark = pytest.mark.slow
 
@@ -35,15 +36,6 @@ def segments_of(pid: int) -> Counter[str]:
             found.update(_LABEL.findall(os.readlink(f"/proc/{pid}/fd/{descriptor}")))
     found.update(dict.fromkeys(_LABEL.findall(Path(f"/proc/{pid}/maps").read_text()), 0))
     return found
-
-
-def own_segments_of(pid: int) -> set[str]:
-    return {label for label, count in segments_of(pid).items() if count > 1}
-
-
-def shared_files() -> list[str]:
-    """But semaphores, which other programs come and go with."""
-    return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem."))
 
 
 def num_descriptors(pid: int) -> int:
@@ -76,11 +68,11 @@ def test_a_worker_is_killed_in_the_middle(cluster, where):
     """Its unfinished contribution leaves nothing behind, its memory goes with it, the other one trains on."""
     server = serve(cluster, "async", 2)
     survivor = cluster.script(0, "onehot.py", str(STEPS), str(cluster.folder / "go"), "6", PADDING="3000000")
-    victim = cluster.script(1, "halting.py", str(STEPS), where, "3")
+    victim = cluster.script(1, "halting.py", str(STEPS), where, "3", PADDING="3000000")
     victim.until(lambda: f"halts {where}" in victim.output, "halt")
     at_gates(survivor)
     pid = server.popen.pid
-    of_victim = own_segments_of(victim.popen.pid)
+    of_victim = {label for label, count in segments_of(victim.popen.pid).items() if count > 1}
     assert of_victim <= segments_of(pid).keys() and len(of_victim) == 1, "the victim shares nothing with the server"
     files = shared_files()
     before = num_descriptors(pid)

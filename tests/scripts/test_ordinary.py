@@ -20,8 +20,7 @@ HERE = Path(__file__).parent / "ordinary"
 BATCH = 10
 # How often each steps its optimizer.
 STEPS = {
-    "unfreezing": 12, "early_stopping": 400, "mixed": 8, "language_model": 12, "fine_tuning": 15,
-    "sparse": 10, "closure": 12,
+    "unfreezing": 12, "early_stopping": 400, "mixed": 8, "language_model": 12, "fine_tuning": 15, "sparse": 10,
 }  # fmt: skip
 
 

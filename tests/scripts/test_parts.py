@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -79,20 +78,6 @@ def test_one_worker_is_one_process_in_every_mode(cluster: Cluster, tmp_path: Pat
     assert_near(torch.load(out), wanted)
     assert_near(load_file(cluster.folder / "w.safetensors"), wanted)
     assert "finished_early" not in script.output
-
-
-@slow
-@pytest.mark.parametrize("mode", ["localsgd", "async"])
-def test_a_run_of_several_optimizers_ends_after_its_steps(cluster: Cluster, mode: str) -> None:
-    """The last step of the generator is after the last training step began."""
-    script = str(HERE / "gan.py")
-    done = cluster.command(
-        "launch", "-n", "2", "--script", script, "--mode", mode, "--steps", "13", "--summary", "m.json",
-        EVERY="3", BATCH=str(BATCH), OUT="w.pt",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    workers = json.loads((cluster.folder / "m.json").read_text())["workers"]
-    assert [worker["training_steps"] for worker in workers] == [13, 13]
 
 
 @slow

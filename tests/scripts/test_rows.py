@@ -67,7 +67,7 @@ def counted(cluster: Cluster, steps: int, share: float = 1.0) -> None:
     "mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "sync", "ssp", "async --delayed-update")]
 )
 def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken(cluster: Cluster, mode: str):
-    flags = ("--mode", *mode.split(), "--workers", "2", "--steps", "20", *SNAPSHOTS)
+    flags = ("--mode", *mode.split(), "--workers", "2", "--steps", "20", *SNAPSHOTS, "--history", "h.jsonl")
     server = cluster.server(*flags)
     gate = (str(cluster.folder / "go"), "12")
     nan = "" if "delayed-update" in mode else "1:2"  # a loop that is ahead does not compute a rejected step again
@@ -79,7 +79,10 @@ def test_a_killed_server_goes_on_with_its_tables_and_rows_with_nan_are_not_taken
     second = cluster.server("--listen", cluster.address, *flags)
     end_well(*scripts, second)
     counted(cluster, 20, 0.5 if mode == "sync" else 1.0)
-    assert second.event("resumed")["version"] > 0
+    resumed = second.event("resumed")
+    assert resumed["version"] > 0 and resumed["incarnation"] == 2
+    starts = [line for line in cluster.history() if line["op"] == "start"]
+    assert [line["server_incarnation"] for line in starts] == [1, 2] and starts[0]["run"] == starts[1]["run"]
     assert ("rejected" in scripts[1].output) == bool(nan)
 
 
@@ -104,6 +107,8 @@ def test_tables_are_divided_among_shards(cluster: Cluster, killed: str):
         shard = cluster.shard(1, 2, *SNAPSHOTS)
     end_well(*scripts, server, shard)
     counted(cluster, 20)
+    if killed == "a shard":
+        assert server.events("resumed")[-1]["version"] == shard.events("resumed")[-1]["version"] > 0
 
 
 @pytest.mark.slow
@@ -150,7 +155,7 @@ def test_rows_asked_of_a_new_coordinator_wait_for_its_shards(cluster: Cluster):
     assert refusal_of_rows(cluster, server.event("listening")["run"]) == "NOT_READY"
     shard.signal(signal.SIGCONT)
     end_well(*scripts, second, shard)
-    assert second.event("resumed")["version"] > 0
+    assert second.event("resumed")["version"] == shard.events("resumed")[-1]["version"] > 0
     counted(cluster, 20, 0.5)
 
 

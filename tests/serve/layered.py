@@ -52,19 +52,23 @@ class Dying(nn.Module):
         return nn.functional.one_hot(tokens, 128).float()
 
 
-class Deadly(Counted):
-    """A text model without a cache, which repeats the last token."""
-
-    context = 64
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Identity(), nn.Sequential(Dying(), nn.Linear(128, 128)))
+class Bytes:
+    """Text whose tokens are its bytes."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode(errors="replace")
+
+
+class Deadly(Bytes, Counted):
+    """A text model without a cache, which repeats the last token."""
+
+    context = 64
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Identity(), nn.Sequential(Dying(), nn.Linear(128, 128)))
 
 
 class Frozen(Deadly):

@@ -11,6 +11,7 @@ import torch
 from paramserver.common.config.schema import ServeConfig
 from paramserver.serve.engine import End, Request
 from paramserver.tests.serve.conftest import GREEDY, Reply, Served, randomize
+from paramserver.tests.serve.layered import Bytes
 
 pytestmark = pytest.mark.slow
 
@@ -33,15 +34,9 @@ def gpt2(transformers: Any) -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-class Text:
+class Text(Bytes):
     def __init__(self, make: Callable[[], Any]) -> None:
         self.model = make
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -17,15 +16,6 @@ from paramserver.tests.serve.test_api import FLAGS, ask
 from paramserver.tests.web.test_launch import ask as ask_dashboard
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[serve]'")
-
-
-def serve_of(job: Process) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(job.popen.pid).children(recursive=True):
-        with suppress(psutil.Error):
-            if "paramserver.serve" in child.cmdline():
-                found.append(child)
-    return found
 
 
 def served(job: Process, num: int) -> list[dict[str, Any]]:
@@ -54,7 +44,8 @@ def test_ps_serve_dies_and_is_back_and_the_run_goes_on(cluster: Cluster) -> None
     assert ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
     dashboard = job.event("dashboard")["address"]
     assert ask_dashboard(dashboard, "/api/runs/live")["about"]["settings"]["launch"]["serve"] == port
-    (process,) = serve_of(job)
+    children = psutil.Process(job.popen.pid).children(recursive=True)
+    (process,) = [child for child in children if "paramserver.serve" in child.cmdline()]
     os.kill(process.pid, signal.SIGKILL)
     served(job, 2)
     assert [event["role"] for event in job.events("restarting")] == ["serve"]

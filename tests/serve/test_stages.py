@@ -25,6 +25,7 @@ from paramserver.serve.slots import NUM_SLOTS
 from paramserver.serve.stages import Divided, Spec, Stages
 from paramserver.serve.task import TaskSpec
 from paramserver.tests.cluster import DEADLINE_S, Cluster
+from paramserver.tests.serve import test_sources as sources
 from paramserver.tests.serve.conftest import Served, randomize, until
 from paramserver.tests.serve.test_api import FLAGS, SIZES, Client, serve, weights_of
 from paramserver.worker.tasks.gpt import Gpt
@@ -281,20 +282,16 @@ def test_health_and_readiness_name_a_frozen_stage(cluster: Cluster) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["1", "3"])
 def test_each_version_of_a_live_run_of_shards_is_whole_in_all_stages(cluster: Cluster, group: str) -> None:
-    run = ("--mode", "sync", "--steps", "1000000", "--optimizer", "sgd", "--lr", "1")
     task = ("--task", f"{LAYERED}:Counted")
-    cluster.server(*run, "--shards", "2", "--workers", "1")
-    cluster.shard(1, 2, *run)
+    cluster.server(*sources.RUN, "--shards", "2", "--workers", "1")
+    cluster.shard(1, 2, *sources.RUN)
     cluster.worker(0, *task, "--set", "slowdown.base_s=0.01")
     client = serve(cluster, "--server", cluster.address, *task, "--every", "1", "--group", group)
-    row = {"inputs": [{"name": "input", "shape": [1, 1], "datatype": "FP32", "data": [0]}]}
     versions: set[int] = set()
     kills = iter(stage_pids(client))
     while len(versions) < 10:
-        status, reply, _ = client.ask("/v2/models/live/infer", row)
-        assert status == 200, reply
-        version = int(reply["model_version"].removeprefix("1."))
-        assert reply["outputs"][0]["data"] == [0, *[version] * 8]
+        version, weights = sources.weights_of(client)
+        assert weights == [version] * 8
         versions.add(version)
         if len(versions) in (4, 7) and (pid := next(kills, None)) is not None:
             os.kill(pid, signal.SIGKILL)

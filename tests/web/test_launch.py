@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import time
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -46,15 +43,22 @@ def until_beyond(job: Process, address: str, step: int) -> None:
     job.until(lambda: step_of(address) > step, f"step beyond {step}")
 
 
-def server_of(job: Process) -> psutil.Process:
-    """The one that listens."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        for child in psutil.Process(job.popen.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if any("paramserver.ps" in part for part in child.cmdline()):
-                    return child
-    raise AssertionError("no server")
+def long_job(cluster: Cluster, *flags: str) -> tuple[Process, str]:
+    """With a page, whose address it returns, and snapshots."""
+    job = cluster.start(
+        "job", "-m", "paramserver.launch", "-n", "2", "--task", "digits", "--steps", "100000", "--web", *flags,
+        "--history", "history.jsonl", "--checkpoint-dir", "snapshots", "--checkpoint-every", "20", "--set",
+        "slowdown.base_s=0.01", "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret", PS_LOG__FORMAT="text",
+    )  # fmt: skip
+    return job, address_of(job)
+
+
+def kill_server_of(job: Process) -> None:
+    """Returns once the next one has its page."""
+    children = psutil.Process(job.popen.pid).children(recursive=True)
+    (server,) = [child for child in children if any("paramserver.ps" in part for part in child.cmdline())]
+    server.kill()
+    job.until(lambda: job.output.count("the dashboard: http") == 2, "second page")
 
 
 def check_history(path: Path) -> None:
@@ -66,16 +70,9 @@ def check_history(path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_with_a_page(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.start(
-        "job", "-m", "paramserver.launch", "-n", "2", "--mode", "async", "--task", "digits",
-        "--steps", "100000", "--web", "--history", "history.jsonl",
-        "--checkpoint-dir", "snapshots", "--checkpoint-every", "20", "--set", "slowdown.base_s=0.01",
-        "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret", PS_LOG__FORMAT="text",
-    )  # fmt: skip
-    address = address_of(job)
+    job, address = long_job(cluster, "--mode", "async")
     until_beyond(job, address, 30)
-    os.kill(server_of(job).pid, signal.SIGKILL)
-    job.until(lambda: job.output.count("the dashboard: http") == 2, "second page")
+    kill_server_of(job)
     assert job.output.count(address) >= 2  # where it was
     until_beyond(job, address, 60)
     assert any("connection_lost" in line for line in ask(address, "/api/runs/live/workers/1/log")["lines"])
@@ -114,20 +111,13 @@ def test_a_worker_alone_has_no_page(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_another_bound_holds_while_workers_train(cluster: Cluster, tmp_path: Path) -> None:
     """Also over the server's death; the history is checked by whichever bound held, and replayed."""
-    job = cluster.start(
-        "job", "-m", "paramserver.launch", "-n", "2", "--mode", "ssp", "--task", "digits",
-        "--steps", "100000", "--web", "--history", "history.jsonl", "--set", "policy.staleness=3",
-        "--checkpoint-dir", "snapshots", "--checkpoint-every", "20", "--set", "slowdown.base_s=0.01",
-        "--set", "server.status_interval_s=0.1", PS_WEB_TOKEN="secret", PS_LOG__FORMAT="text",
-    )  # fmt: skip
-    address = address_of(job)
+    job, address = long_job(cluster, "--mode", "ssp", "--set", "policy.staleness=3")
     until_beyond(job, address, 10)
     done = ask(address, "/api/runs/live/controls", {"do": "set", "name": "staleness", "value": 1})["done"]
     assert done == "staleness is 1, was 3"
     step = step_of(address) + 40  # a snapshot and more
     until_beyond(job, address, step)
-    os.kill(server_of(job).pid, signal.SIGKILL)
-    job.until(lambda: job.output.count("the dashboard: http") == 2, "second page")
+    kill_server_of(job)
     until_beyond(job, address, step + 40)  # all are back
     assert ask(address, "/api/runs/live")["about"]["settings"]["policy"]["staleness"] == 1
     ask(address, "/api/runs/live/controls", {"do": "drain"})

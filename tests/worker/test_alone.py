@@ -23,15 +23,14 @@ def alone(**run: int) -> AloneSession:
     return AloneSession(Config(run=RunConfig(**run)))
 
 
-def trained(**run: int) -> tuple[AloneSession, torch.nn.Module, Any]:
-    session, model = alone(**run), torch.nn.Linear(2, 1)
-    return session, model, session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def trained(session: AloneSession) -> tuple[torch.nn.Module, Any]:
+    model = torch.nn.Linear(2, 1)
+    return model, session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def epochs(session: AloneSession, accumulate: int = 1, **shard: int) -> list[int]:
     """Batches of three loops over 8 samples in batches of 2."""
-    model = torch.nn.Linear(2, 1)
-    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = trained(session)
     counts = []
     for _ in range(3):
         counts.append(0)
@@ -87,24 +86,16 @@ def test_loops_that_end_before_the_run_say_what_to_write() -> None:
     assert "epochs=None" in line["fix"] and "--steps 12" in line["fix"]
 
 
-def test_a_number_of_samples_that_the_script_says_replaces_that_of_its_batches(recwarn) -> None:
-    session, model, optimizer = trained()
-    for number, (x,) in enumerate(session.shard(TensorDataset(torch.ones(8, 2)), batch_size=2)):
-        (loss := model(x).sum()).backward()
-        session.record(loss=loss, num_samples=100 * bool(number))
-        optimizer.step()
-    assert (session.alone.row.samples, type(session.alone.loss), len(recwarn)) == (302, float, 0)
-
-
 def test_epochs_of_a_script_s_own_loader_are_refused() -> None:
-    _, model, optimizer = trained(epochs=2)
+    model, optimizer = trained(alone(epochs=2))
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(UsageError, match=r"run\.epochs is 2"):
         optimizer.step()
 
 
 def test_a_step_after_the_end_and_a_second_optimizer_are_refused_as_with_a_server() -> None:
-    session, model, optimizer = trained(steps=2)
+    session = alone(steps=2)
+    model, optimizer = trained(session)
     with pytest.raises(UsageError, match="a second session"):
         session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.step()  # as for a scheduler
@@ -123,8 +114,7 @@ def test_its_rates_are_of_the_union_batch_after_the_first_step_and_its_mode_is_s
         "output": {"summary": str(tmp_path / "s.json"), "track_dir": str(store.parent)},
     })  # fmt: skip
     session = AloneSession(config)
-    model = torch.nn.Linear(2, 1)
-    optimizer = session.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = trained(session)
     ended = []
     with session.alone.recorded({}):
         for (x,) in session.shard(TensorDataset(torch.ones(21 * 16, 2)), batch_size=16):

@@ -98,12 +98,3 @@ def test_the_end_of_a_pass_that_no_step_used_is_named() -> None:
         cursor.yielded(4, is_last=number == 1)
     with pytest.raises(UsageError, match="the oldest 1 ended the pass before"):
         cursor.due()
-
-
-def test_a_dropped_batch_is_used_up_and_has_no_weight() -> None:
-    cursor = cursor_of(2)
-    for num_samples in (1, 10, 100):
-        cursor.yielded(num_samples)
-        if num_samples == 10:
-            cursor.skip()
-    assert cursor.use(cursor.due()) == 101 and cursor.position == 3

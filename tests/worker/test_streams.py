@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
-from paramserver.common.config.schema import Config
 from paramserver.common.errors import UsageError
-from paramserver.worker.training.alone import AloneSession
 from paramserver.worker.training.data import Shares, sharded_batches
 
+from .test_batches import session
 from .test_data import assert_one
 
 
@@ -74,22 +73,6 @@ def test_one_loader_process_reads_as_the_worker_itself_does() -> None:
     assert taken(Stream(11), 6, 1, 2, 3, num_workers=1) == taken(Stream(11), 6, 1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_workers": 2}, "2 loader processes may each read all of it"),
-        ({"pad": True}, r"has no length, and session.shard\(pad=...\) needs one"),
-        ({"sampler": [1, 2]}, r"has no length, and session.shard\(sampler=...\) needs one"),
-    ],
-)
-def test_what_a_stream_cannot_do_is_said_at_once(options: dict[str, Any], message: str) -> None:
-    run = AloneSession(Config(run={"steps": 3}))
-    model = torch.nn.Linear(1, 1)
-    run.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match=message):
-        run.shard(Stream(5), batch_size=2, **options)
-
-
 def test_a_stream_that_is_over_after_once_is_a_sentence_and_no_hang() -> None:
     with pytest.raises(UsageError, match="gave no sample in epoch 1 "):
         taken((number for number in torch.arange(4.0)), 5, 0, 1, 2)
@@ -98,9 +81,7 @@ def test_a_stream_that_is_over_after_once_is_a_sentence_and_no_hang() -> None:
 
 
 def test_a_loop_over_epochs_of_a_stream_is_refused_and_does_not_train_nothing() -> None:
-    run = AloneSession(Config(run={"steps": 3}))
-    model = torch.nn.Linear(1, 1)
-    run.optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run, _, _ = session(steps=3)
     batches = run.shard(Stream(5), batch_size=2)
     next(run.epochs(2))
     with pytest.raises(UsageError, match="cannot count them"):
