@@ -225,6 +225,20 @@ def test_a_loop_is_a_pass_with_all_its_batches(is_reused: bool, accumulate: int)
     assert run.step == 4 * -(-5 // accumulate)
 
 
+def test_a_pass_that_is_left_early_is_over() -> None:
+    run, model, optimizer = session(steps=100)
+    batches, seen = run.shard(data(12), batch_size=4, shuffle=False), []
+    for _ in range(2):
+        for number, batch in enumerate(batches):
+            if number == 1:
+                run.skip()
+                break
+            seen.append(batch[0][0].item())
+            use(model, batch)
+            optimizer.step()
+    assert seen == [0.0, 0.0] and position(run) == 5
+
+
 def test_two_loops_side_by_side_have_a_position_each() -> None:
     """Labelled and unlabelled data; the shorter one ends the loop, and the other has yielded one more."""
     run, model, optimizer = session(steps=100)
