@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import attrgetter
 from typing import Annotated, NamedTuple
@@ -159,17 +159,7 @@ def kept_views() -> View:
 
     The cache keeps the payloads alive, so payloads must be few and reused.
     """
-    kept: dict[tuple[int, int], tuple[FlatRun, torch.Tensor, torch.Tensor]] = {}
-
-    def view(run: FlatRun, payload: torch.Tensor) -> torch.Tensor:
-        found = kept.get((id(run), id(payload)))  # hashing the contents takes longer than the check for NaN
-        if found is None:
-            if len(kept) >= _MAX_KEPT_VIEWS:
-                kept.clear()
-            found = kept[id(run), id(payload)] = run, payload, run.view(payload)
-        return found[2]
-
-    return view
+    return lru_cache(_MAX_KEPT_VIEWS)(FlatRun.view)  # both arguments are compared by identity
 
 
 class Layout:
