@@ -18,7 +18,7 @@ import pytest
 
 from paramserver.tests.cluster import Cluster, end_well
 
-MAX_ON_PATH, MAX_FILES, MAX_CALLS = 25, 47, 130  # calls: those from another file of the project
+MAX_ON_PATH, MAX_FILES, MAX_CALLS = 20, 40, 112  # calls: those from another file of the project
 STEPS = 12
 
 
