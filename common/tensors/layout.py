@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 from typing import Annotated, NamedTuple
@@ -30,7 +30,6 @@ from ..errors import Reason, refusal
 
 _ALIGNMENT_BYTES = 64
 _MAX_BYTES = 2**50
-_MAX_KEPT_VIEWS = 256
 _RULES = {True: "averaged over the workers", False: "that of the lowest live rank"}  # of a buffer, by `averaged`
 
 _DTYPE_NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
@@ -152,14 +151,6 @@ def joined(entries: Iterable[Entry]) -> list[FlatRun]:
 
 
 View = Callable[[FlatRun, torch.Tensor], torch.Tensor]  # has the meaning of `FlatRun.view`
-
-
-def kept_views() -> View:
-    """Return a cached `FlatRun.view`, for small models: making a view takes as long as adding 10,000 floats.
-
-    The cache keeps the payloads alive, so payloads must be few and reused.
-    """
-    return lru_cache(_MAX_KEPT_VIEWS)(FlatRun.view)  # both arguments are compared by identity
 
 
 class Layout:
