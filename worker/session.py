@@ -63,7 +63,7 @@ class Progress:
         work = reply.next_work
         self.row = self.row._replace(seq=reply.result.seq, steps=work.training_steps)
         self.outcome = reply.result.outcome
-        if reply.has_new_weights:
+        if reply.weights is not None or reply.group is not None:  # `Reply.has_new_weights`, without a call
             self.received(reply.result.version)
         self.steps_left = self.local_steps = work.local_steps
         self.is_done = work.local_steps == 0

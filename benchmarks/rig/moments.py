@@ -25,9 +25,9 @@ class Watch:
         contribute, send, expect = exchange.contribute, shard.up.contribute, shard.expect
         sent = replied = 0.0
 
-        def timed_send(contribution: Any, **topics: Any) -> None:
+        def timed_send(*contribution: Any) -> None:
             nonlocal sent
-            send(contribution, **topics)
+            send(*contribution)
             sent = time.perf_counter()
 
         def timed_expect(*kinds: str) -> Any:

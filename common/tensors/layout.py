@@ -30,7 +30,6 @@ from ..errors import Reason, refusal
 
 _ALIGNMENT_BYTES = 64
 _MAX_BYTES = 2**50
-_MAX_KEPT_VIEWS = 256
 _RULES = {True: "averaged over the workers", False: "that of the lowest live rank"}  # of a buffer, by `averaged`
 
 _DTYPE_NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
@@ -152,24 +151,6 @@ def joined(entries: Iterable[Entry]) -> list[FlatRun]:
 
 
 View = Callable[[FlatRun, torch.Tensor], torch.Tensor]  # has the meaning of `FlatRun.view`
-
-
-def kept_views() -> View:
-    """Return a cached `FlatRun.view`, for small models: making a view takes as long as adding 10,000 floats.
-
-    The cache keeps the payloads alive, so payloads must be few and reused.
-    """
-    kept: dict[tuple[int, int], tuple[FlatRun, torch.Tensor, torch.Tensor]] = {}
-
-    def view(run: FlatRun, payload: torch.Tensor) -> torch.Tensor:
-        found = kept.get((id(run), id(payload)))  # hashing the contents takes longer than the check for NaN
-        if found is None:
-            if len(kept) >= _MAX_KEPT_VIEWS:
-                kept.clear()
-            found = kept[id(run), id(payload)] = run, payload, run.view(payload)
-        return found[2]
-
-    return view
 
 
 class Layout:

@@ -438,7 +438,7 @@ class JointOptimizer:
         """Build the optimizers of torch's parameter groups. `classes` has the class of each group."""
         self.state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         self._steps: list[Callable[[], Any]] = []
-        self._onebit: list[OneBitAdam] = []
+        self.onebit: list[OneBitAdam] = []  # `taken`, of each: the versions before its next step
         found: dict[int, dict[str, Any]] = {}
         for name in dict.fromkeys(classes):
             mine = [index for index, other in enumerate(classes) if other == name]
@@ -447,13 +447,8 @@ class JointOptimizer:
             self.state.update(item.state)  # Adagrad has state before its first step
             item.state = self.state
             self._steps.append(partial(plain_step(type(item)), item))
-            self._onebit += [item] if isinstance(item, OneBitAdam) else []
+            self.onebit += [item] if isinstance(item, OneBitAdam) else []
         self.param_groups = [found[index] for index in range(len(groups))]
-
-    def at(self, version: int) -> None:
-        """The next step makes a version after this one. A worker's codec counts its warm-up by versions, too."""
-        for item in self._onebit:
-            item.taken = version
 
     def step(self) -> None:
         for step in self._steps:

@@ -179,6 +179,30 @@ class DirectSocket(Incoming):
         with self._tls_lock:
             return self._socket.recv_into(target)
 
+    def read_now(self) -> bytes | bytearray | None:
+        """Return the next message, or None if it has not arrived completely.
+
+        Raises EOFError if the caller must use `read`: a large message, the end, or an error.
+        """
+        num_bytes = 0
+        try:
+            while (message := self.next_message(num_bytes)) is None:
+                if self._large is not None or not (num_bytes := self._receive(self.free)):
+                    raise EOFError
+        except WAITS:
+            return None
+        except OSError:
+            raise EOFError from None
+        return message
+
+    @property
+    def has_more(self) -> bool:
+        """Whether received bytes are in the buffer or in TLS, for which the kernel reports nothing."""
+        if self._end > self._start or self._tls is None:
+            return self._end > self._start
+        with self._tls_lock:
+            return self._tls.pending() > 0
+
     def send_now(self, pieces: Pieces) -> Pieces:
         """Send as much as the system accepts at once, and return the rest."""
         with contextlib.suppress(*WAITS):

@@ -7,6 +7,7 @@ field of the topics that all exchanges have. They do not write fields with defau
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...proto import parameter_server_pb2 as pb
@@ -16,8 +17,15 @@ from .checks import hyperparameters_from_proto, struct
 _INNER = {"rates": records.RateInfo, "position": records.Position}  # topics of `StartInfo`, which is a topic itself
 
 
-def contribution_message(contribution: records.Contribution) -> pb.WorkerMessage:
-    """Return the message that announces the contribution's payload."""
+def contribution_message(
+    contribution: records.Contribution,
+    payload: records.PayloadInfo | None = None,
+    hyperparameters: Sequence[dict[str, Any]] | None = None,
+) -> pb.WorkerMessage:
+    """Return the message that announces the contribution's payload.
+
+    A shard has its own `payload`, and the `hyperparameters` that it does not know yet; None: the contribution's.
+    """
     message = pb.WorkerMessage()
     header = message.contribution  # setting each field takes a third of the constructor's time
     header.seq = contribution.id.seq
@@ -31,15 +39,16 @@ def contribution_message(contribution: records.Contribution) -> pb.WorkerMessage
     if (timing := contribution.timing) is not records.NO_TIMING:
         target = header.timing
         target.compute_s, target.transfer_s = timing.compute_s, timing.transfer_s
-    if (payload := contribution.payload) is not records.NO_PAYLOAD:
+    payload = contribution.payload if payload is None else payload
+    if payload is not records.NO_PAYLOAD:
         target = header.payload
         target.codec, target.num_bytes = payload.codec, payload.num_bytes
         target.in_shared_memory = payload.in_shared_memory
         if payload.without_gradient:
             target.without_gradient.extend(payload.without_gradient)
     training, target = contribution.training, header.training
-    if training.hyperparameters:
-        target.hyperparameters.extend(struct(group) for group in training.hyperparameters)
+    if groups := training.hyperparameters if hyperparameters is None else hyperparameters:
+        target.hyperparameters.extend(map(struct, groups))
     target.clip_norm, target.loss, target.iteration = training.clip_norm, training.loss, training.iteration
     target.wants_weights, target.evaluates = training.wants_weights, training.evaluates
     residual = contribution.residual

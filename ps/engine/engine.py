@@ -86,9 +86,10 @@ class Engine:
 
     # ---- events ---------------------------------------------------------------------------
 
-    def offer(self, event: events.Event) -> None:
-        """Offer an event that has arrived at this process to the sequencer."""
-        self.sequencer.offer(event)
+    @property
+    def offer(self) -> Callable[[events.Event], None]:
+        """Offers an event that has arrived at this process to the sequencer."""
+        return self.sequencer.offer
 
     def happens(self, event: events.Event) -> None:
         """Apply an event and carry out its effects. Events that happen meanwhile are applied after it."""

@@ -258,7 +258,8 @@ class FlatOptimizer:
         """
         if groups and self._newest != list(groups):
             self.set_hyperparameters(groups)
-        self.torch.at(version)
+        for item in self.torch.onebit:  # a worker's codec counts its warm-up by versions, too
+            item.taken = version
         if lr_scale == 1.0 and momentum_among == 1:
             return
         for group in self.torch.param_groups:

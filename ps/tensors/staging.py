@@ -44,9 +44,9 @@ class StagingPool:
         self.limit = max(self.limit, num_uploads)
         self.look_again()
 
-    def try_borrow(self, position: Callable[[], int]) -> Payload | None:
+    def try_borrow(self, position: int) -> Payload | None:
         """Return a free payload, uint8 [num_bytes] with old contents, or None."""
-        if self.num_lent >= self.limit or position() >= self.limit:
+        if self.num_lent >= self.limit or position >= self.limit:
             return None
         self.num_lent += 1
         if self._free:
@@ -72,7 +72,7 @@ class StagingPool:
         """Serve waiters whose position has become low enough. Call this when positions change."""
         for waiter in sorted(self.waiters, key=lambda waiter: waiter[0]()):
             position, request = waiter
-            if (payload := self.try_borrow(position)) is None:
+            if (payload := self.try_borrow(position())) is None:
                 return
             self.waiters.remove(waiter)
             request.set_result(payload)

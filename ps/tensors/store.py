@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from ...common.config.sections.training import StoreConfig
 from ...common.errors import Reason, refusal
 from ...common.tensors.judgement import factor_to
-from ...common.tensors.layout import DTYPES, FlatRun, Kind, Layout, View, kept_views
+from ...common.tensors.layout import DTYPES, FlatRun, Kind, Layout, View
 from ...common.tensors.optimizers import Hyperparameters, OptimizerSpec, TableSpec
 from ...common.tensors.tables import Table, summed
 from .aggregation.base import Aggregator
@@ -100,7 +101,10 @@ class Store:
             self.master = Master(layout, weights, options.buffers == "average")
             self.step_layout, stepped = self.master.layout, self.master.weights
             self._windows = windows_of(self.step_layout)
-        self._view: View = kept_views() if layout.exchange_bytes <= INLINE_BYTES else FlatRun.view
+        # Making a view takes as long as adding 10,000 floats. The cache compares runs and payloads by their identity,
+        # and keeps the payloads alive: they are few and reused.
+        is_small = layout.exchange_bytes <= INLINE_BYTES
+        self._view: View = lru_cache(256)(FlatRun.view) if is_small else FlatRun.view
         self.aggregator = options.aggregation(self._windows, self._view, options.buffers, options.trim)
         self.fewest = self.aggregator.fewest  # contributions of a round with which it is robust
         self.aggregator.sums = self._steps and optimizer is not None and optimizer.reduction == "sum"

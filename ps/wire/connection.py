@@ -32,8 +32,8 @@ _handshakes = ThreadPoolExecutor(1, thread_name_prefix="handshake")
 class Connection(DirectSocket):
     """One socket, used by the task of its stream.
 
-    If the peer has closed it, `read` returns None, `receive_into` False and `receive_some` 0, and `read_now` raises
-    EOFError. If it is broken, `read_now` raises EOFError, and the other methods that transfer bytes raise OSError.
+    If the peer has closed it, `read` returns None, `receive_into` False and `receive_some` 0. If it is broken, these
+    raise OSError. `read_now` raises EOFError in both cases.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -52,30 +52,6 @@ class Connection(DirectSocket):
             if not (num_bytes := await self._receive_more(self.free)):
                 return None
         return message
-
-    def read_now(self) -> bytes | bytearray | None:
-        """Return the next message, or None if it has not arrived completely.
-
-        Raises EOFError if the caller must use `read`: a large message, the end, or an error.
-        """
-        num_bytes = 0
-        try:
-            while (message := self.next_message(num_bytes)) is None:
-                if self._large is not None or not (num_bytes := self._receive(self.free)):
-                    raise EOFError
-        except WAITS:
-            return None
-        except OSError:
-            raise EOFError from None
-        return message
-
-    @property
-    def has_more(self) -> bool:
-        """Whether received bytes are in the buffer or in TLS, for which the kernel reports nothing."""
-        if self._end > self._start or self._tls is None:
-            return self._end > self._start
-        with self._tls_lock:
-            return self._tls.pending() > 0
 
     def watch(self, readable: Callable[[], object]) -> None:
         """Call `readable` whenever bytes arrive."""

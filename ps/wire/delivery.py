@@ -43,11 +43,11 @@ class Delivery:
             return pb.ServerMessage(waiting=pb.Waiting(reason=item)).SerializeToString()
         if not isinstance(item, Go):
             return None
-        effect, payload = item.effect, item.payload
-        has_codec = self._peer.reply_codec is not None
-        if effect.is_start or (effect.has_weights and (payload is None or (has_codec and self._peer.encodes(effect)))):
+        effect, payload, reply = item.effect, item.payload, item.effect.reply
+        is_encoded = self._peer.reply_codec is not None and self._peer.encodes(effect)
+        if reply.start is not None or (effect.has_weights and (payload is None or is_encoded)):
             return None
-        message = self._message(effect.reply)
+        message = self._message(reply)
         if payload is None:
             return frame(message)
         message.reply.weights.num_bytes = self._model.store.layout.exchange_bytes

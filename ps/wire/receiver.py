@@ -243,7 +243,7 @@ class Receiver:
     def _try_borrow(self) -> Payload | None:
         """Return the reserved payload, or a free one of the pool, or None if there is none."""
         payload, self._reserved = self._reserved, None
-        return self._model.staging.try_borrow(self._position) if payload is None else payload
+        return self._model.staging.try_borrow(self._position()) if payload is None else payload
 
     async def _borrow(self) -> Payload:
         """Return a payload, as `_try_borrow` does. If there is none, drops kept partial transfers and waits.
@@ -272,9 +272,11 @@ class Receiver:
         if self._transport.reading is not None:
             raise refusal(Reason.BAD_REQUEST, "a Contribution before Taken, which frees the last reply's shared memory")
         kind = policy.kind
-        if not (kind.has_payload or header.completion.generation):
-            raise refusal(Reason.BAD_REQUEST, f"rank {rank} sends a completion without its generation")
-        contribution = read_contribution(header, self._seat, kind.received(header.payload.num_bytes > 0))
+        if not kind.has_payload:
+            if not header.completion.generation:
+                raise refusal(Reason.BAD_REQUEST, f"rank {rank} sends a completion without its generation")
+            kind = kind.received(header.payload.num_bytes > 0)
+        contribution = read_contribution(header, self._seat, kind)
         if contribution.base.version > policy.version:
             problem = f"a contribution of rank {rank} on version {contribution.base.version}, which does not exist"
             raise refusal(Reason.BAD_REQUEST, f"{problem}: the newest is {policy.version}")

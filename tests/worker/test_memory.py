@@ -24,10 +24,9 @@ from paramserver.worker.conversation.messages import Begun, Settings
 from paramserver.worker.session import Length, Progress
 from paramserver.worker.tensors.packed import pack, unpack
 from paramserver.worker.training.alone import AloneSession
-from paramserver.worker.training.optimizer import ExchangeOptimizer
+from paramserver.worker.training.optimizer import ExchangeOptimizer, Steps
 from paramserver.worker.training.position.data import DataPosition
 from paramserver.worker.training.position.memory import Memory
-from paramserver.worker.training.position.steps import Steps
 from paramserver.worker.training.session import Session
 from paramserver.worker.training.slowdown import Slowdown
 

@@ -18,10 +18,9 @@ from paramserver.common.config.schema import SlowdownConfig
 from paramserver.common.kinds import ContributionKind
 from paramserver.common.wire.records import Row
 from paramserver.worker.session import Length, Progress
-from paramserver.worker.training.optimizer import ExchangeOptimizer
+from paramserver.worker.training.optimizer import ExchangeOptimizer, Steps
 from paramserver.worker.training.position.data import DataPosition
 from paramserver.worker.training.position.memory import Memory
-from paramserver.worker.training.position.steps import Steps
 from paramserver.worker.training.slowdown import Slowdown
 
 

@@ -162,7 +162,6 @@ class Shard:
 
     def _contribute(self, outgoing: Outgoing) -> None:
         contribution, encoding = outgoing.contribution, self.up.encoding
-        topics: dict[str, Any] = {}
         hyperparameters = contribution.training.hyperparameters
         if not encoding.is_raw or contribution.kind.holds_differences:
             hyperparameters = encoding.prepared(hyperparameters)
@@ -172,10 +171,8 @@ class Shard:
             hyperparameters = ()
         else:
             self._sent_hyperparameters = hyperparameters
-        if hyperparameters is not contribution.training.hyperparameters:
-            topics["training"] = changed(contribution.training, hyperparameters=hyperparameters)
         if self.number:  # only the coordinator stores the position
-            topics["position"] = None
+            contribution = changed(contribution, position=None)
         elif outgoing.state is not None and outgoing.state != self._sent_state:
             self._sent_state = outgoing.state
             self.stream.send(messages.state_frames(outgoing.state))
@@ -189,9 +186,9 @@ class Shard:
         if outgoing.rows:
             self.stream.send(messages.rows_frames(self.tables, outgoing.rows))
         if self.down.reference:
-            topics["base"] = changed(contribution.base, reference=self.down.reference)
+            contribution = changed(contribution, base=changed(contribution.base, reference=self.down.reference))
         try:
-            self.up.contribute(contribution, **topics)
+            self.up.contribute(contribution, hyperparameters)
         except SegmentError as error:  # the next connection has another segment
             raise Lost(str(error)) from None
 

@@ -210,7 +210,8 @@ class Alone:
             rows = [item.clone() for item in rows]
             clip([*gradients.values(), *rows], bound)
         before = [parameter.grad for parameter in parameters]
-        self._optimizer.at(self.progress.version)
+        for adam in self._optimizer.onebit:
+            adam.taken = self.progress.version
         with_state = {parameter for parameter in gradients if self._optimizer.state.get(parameter)}
         try:
             # A fused step of torch cannot mix parameters with state and parameters without.

@@ -27,7 +27,7 @@ from ..strategies.choice import make_strategy
 from ..tensors.transfer import ModelTensors, together
 from .ending import Ending, ending_of, ending_of_process, one_line
 from .evaluation import Evaluation, Measure
-from .position.steps import Steps
+from .optimizer import Steps
 from .readings import Readings, number_of
 from .work import Work
 

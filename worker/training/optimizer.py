@@ -1,11 +1,14 @@
-"""The optimizer that a training loop steps. Its `step()` does what the run's mode needs."""
+"""The optimizer that a training loop steps, and the training steps of a session, of one optimizer or several.
+
+`ExchangeOptimizer.step()` does what the run's mode needs. `Steps` counts it, and makes contributions of the steps.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from types import MappingProxyType
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,83 +17,347 @@ from torch.autograd import profiler
 
 from ...common.errors import UsageError
 from ...common.reporting.log import get_logger
-from ...common.tensors.optimizers import IN_WORKERS, check_max_norm, plain_step
-from .position.steps import Steps, parameters_of
-from .rows import refuse_scaler
+from ...common.tensors.optimizers import (
+    IN_WORKERS,
+    Hyperparameters,
+    check_max_norm,
+    current_hyperparameters,
+    plain_step,
+)
+from ...common.wire.records import Contribution, Counts, FirstInfo, Outcome, Timing, TrainingInfo
+from ..conversation.messages import Begun, Outgoing, RowGradients
+from ..ownership import Owner
+from .batches import digest_of
+from .evaluation import Evaluation
+from .position.memory import Memory, Restarted, rates_of
+from .readings import Readings
+from .rows import Rows, refuse_scaler
+from .server_state import ServerState, state_is_the_servers
+from .slowdown import Slowdown
 
 log = get_logger()
 
 _PLACE = "paramserver"  # key in a saved state: the run and the training step that it is from
 
+# ---- steps -------------------------------------------------------------------------------------------
+
+
+class Scaling:
+    """The scalers of one session. `num_steps` grows with each step() of an optimizer."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.skipped: Callable[[Any], None] = lambda _: None  # called with the optimizer whose step is not taken
+        self._has_any = False
+
+    def watch(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        """Let a scaler tell about skipped steps. A foreign one is refused by name (`check`)."""
+        step = scaler.step
+        self._has_any = True
+
+        def watched(optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            before = self.num_steps
+            result = step(optimizer, *args, **options)
+            if self.num_steps == before:
+                self.skipped(optimizer)
+            return result
+
+        scaler.step = watched  # type: ignore[method-assign]
+        return scaler
+
+    def check(self) -> None:
+        """Raises UsageError if the scaler that asks is not the session's: the session has none."""
+        if not self._has_any:
+            raise UsageError(
+                "torch.amp.GradScaler on the optimizer of session.optimizer(): the run would not know of the steps "
+                "that it skips",
+                fix="scaler = session.scaler(...), with the arguments of your GradScaler; bfloat16 needs no scaler",
+            )
+
+
+class Steps:
+    """The training steps of all optimizers of a session; `parts` holds the optimizers."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        slowdown: Slowdown | None,
+        tables: Sequence[Rows] = (),
+        evaluation: Evaluation | None = None,
+        restarted: Restarted | None = None,
+        scaling: Scaling | None = None,
+    ) -> None:
+        self.memory, self.data, self._slowdown = memory, memory.data, slowdown
+        self.strategy, self.progress = self.data.strategy, self.data.progress
+        self.tables, self._evaluation = tables, evaluation or Evaluation()
+        self._restarted, self.scaling = restarted or Restarted(), scaling or Scaling()
+        self.scaling.skipped = self.skip_step
+        self._owner = Owner()
+        self._first_rates: tuple[float, ...] | None = None  # learning rates at the first training step of this process
+        self.parts: list[torch.optim.Optimizer] = []
+        self.readings: Readings | None = None  # what the process measures
+        self.work: Callable[[], str] = str  # what the process runs, as JSON
+        self.notice: Callable[[], bool] | None = None  # called after each step until it returns True
+        self._iteration = 0  # training steps that this process began, taken or not: where its schedules are
+        self._begins = True  # whether the current step() begins a training step
+        self._newest_step = -1  # number of the newest training step that began, or that was skipped as void
+        self._after_newest: int | None = None  # the step after the newest one that began; None: none began
+        self._looked_at = -1  # `num_starts` when the script was compared with the rank
+        # The optimizer that began the newest training step; None: this process has not taken a step.
+        self.newest: torch.optim.Optimizer | None = None
+        self._unsent: torch.optim.Optimizer | None = None  # one that has stepped since the newest contribution
+        self._began: Begun | None = None  # where the newest training step's contribution began
+        self._num_starts = -1
+        self._replays_left = 0  # contributions that count already, of the training step that is replayed
+        self._skips_step = False  # the current step() belongs to a training step that the run rejected, or moved from
+        self._num_samples = 0
+        self._step_samples = 0  # of the newest training step
+        self._losses: list[float] = []
+        self._fresh_samples, self._fresh_losses = 0, list[float]()  # since the last step
+        self._hyperparameters: tuple[Hyperparameters, ...] = ()
+        self._last_values: list[Any] = []  # of which they were computed
+        self._sent_first_for = self._digest_for = -1  # `num_starts` when FirstInfo was sent, and the digest made
+        self._digest = 0  # of the gradients of the first step after the newest start
+        self._resumed_at = time.perf_counter()
+        self._compute_s = 0.0
+        if self.data.is_parted:  # a process may take over in the middle of a training step
+            self.data.use()
+
+    @property
+    def step(self) -> int:
+        """The training step in hand: that of the void batches in hand, although the run is elsewhere by now."""
+        return self._newest_step + 1 if self.data.is_void else self.progress.position
+
+    def record(self, num_samples: int = 0, loss: float | None = None) -> None:
+        """Count samples, instead of those of its batches, and a loss to show, towards the next step."""
+        self._fresh_samples += num_samples
+        if loss is not None:
+            self._losses.append(loss)
+            self._fresh_losses.append(loss)
+
+    def prepare_step(self, part: torch.optim.Optimizer) -> bool:
+        """Called before a step(). False: the step is to be skipped. Raises UsageError after the end of the run."""
+        self._owner.check()
+        progress = self.progress
+        self._begins = not self.data.is_parted or self.data.begins(part)
+        if self._num_starts != progress.num_starts:
+            self._num_starts, self._replays_left = progress.num_starts, max(1, progress.row.part)
+            self._skips_step = progress.row.part > 0
+        self._skips_step &= not self._begins
+        if self._skips_step:
+            return False
+        num_samples = self._fresh_samples
+        if self._begins:
+            if self._is_void():
+                self._skips_step = self.data.is_parted
+                return False
+            data = self.data
+            self._newest_step = progress.position
+            if self._looked_at != progress.num_starts:
+                self._looked_at = progress.num_starts
+                self._restarted.look(progress, self._after_newest)
+            self._after_newest = self._newest_step + 1
+            if self._first_rates is None:
+                self._first_rates = rates_of(self._restarted.optimizers)
+            data.has_begun = True
+            if data.is_sent:
+                self.memory.note()
+            if self._evaluation.every is not None:
+                self._evaluation.begin(progress, data)
+            if data.uses_shard:
+                num_samples = data.prepare_step(num_samples)
+        self.strategy.before_step(num_samples, self._fresh_losses, part.param_groups)
+        self._fresh_losses = []
+        return True
+
+    def _is_void(self) -> bool:
+        """Whether the step uses batches from before the run moved, or from after its end. Then it is not taken."""
+        data = self.data
+        if data.is_void:
+            data.skip_step()
+            self._newest_step += 1
+            self._iteration += 1
+        elif not self.progress.is_done:
+            return False
+        elif data.has_in_hand:  # the step uses batches that were fetched before the end was known
+            data.skip_step()
+        else:
+            raise UsageError(
+                f"step() after the end of the run, which has {self.progress.total_steps} training steps (run.steps)",
+                fix="end the loop when session.is_done, or loop over session.shard(...); or give the run as many steps "
+                "as the loop takes (--steps)",
+            )
+        del self._losses[len(self._losses) - len(self._fresh_losses) :]
+        self._fresh_samples, self._fresh_losses = 0, []
+        for table in self.tables:
+            table.drop()
+        if not data.is_void:
+            self.strategy.restore()
+        return True
+
+    def skip_step(self, part: torch.optim.Optimizer) -> None:
+        """A step is not taken, because a scaler found infinities. Other optimizers may step on the same batches."""
+        if self.data.is_parted and (part is not self.parts[-1] or not self.data.begins(part)):
+            return
+        self.data.apply_start()
+        self.data.skip_step()
+        self._iteration += 1
+        self._fresh_samples = 0
+        self.memory.skipped()
+
+    def stepped(self, part: torch.optim.Optimizer, clip_norm: float) -> None:
+        """Called after this worker's part of a step(). Contributes if a contribution is complete.
+
+        `clip_norm`: the norm to which the script clips this step; 0: none.
+        """
+        if self._begins:
+            self.newest = part
+            # The first gradients after a start have a digest. Batches of `session.shard()` need none.
+            if self._digest_for != self.progress.num_starts and not self.progress.is_replaying:
+                self._digest_for = self.progress.num_starts
+                gradients = [parameter.grad for parameter in parameters_of(part) if parameter.grad is not None]
+                self._digest = 0 if self.data.uses_shard else digest_of(gradients)
+            if self.readings is not None and time.perf_counter() >= self.readings.note_at:
+                self.readings.note_step(part.param_groups)
+            self._iteration += 1
+            drawn = self.data.step()
+            self._fresh_samples = self._fresh_samples or drawn
+        self._num_samples, self._fresh_samples = self._num_samples + self._fresh_samples, 0
+        if self.notice is not None and self.notice():
+            self.notice = None
+        now = time.perf_counter()
+        if self._slowdown is not None:  # the whole step counts as compute time
+            time.sleep(self._slowdown.delay_s(self._newest_step + 1, now - self._resumed_at))
+            now = time.perf_counter()
+        self._compute_s += now - self._resumed_at
+        if self._begins:
+            is_due = self.progress.took_step()
+        else:
+            # With local steps, the other optimizers' steps go with the next contribution. After the last training step
+            # there is none, so they are sent now.
+            is_due = not self.strategy.kind.worker_steps or self.progress.is_last
+        if is_due:
+            if not self.progress.is_replaying:
+                self._contribute(part, clip_norm)
+            else:
+                self._replays_left -= 1
+                if not self._replays_left:
+                    self.data.replayed()
+                    if self._evaluation.every is not None:  # an evaluation that was due then has taken place
+                        self._evaluation.is_due(self.progress, self.data)
+                self._begin_anew()
+                self.strategy.note()
+        else:
+            if self._begins:
+                self.strategy.went_on()
+            else:
+                self._unsent = part
+            self.strategy.note()
+        self._resumed_at = time.perf_counter()
+
+    def _contribute(self, part: torch.optim.Optimizer, clip_norm: float = 0.0) -> None:
+        self._unsent = None
+        num_samples = self._num_samples if self._begins else self._num_samples or self._step_samples
+        if self.data.uses_shard:
+            # A batch with a discarded gradient has weight 0, which would mean "unknown" in a message.
+            num_samples = max(1, num_samples)
+        hyperparameters = self._current_hyperparameters()
+        is_due = False
+        if self._begins:
+            self._began = self.memory.take() if self.data.is_sent else None
+            if self._evaluation.every is not None:
+                is_due = self.strategy.agreed(self._evaluation.is_due(self.progress, self.data))
+            elif self._evaluation.is_missing:
+                self._evaluation.say_missing()
+        number = self.parts.index(part) + 1 if self.data.is_parted else 0
+        num_steps = self.progress.local_steps if self._begins else 0  # else the previous part has counted it
+        num_batches = self.data.take_reported() if self._begins and self.data.uses_shard else num_steps
+        began = self._began
+        contribution = Contribution(
+            kind=self.strategy.kind,
+            counts=Counts(num_samples, num_steps, num_batches, number),
+            timing=Timing(self._compute_s),
+            training=TrainingInfo(hyperparameters, clip_norm, _mean(self._losses), True, is_due, self._iteration),
+            first=self._first() if self._sent_first_for != self.progress.num_starts else None,
+            position=began.position if began is not None else None,
+        )
+        rows = self._take_rows() if self.tables else ()
+        outgoing = Outgoing(contribution, began.payload if began is not None else None, rows)
+        num_counted = self.progress.row.seq
+        self.strategy.contribute(outgoing, parameters_of(part) if number else None)
+        if self._begins and self.progress.outcome is Outcome.REJECTED and self.progress.row.seq == num_counted:
+            self._skips_step = self.data.is_parted  # the other optimizers' parts would count to the step before
+        self._begin_anew()
+        # A loop without `shard()` and `mark()` goes on with the batch it has.
+        if self.data.is_sent and self.memory.has_moved and not (self.data.uses_shard or self.data.is_marked):
+            self.memory.move(may_replay=self.data.is_parted)
+        if self.data.is_void or (self.progress.is_done and self.data.has_in_hand):
+            self.strategy.pause()
+        if is_due and not self.progress.is_done:  # at the end `session.finish()` evaluates the final weights
+            self._evaluation.run()
+            self.strategy.note()
+
+    def _take_rows(self) -> tuple[RowGradients, ...]:
+        """The gradients of the tables' rows for this contribution."""
+        found = [(at, table.take()) for at, table in enumerate(self.tables)]
+        return tuple(RowGradients(at, *taken) for at, taken in found if taken is not None)
+
+    def _begin_anew(self) -> None:
+        if self._begins:
+            self._step_samples = self._num_samples
+        self._num_samples, self._losses, self._compute_s = 0, [], 0.0
+        for table in self.tables:
+            table.drop()
+
+    def finish(self) -> None:
+        """No training step follows: contribute local steps that were not sent yet, of all optimizers."""
+        self.strategy.restore()
+        if self.progress.is_replaying:
+            self.data.replayed()
+        if self.newest is not None and self.strategy.kind.worker_steps and self.strategy.cut_short():
+            self._begins = True
+            self._contribute(self.newest)
+        elif self._unsent is not None and not self.progress.is_done:
+            self._begins = False
+            self._contribute(self._unsent)
+
+    def _current_hyperparameters(self) -> tuple[Hyperparameters, ...]:
+        """Hyperparameters of all groups, then of all tables. They are computed only when a value changes."""
+        values: list[Any] = [table.lr for table in self.tables] if self.tables else []
+        for optimizer in self.data.optimizers:
+            for group in optimizer.param_groups:
+                for key, value in group.items():
+                    if key != "params":  # a learning rate may be a tensor that a scheduler changes in place
+                        values.append(value.tolist() if isinstance(value, torch.Tensor) else value)
+        if values != self._last_values:
+            self._last_values = values
+            groups = [group for optimizer in self.data.optimizers for group in optimizer.param_groups]
+            of_tables = [{} if table.lr is None else {"lr": float(table.lr)} for table in self.tables]
+            self._hyperparameters = (*map(current_hyperparameters, groups), *of_tables)
+        return self._hyperparameters
+
+    def _first(self) -> FirstInfo:
+        """Facts about the data for the first contribution after each start, as a restarted server lost them."""
+        self._sent_first_for = self.progress.num_starts
+        data = self.data
+        num_samples = 0 if data.accepts_other_data else data.num_samples
+        return FirstInfo(num_samples, self._digest, data.run_steps, self._first_rates or (), self.work())
+
+
+def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of all their groups."""
+    return [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+# ---- optimizer -----------------------------------------------------------------------------------------
+
 
 class NoAttributeError(UsageError, AttributeError):
     """An attribute that the optimizer of a session does not have. So `hasattr` works."""
-
-
-class ServerState(MutableMapping[torch.Tensor, Mapping[str, Any]]):
-    """The state of the server's optimizer, fetched when the script reads it. A script cannot change it."""
-
-    def __init__(self, parameters: list[torch.Tensor], steps: Steps) -> None:
-        self._parameters, self._steps = parameters, steps
-        self._fetched_at: tuple[int, ...] = ()
-        self.is_read = False  # the script has read the state
-        self._found: dict[torch.Tensor, Mapping[str, Any]] = {}
-        self._versions: list[int] = []
-
-    def _fetch(self) -> dict[torch.Tensor, Mapping[str, Any]]:
-        progress = self._steps.progress
-        if self._fetched_at != (now := (progress.num_received, progress.row.seq, progress.position)):
-            found = self._steps.strategy.optimizer_state(self._parameters)
-            self._found = {self._parameters[index]: MappingProxyType(state) for index, state in found.items()}
-            self._versions, self._fetched_at, self.is_read = self._count(), now, True
-        return self._found
-
-    def _count(self) -> list[int]:
-        """How often each tensor was changed in place."""
-        values = [value for state in self._found.values() for value in state.values()]
-        return [value._version for value in values if isinstance(value, torch.Tensor)]
-
-    def forget(self) -> None:
-        """The next reading fetches again."""
-        self._fetched_at = ()
-
-    def check(self) -> None:
-        """Raises UsageError if the script has changed the state."""
-        if self._versions != self._count():
-            raise _state_is_the_servers()
-
-    def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        return self._fetch().get(parameter, MappingProxyType({}))  # torch's state has no missing keys, too
-
-    def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Accepts the state that is there: a trainer at its end writes each back, after it moved it to another device.
-
-        Raises UsageError for another state."""
-        known = self[parameter]
-        if known.keys() != state.keys() or not all(_is_equal(state[key], value) for key, value in known.items()):
-            raise _state_is_the_servers()
-
-    def __delitem__(self, parameter: torch.Tensor) -> None:
-        raise _state_is_the_servers()
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._fetch())
-
-    def __len__(self) -> int:
-        return len(self._fetch())
-
-
-def _is_equal(value: Any, known: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
-        return torch.equal(value.to(known.device), known)
-    return bool(value == known)
-
-
-def _state_is_the_servers() -> UsageError:
-    return UsageError(
-        "the state of the optimizer was changed, but the server keeps it and would not see the change",
-        fix=f"leave it as it is; or {IN_WORKERS}",
-    )
 
 
 class ExchangeOptimizer(torch.optim.Optimizer):
@@ -109,7 +376,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         hooks = {key: hooks for key, hooks in vars(inner).items() if "state_dict_" in key and key.endswith("_hooks")}
         self.__setstate__({"defaults": dict(inner.defaults), **hooks})
         self._steps, self.progress = steps, steps.progress
-        self._server_state = None if self._steps_here else ServerState(parameters_of(self), steps)
+        self._server_state = None if self._steps_here else ServerState(parameters_of(self), steps.strategy)
         for item in (inner, *(part for part in vars(inner).values() if isinstance(part, torch.optim.Optimizer))):
             item.register_step_pre_hook(self._before_inner_step)
         self._is_stepping, self._plain_step = False, plain_step(type(inner))
@@ -132,7 +399,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if self._server_state is not None:
-            raise _state_is_the_servers()
+            raise state_is_the_servers()
         self.inner.state = state
 
     def __getattr__(self, name: str) -> Any:

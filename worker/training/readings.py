@@ -39,7 +39,7 @@ class Readings:
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
         self._recorded: dict[str, float] = {}
-        self._norm_at = 0.0  # when the next norm is due
+        self.note_at = 0.0  # when the next step is to be noted, on `time.perf_counter`
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Take the newest values of metrics that a script records. Raises UsageError for a value that is no number."""
@@ -59,19 +59,17 @@ class Readings:
     def note_step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Note the learning rate and the gradients' norm of a step.
 
-        Most steps are left out, so that this costs no visible time. The rate may be a tensor on a GPU, so only the
-        training thread reads it.
+        Steps before `note_at` are left out, so that this costs no visible time. The rate may be a tensor on a GPU, so
+        only the training thread reads it.
         """
         began = time.perf_counter()
-        if began < self._norm_at:
-            return
         self._values["learning_rate"] = float(groups[0].get("lr", math.nan))
         gradients = [item.grad for group in groups for item in group["params"] if item.grad is not None]
         # The norm of a DTensor would need all processes of a worker.
         plain = [item for item in gradients if type(item) is torch.Tensor and not item.is_sparse]
         if plain:
             self._values["grad_norm"] = float(torch.nn.utils.get_total_norm(plain))
-        self._norm_at = began + max(_LEAST_S, _SHARE * (time.perf_counter() - began))
+        self.note_at = began + max(_LEAST_S, _SHARE * (time.perf_counter() - began))
 
     def taken(self) -> dict[str, float]:
         """Returns all current values, by name."""

@@ -23,12 +23,11 @@ from ..tensors.transfer import together
 from .batches import Batches, check_count
 from .data import Shares
 from .member import RunMember
-from .optimizer import ExchangeOptimizer
+from .optimizer import ExchangeOptimizer, Scaling, Steps, parameters_of
 from .pipeline import Example, LossFn, Pipeline, check_weights, layers_of, loss_of, on_meta
 from .position.data import DataPosition
 from .position.memory import Memory, Restarted, stateful
 from .position.sources import source_of
-from .position.steps import Scaling, Steps, parameters_of
 from .readings import number_of
 from .rows import Rows
 from .slowdown import Slowdown

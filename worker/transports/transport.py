@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -22,10 +22,11 @@ from ...common.errors import bad_request
 from ...common.kinds import ContributionKind
 from ...common.reporting.log import get_logger
 from ...common.tensors.layout import as_bytes, new_payload
+from ...common.tensors.optimizers import Hyperparameters
 from ...common.wire.direct import OutOfBand, out_of_band_messages
 from ...common.wire.frames import INLINE_BYTES, frame, left_out_frame, out_of_band_frame, payload_frames, without_zeros
 from ...common.wire.messages import contribution_message
-from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo, ReferenceInfo, WeightsInfo, changed
+from ...common.wire.records import COUNTED, Contribution, Outcome, PayloadInfo, ReferenceInfo, WeightsInfo
 from ...common.wire.segments import Segment, SegmentError, new_segment, open_segment
 from ...proto import parameter_server_pb2 as pb
 from ..tensors.transfer import DirectTransfer, Indices, ModelTensors, copy_bytes
@@ -294,14 +295,14 @@ class Up:
 
     # ---- the contribution ---------------------------------------------------------------------
 
-    def contribute(self, contribution: Contribution, **topics: Any) -> None:
-        """Send a contribution, with these topics for this shard.
+    def contribute(self, contribution: Contribution, hyperparameters: Sequence[Hyperparameters] | None = None) -> None:
+        """Send a contribution, with the `hyperparameters` that this shard does not know yet (None: all).
 
         Without a reply, the same bytes are sent again, or only the missing ones.
         """
         self._kind = kind = contribution.kind
         if not kind.has_payload:
-            self._send([frame(contribution_message(changed(contribution, **topics)))])
+            self._send([frame(contribution_message(contribution, None, hyperparameters))])
             return
         rest: list[int] | None = None
         if self.departed:
@@ -312,7 +313,7 @@ class Up:
         if is_encoded:
             num_bytes, is_outside = payload_bytes(codec, self._model.layout), False
         payload = PayloadInfo(codec.name, num_bytes, is_outside, contribution.payload.without_gradient)
-        announced = contribution_message(changed(contribution, **topics, payload=payload))
+        announced = contribution_message(contribution, payload, hyperparameters)
         if is_encoded and rest is None:
             self._contribute_encoded(announced, kind)
             return

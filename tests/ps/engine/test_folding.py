@@ -48,7 +48,7 @@ def folded_from(
 
     model: Any = SimpleNamespace(store=Store(), staging=StagingPool(1, 4), kind=ContributionKind.GRADIENT)
     if payload is None:
-        payload = model.staging.try_borrow(lambda: 0)
+        payload = model.staging.try_borrow(0)
         payload.fill_(2)
     committed = {IDENTITY.rank: NO_ROW}
     policy: Any = SimpleNamespace(replies_before_commit=replies_before_commit, committed=committed)

@@ -25,9 +25,9 @@ from ...tasks.base import Task
 from ...tensors.transfer import ModelTensors
 from ..ending import Ending, ending_of
 from ..evaluation import untouched
+from ..optimizer import parameters_of
 from ..position.data import DataPosition
 from ..position.memory import Memory
-from ..position.steps import parameters_of
 from ..session import Session
 
 log = get_logger()
