@@ -301,12 +301,12 @@ class Region(Keeper):
         elif self._is_finishing:
             self._end()
 
-    def _notify_run(self, is_final: bool = False, evaluates: bool = False, lost: tuple[int, ...] = ()) -> None:
+    def _notify_run(self, is_final: bool = False, may_ask: bool = False, lost: tuple[int, ...] = ()) -> None:
         """Pass the decisions of the run above to the region's run."""
         progress = self._link.progress
         num_others = max(0, progress.num_workers - self._link.num_workers)
         self._engine.offer(
-            events.UpstreamReplied(progress.worker_index, num_others, progress.is_done, is_final, evaluates, lost)
+            events.UpstreamReplied(progress.worker_index, num_others, progress.is_done, is_final, may_ask, lost)
         )
 
     def _state(self) -> bytes:
@@ -385,11 +385,11 @@ class Region(Keeper):
                 first = queued[0].position if queued else None
                 log_not_counted(lost, steps - (self._steps if first is None else first.step), OVER)
             self._model.replace(self._link.model.payload, self._run.policy.version)
-            self._notify_run(is_final=True, evaluates=final.evaluate)
+            self._notify_run(is_final=True, may_ask=final.is_asked)
             self._done()
 
-        can_evaluate = any(worker.can_evaluate for worker in self._run.roster.workers.values())
-        self._request(partial(self._link.strategy.finish, can_evaluate), finished)
+        stays = any(worker.stays for worker in self._run.roster.workers.values())
+        self._request(partial(self._link.finish, stays), finished)
 
     def give_up(self) -> None:
         """Complete the pending `take` at once, because the server stops."""

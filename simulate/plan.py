@@ -74,7 +74,7 @@ def resolve(
         "run.other_modes": [name for name in names if is_in_file(name)] or None,
     }
     config = load_config(path, settings, sets, environ, is_worker=False).config
-    epochs, overlap, fragments = config.run.epochs, *map(config.policy.option, ("overlap_steps", "fragments"))
+    epochs, overlap, parts = config.run.epochs, *map(config.policy.option, ("overlap_steps", "fragments"))
     raise_first(
         (config.run.task_steps is None,
          f"run.epochs is {epochs}: the number of steps depends on the data, which is not simulated",
@@ -83,7 +83,7 @@ def resolve(
          "leave them out, and give the number of training steps: --steps 500"),
         (overlap, f"policy.overlap_steps is {overlap}: replies in the middle of local steps are not simulated",
          "leave it out"),
-        ((fragments or 1) > 1, f"policy.fragments is {fragments}: contributions of a part of the model are not "
+        ((parts or 1) > 1, f"policy.fragments is {parts}: contributions of a part of the model are not "
          "simulated", "--set policy.fragments=1, or the size of a part as --mb"),
         (config.server.shards > 1, f"server.shards is {config.server.shards}: a simulation has one server",
          "--set server.shards=1, and the bandwidth of all shards together as --server-bandwidth"),
@@ -104,7 +104,7 @@ def _modes(text: str | None) -> list[str]:
     if text is None:
         return []
     if text.strip().lower() == "all":  # that have a server between workers
-        return [name for name in MODES.names() if not MODES.load(name).kind.has_peers]
+        return [name for name in MODES.names() if MODES.load(name).kind.has_payload]
     try:
         return list(dict.fromkeys(canonical_mode(word) for word in text.split(",")))
     except UsageError as error:
@@ -246,7 +246,7 @@ def _check(config: Config, world: World, num: int, every: list[int]) -> None:
     raise_first(
         (num < 2 or world.num_workers % num, f"flag --regions: {world.num_workers} workers cannot be divided equally "
          f"among {num} regions", "-n a multiple of --regions, which is 2 or more"),
-        (max(every) and (above.has_peers or above.holds_gradients), f"upstream.mode is {upstream.mode}, and a run "
+        (max(every) and above.steps_along_mean_gradient, f"upstream.mode is {upstream.mode}, and a run "
          "above exchanges weights every K steps", "--set upstream.mode=localsgd, diloco or async_diloco"),
         (not min(every) and mode.kind.holds_gradients and not mode.has_rounds, f"flag --upstream-every 0 in mode "
          f"{config.run.mode}: the run above takes the mean gradient of each round, and this mode has no rounds",

@@ -294,7 +294,7 @@ async def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact
     first.check(server)
     assert late.mine == first.mine and late.number == first.number == 4
     before = bytes(first.mine)
-    first.push(random_payload(SMALL, chance), evaluates=True)
+    first.push(random_payload(SMALL, chance), wants_exact=True)
     await server.settle()
     first.take()
     assert first.newest_reply.weights.reference.number == 0 and first.kinds_of_replies[-1] == "raw"
