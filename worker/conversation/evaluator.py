@@ -9,11 +9,10 @@ from typing import Any
 
 from ...common.config.schema import Config
 from ...common.errors import UsageError
-from ...proto import parameter_server_pb2 as pb
 from ..session import Retry
 from .channel import Heartbeat, Lost, wait_for_server
 from .exchange import Reader
-from .messages import Settings, read_settings
+from .messages import HeartbeatReply, HeartbeatRequest, Settings, read_settings
 
 _HEARTBEAT_S = 0.25
 _REPLY_S = 10.0  # time in which the server accepts a failure
@@ -75,7 +74,7 @@ class Evaluator(Reader):
             if result.get("failure"):
                 self._reported.wait_for(lambda: number not in self._results, _REPLY_S)
 
-    def _replied(self, number: int | None, reply: pb.HeartbeatReply) -> None:
+    def _replied(self, number: int | None, reply: HeartbeatReply) -> None:
         if reply.is_gone:
             self.is_over = True
             self._heartbeat.stop()
@@ -89,17 +88,16 @@ class Evaluator(Reader):
 
         Results that an earlier call sent without a reply are sent again.
         """
-        number: int | None = None  # the first heartbeat comes at once: from then on the workers need not evaluate
-        metrics: dict[str, Any] | None = None
+        found: tuple[int, dict[str, Any]] | None = None  # the first heartbeat comes at once: workers need not evaluate
         begin = 0  # results before it are in this call
         while not self.is_over:
-            yield number, pb.HeartbeatRequest(process=self._process, metrics=metrics).SerializeToString()
+            number, metrics = found or (None, None)
+            yield number, HeartbeatRequest(process=self._process, metrics=metrics).SerializeToString()
             with self._reported:
                 if self._num_reported <= begin:
                     self._reported.wait(_HEARTBEAT_S)
-                number = next((number for number in self._results if number >= begin), None)
-                metrics = None if number is None else self._results[number]
-            begin = begin if number is None else number + 1
+                found = next((item for item in self._results.items() if item[0] >= begin), None)
+            begin = begin if found is None else found[0] + 1
 
     def close(self) -> None:
         self.is_over = True

@@ -29,6 +29,8 @@ from ..session import Progress
 Welcome = pb.Welcome
 Final = pb.Final
 Goodbye = pb.Leave
+HeartbeatRequest = pb.HeartbeatRequest
+HeartbeatReply = pb.HeartbeatReply
 ReplyMessage = pb.Reply
 Snapshot = pb.Snapshot
 StatusReply = pb.StatusReply
