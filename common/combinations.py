@@ -164,7 +164,7 @@ CAPABILITIES: dict[str, Words] = {
     "no --delayed-update": lambda c: not c.delayed_update and f"workers of mode {c.mode} wait for every exchange",
     "staleness below that of a delayed update":
         lambda c: c.policy is not None and c.staleness is not None
-        and c.staleness < c.policy.least_delayed_staleness and f"--staleness {c.staleness}",
+        and c.staleness < c.policy.staleness_in_flight and f"--staleness {c.staleness}",
     "policy.late_cut 1": lambda c: c.late_cut == 1 and "policy.late_cut is 1",
     "outstanding means": lambda c: _among_peers(c) and c.staleness and f"policy.staleness is {c.staleness}",
     "--fragments": lambda c: c.fragments > 1 and f"policy.fragments is {c.fragments}",
@@ -238,7 +238,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "--set policy.late_cut=2 or more"),
     Refusal("--delayed-update", "staleness below that of a delayed update",
             "the step computed during an exchange is one ahead",
-            "--staleness {c.policy.least_delayed_staleness} or more"),
+            "--staleness {c.policy.staleness_in_flight} or more"),
     Refusal("--delayed-update", "several optimizers", "each would step along gradients from before the other's step",
             "leave --delayed-update out"),
     Refusal("--overlap-steps", "no --delayed-update", "nothing overlaps an exchange",

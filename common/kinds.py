@@ -17,7 +17,8 @@ class ContributionKind(StrEnum):
     COMPLETION = "completion"  # the peers averaged a gradient themselves, and each of them steps along the mean
 
     def __init__(self, name: str) -> None:
-        # Whether the contribution carries tensors. A completion that uploads weights is received as WEIGHTS.
+        # Whether contributions carry tensors, and replies the server's weights. A completion that uploads weights is
+        # received as WEIGHTS.
         self.has_payload = name != "completion"
         # Whether the payload is gradients.
         self.holds_gradients = name == "gradient"
@@ -29,9 +30,10 @@ class ContributionKind(StrEnum):
         self.worker_steps = name != "gradient"
         # Whether the server runs an optimizer: the workers' optimizer or its own outer optimizer.
         self.server_steps = name in ("gradient", "delta")
-        # Whether workers average among themselves. Replies then carry no weights.
+        # Whether workers average among themselves.
         self.has_peers = name == "completion"
-        # Whether each version is one step along the mean gradient, averaged by the server or by the peers.
+        # Whether each version is one step along the mean gradient, averaged by the server or by the peers. If not, each
+        # worker steps along its own gradients between two exchanges.
         self.steps_along_mean_gradient = name in ("gradient", "completion")
 
     def received(self, has_payload: bool) -> ContributionKind:

@@ -215,8 +215,8 @@ class Seats(Follower):
         """Check that the worker had the version that it computed on. A worker that asks again names the newest."""
         if member.bases is None or (outcome == "repeated" and base == self.version):
             return
-        if self._policy is not None and self._policy.outstanding:  # it goes on without the newest means
-            return
+        if self._policy is not None and self._policy.num_in_flight and not self._policy.kind.has_payload:
+            return  # it goes on without the newest means
         if not any(may_have(reply, base, self.version) for reply in member.bases):
             had = ", ".join(str(reply["version"]) for reply in member.bases)
             had = f"had version {had}" if had else "had no weights"
@@ -253,7 +253,7 @@ class Seats(Follower):
         elif outcome == "START" or member.bases is None:
             member.bases = [line]
         elif line.fields.get("weights", True):
-            member.bases = [*member.bases, line][-1 - self._num_late :]
+            member.bases = [*member.bases, line][-1 - self._policy.num_in_flight :]
 
     def _check_reply(self, rank: int, number: int, outcome: str, member: Member) -> None:
         due = member.pending
@@ -265,13 +265,6 @@ class Seats(Follower):
         may_be_open = self._policy is None or self._policy.replies_before_commit
         if not may_be_open and any(of == rank for of, _ in self._open):
             self._report(f"rank {rank} gets its reply for contribution {number}, which is not committed")
-
-    @property
-    def _num_late(self) -> int:
-        """How many replies may come while a worker computes."""
-        if self._policy is None:
-            return 0
-        return 1 if self._policy.common.delayed_update else self._policy.outstanding
 
     def _steps_of_members(self) -> list[int]:
         return [self._steps[rank] for rank, it in self._members.items() if it.is_member and rank in self._steps]

@@ -125,7 +125,8 @@ class ServerLines(Seats):
     def _note(self) -> None:
         """Keep what is compared with the workers' lines, of a server that writes no more."""
         numbers = self.lineage.numbers() if self._is_cut else None
-        self.servers[self.run or "", self.server_incarnation] = Served(self.version, self._num_late, numbers)
+        num_late = 0 if self._policy is None else self._policy.num_in_flight
+        self.servers[self.run or "", self.server_incarnation] = Served(self.version, num_late, numbers)
 
     def _restarted(self, line: Line, version: int, numbers: dict[int, int], has_source: bool) -> None:
         self.tally.restarts += 1

@@ -83,7 +83,7 @@ class WorkerMessage(_message.Message):
     taken: Taken
     stop: Stop
     state: State
-    metrics: EvaluationMetrics
+    metrics: Metrics
     rows: Rows
     ask_again: AskAgain
     optimizer: State
@@ -91,7 +91,7 @@ class WorkerMessage(_message.Message):
     offset: int
     data: bytes
     left_out: int
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., metrics: _Optional[_Union[EvaluationMetrics, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., ask_again: _Optional[_Union[AskAgain, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., out_of_band: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., initial_weights: _Optional[_Union[InitialWeights, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ..., rows: _Optional[_Union[Rows, _Mapping]] = ..., ask_again: _Optional[_Union[AskAgain, _Mapping]] = ..., optimizer: _Optional[_Union[State, _Mapping]] = ..., out_of_band: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("run", "rank", "incarnation", "host", "pid", "device", "program_version", "server_incarnation", "process", "seated", "resumed", "num_workers", "region")
@@ -324,20 +324,20 @@ class PayloadInfo(_message.Message):
     def __init__(self, codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., in_shared_memory: _Optional[bool] = ..., without_gradient: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TrainingInfo(_message.Message):
-    __slots__ = ("hyperparameters", "clip_norm", "loss", "wants_weights", "evaluates", "iteration")
+    __slots__ = ("hyperparameters", "clip_norm", "loss", "wants_weights", "wants_exact", "iteration")
     HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
     CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     WANTS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    EVALUATES_FIELD_NUMBER: _ClassVar[int]
+    WANTS_EXACT_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     hyperparameters: _containers.RepeatedCompositeFieldContainer[_struct_pb2.Struct]
     clip_norm: float
     loss: float
     wants_weights: bool
-    evaluates: bool
+    wants_exact: bool
     iteration: int
-    def __init__(self, hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., clip_norm: _Optional[float] = ..., loss: _Optional[float] = ..., wants_weights: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., iteration: _Optional[int] = ...) -> None: ...
+    def __init__(self, hyperparameters: _Optional[_Iterable[_Union[_struct_pb2.Struct, _Mapping]]] = ..., clip_norm: _Optional[float] = ..., loss: _Optional[float] = ..., wants_weights: _Optional[bool] = ..., wants_exact: _Optional[bool] = ..., iteration: _Optional[int] = ...) -> None: ...
 
 class ResidualInfo(_message.Message):
     __slots__ = ("norm", "num_lost", "lost_norm")
@@ -416,14 +416,14 @@ class Rates(_message.Message):
     def __init__(self, first: _Optional[_Iterable[float]] = ..., last: _Optional[_Iterable[float]] = ..., num_changes: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("transfer_s", "can_evaluate", "residual")
+    __slots__ = ("transfer_s", "stays", "residual")
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
-    CAN_EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    STAYS_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_FIELD_NUMBER: _ClassVar[int]
     transfer_s: float
-    can_evaluate: bool
+    stays: bool
     residual: ResidualInfo
-    def __init__(self, transfer_s: _Optional[float] = ..., can_evaluate: _Optional[bool] = ..., residual: _Optional[_Union[ResidualInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, transfer_s: _Optional[float] = ..., stays: _Optional[bool] = ..., residual: _Optional[_Union[ResidualInfo, _Mapping]] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("reason",)
@@ -431,7 +431,7 @@ class Stop(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
-class EvaluationMetrics(_message.Message):
+class Metrics(_message.Message):
     __slots__ = ("version", "step", "metrics", "failure", "exit_code")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
@@ -552,18 +552,16 @@ class Direct(_message.Message):
     def __init__(self, port: _Optional[int] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("run", "rank", "process", "evaluates", "metrics")
+    __slots__ = ("run", "rank", "process", "metrics")
     RUN_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
-    EVALUATES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     run: str
     rank: int
     process: str
-    evaluates: bool
-    metrics: EvaluationMetrics
-    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., process: _Optional[str] = ..., evaluates: _Optional[bool] = ..., metrics: _Optional[_Union[EvaluationMetrics, _Mapping]] = ...) -> None: ...
+    metrics: Metrics
+    def __init__(self, run: _Optional[str] = ..., rank: _Optional[int] = ..., process: _Optional[str] = ..., metrics: _Optional[_Union[Metrics, _Mapping]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("is_gone", "lease_s", "durable_version", "over_generation", "server_incarnation")
@@ -704,22 +702,22 @@ class Result(_message.Message):
     def __init__(self, outcome: _Optional[_Union[Reply.Outcome, str]] = ..., seq: _Optional[int] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ..., gate_wait_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class NextWork(_message.Message):
-    __slots__ = ("local_steps", "training_steps", "num_workers", "worker_index", "run_steps", "has_evaluator", "same_batches_as")
+    __slots__ = ("local_steps", "training_steps", "num_workers", "worker_index", "run_steps", "is_asked", "same_batches_as")
     LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     TRAINING_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
     RUN_STEPS_FIELD_NUMBER: _ClassVar[int]
-    HAS_EVALUATOR_FIELD_NUMBER: _ClassVar[int]
+    IS_ASKED_FIELD_NUMBER: _ClassVar[int]
     SAME_BATCHES_AS_FIELD_NUMBER: _ClassVar[int]
     local_steps: int
     training_steps: int
     num_workers: int
     worker_index: int
     run_steps: int
-    has_evaluator: bool
+    is_asked: bool
     same_batches_as: int
-    def __init__(self, local_steps: _Optional[int] = ..., training_steps: _Optional[int] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., run_steps: _Optional[int] = ..., has_evaluator: _Optional[bool] = ..., same_batches_as: _Optional[int] = ...) -> None: ...
+    def __init__(self, local_steps: _Optional[int] = ..., training_steps: _Optional[int] = ..., num_workers: _Optional[int] = ..., worker_index: _Optional[int] = ..., run_steps: _Optional[int] = ..., is_asked: _Optional[bool] = ..., same_batches_as: _Optional[int] = ...) -> None: ...
 
 class WeightsInfo(_message.Message):
     __slots__ = ("num_bytes", "codec", "segment", "reference")
@@ -784,14 +782,14 @@ class StartInfo(_message.Message):
     def __init__(self, num_batches: _Optional[int] = ..., in_step: _Optional[int] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
 
 class Final(_message.Message):
-    __slots__ = ("version", "evaluate", "weights")
+    __slots__ = ("version", "is_asked", "weights")
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    IS_ASKED_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     version: int
-    evaluate: bool
+    is_asked: bool
     weights: WeightsInfo
-    def __init__(self, version: _Optional[int] = ..., evaluate: _Optional[bool] = ..., weights: _Optional[_Union[WeightsInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., is_asked: _Optional[bool] = ..., weights: _Optional[_Union[WeightsInfo, _Mapping]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("run", "version", "payload_bytes", "tensors")

@@ -18,10 +18,9 @@ from ..common.tensors.optimizers import OptimizerSpec
 from ..common.wire.records import Contribution, Outcome
 from ..worker.conversation.channel import worker_credentials
 from ..worker.conversation.exchange import Exchange
-from ..worker.conversation.messages import Outgoing
+from ..worker.conversation.messages import Final, Outgoing
 from ..worker.conversation.threads import Helper
-from ..worker.strategies.base import BlockingStrategy, Strategy
-from ..worker.strategies.delayed_update import Overlapped
+from ..worker.strategies.choice import make_server_strategy
 from ..worker.tensors.transfer import ModelTensors
 from ..worker.training.readings import Readings
 
@@ -103,10 +102,7 @@ class Link:
         self.joins_as: dict[str, Any] = {"region": name, "num_workers": num_workers}
         self._exchange = Exchange(worker, upstream.rank, None, credentials, self.joins_as)
         self.settings, self.progress = self._exchange.settings, self._exchange.progress
-        has_fragments = self.settings.fragments > 1
-        self.strategy: Strategy = Overlapped(self._exchange) if has_fragments else BlockingStrategy(self._exchange)
-        # The region itself trains on during an exchange.
-        self.strategy.settings = replace(self.settings, delayed_update=False)
+        self.strategy = make_server_strategy(self._exchange, waits=True)  # the region itself trains on meanwhile
         self.readings = Readings()  # of the region; the server above shows them
         self._exchange.heartbeat.measure = self.readings.taken
         self.thread = Helper("upstream")
@@ -173,12 +169,17 @@ class Link:
             merge(self.model.layout, moved, since, self.model.payload)
             contribution = contribution._replace(payload=moved)
 
+    def finish(self, stays: bool) -> Final | None:
+        """Wait for the end of the run above. `stays`: some worker of the region may be asked for metrics."""
+        self._exchange.stays = stays
+        return self.strategy.finish()
+
     # ---- from any thread ----------------------------------------------------------------------
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         """Send the metrics of an evaluation, after `step` steps of the region. They travel with the next message."""
-        found = {"version": self.progress.version, "step": step, "metrics": metrics, "failure": "", "exit_code": 0}
-        self.thread.submit(lambda: self._exchange.measured.append(found))
+        result = {"version": self.progress.version, "step": step, "metrics": metrics}
+        self.thread.submit(lambda: self._exchange.measured.append(result))
 
     def close(self) -> None:
         """End the connections. A pending job ends with an error."""

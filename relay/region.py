@@ -310,12 +310,12 @@ class Region(Keeper):
         elif self._is_finishing:
             self._end()
 
-    def _notify_run(self, is_final: bool = False, evaluates: bool = False, lost: tuple[int, ...] = ()) -> None:
+    def _notify_run(self, is_final: bool = False, may_ask: bool = False, lost: tuple[int, ...] = ()) -> None:
         """Pass the decisions of the run above to the region's run."""
         progress = self._link.progress
         index, num_others = progress.worker_index, max(0, progress.num_workers - self._link.joins_as["num_workers"])
         over = _ABOVE_IS_OVER if progress.is_done else ""
-        self._engine.offer(events.CommitterReplied(index, num_others, over, is_final, evaluates, lost))
+        self._engine.offer(events.CommitterReplied(index, num_others, over, is_final, may_ask, lost))
 
     def _state(self) -> bytes:
         """The state of the region's run at its newest version."""
@@ -393,11 +393,11 @@ class Region(Keeper):
                 first = queued[0].position if queued else None
                 log_not_counted(lost, steps - (self._steps if first is None else first.step), OVER)
             self._model.replace(self._link.model.payload, self._run.policy.version)
-            self._notify_run(is_final=True, evaluates=final.evaluate)
+            self._notify_run(is_final=True, may_ask=final.is_asked)
             self._done()
 
-        can_evaluate = any(worker.can_evaluate for worker in self._run.roster.workers.values())
-        self._request(partial(self._link.strategy.finish, can_evaluate), finished)
+        stays = any(worker.stays for worker in self._run.roster.workers.values())
+        self._request(partial(self._link.finish, stays), finished)
 
     def give_up(self) -> None:
         """Complete the pending `take` at once, because the server stops."""

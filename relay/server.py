@@ -11,7 +11,7 @@ from ..common.config.addresses import split_address
 from ..common.config.schema import Config
 from ..common.errors import UnreachableError, raise_first
 from ..common.reporting.log import get_logger
-from ..ps.core.effects import Evaluated, Fact
+from ..ps.core.effects import Fact, MetricsTaken
 from ..ps.core.events import Stopped
 from ..ps.engine.engine import Clock
 from ..ps.server import Server
@@ -41,10 +41,10 @@ class RelayServer(Server):
 
         def passed_on(at: float, fact: Fact) -> None:
             publish(at, fact)
-            if isinstance(fact, Evaluated) and not self._run.is_done:
+            if isinstance(fact, MetricsTaken) and not self._run.is_done:
                 link.measured(fact.point.step, fact.point.metrics)
 
-        self.engine.publish, self.engine.is_observed[Evaluated] = passed_on, True
+        self.engine.publish, self.engine.is_observed[MetricsTaken] = passed_on, True
 
     def after(self, config: Config) -> Server:
         return RelayServer(with_settings(config, self._link), self._link, before=self, clock=self._clock)

@@ -97,7 +97,7 @@ def _modes(text: str | None) -> list[str]:
     if text is None:
         return []
     if text.strip().lower() == "all":  # that have a server between workers
-        return [name for name in MODES.names() if not MODES.load(name).kind.has_peers]
+        return [name for name in MODES.names() if MODES.load(name).kind.has_payload]
     try:
         return list(dict.fromkeys(canonical_mode(word) for word in text.split(",")))
     except UsageError as error:

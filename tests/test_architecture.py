@@ -537,7 +537,7 @@ def test_no_name_is_a_retired_word_and_vague_names_become_fewer() -> None:
 def test_step_counts_training_steps_and_seq_contributions() -> None:
     messages = re.split(r"^message ", text_of("proto/parameter_server.proto"), flags=re.MULTILINE)[1:]
     with_a_step = sorted(body.split()[0] for body in messages if re.search(r" step = \d+;", body))
-    assert with_a_step == ["EvaluationMetrics", "Position", "StatusReply"]
+    assert with_a_step == ["Metrics", "Position", "StatusReply"]
     assert not [line for fields in FIELDS.values() for line in fields.values() if re.search(r"\bsteps?\b", line)]
 
 

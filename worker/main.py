@@ -103,7 +103,7 @@ def _work(resolved: Resolved) -> None:
     from ..common.tensors.optimizers import without_compiler
     from ..common.user_code import UserCodeError, format_user_traceback
     from .api import open_session
-    from .conversation.exchange import Evaluator
+    from .conversation.evaluator import Evaluator
     from .trainer import choose_device, train
     from .training.alone import AloneSession
     from .training.tasks.evaluator import evaluate_for

@@ -39,7 +39,7 @@ class Progress:
     local_steps: int = 0  # training steps in the next contribution
     num_workers: int = 1
     worker_index: int = 0
-    has_evaluator: bool = False  # an evaluator process evaluates instead of the workers
+    is_asked: bool = False  # this worker evaluates, if the script does
     total_steps: int | None = None  # of each worker; None: its loop decides, or it is not known yet
     is_done: bool = False
     outcome: Outcome = Outcome.START  # of the newest reply
@@ -69,7 +69,7 @@ class Progress:
         self.is_done = work.local_steps == 0
         self.after_replay = None
         self.total_steps = work.run_steps or self.total_steps
-        self.has_evaluator = work.has_evaluator
+        self.is_asked = work.is_asked
         self.num_workers, self.worker_index = work.num_workers, work.worker_index
 
     def started(self, reply: Reply) -> None:

@@ -179,8 +179,8 @@ def _order(columns: Sequence[Measure], found: Sequence[dict[str, Spread]], same_
     """Returns the rank of each name: by the evaluations where they can be compared, else by time."""
     of = {column.key: (column.is_up, item) for column, item in zip(columns, found, strict=True)
           if column.is_up is not None and len(item) > 1}  # fmt: skip
-    evaluated = [key for key in of if key.startswith("eval.")] if same_task else []
-    wanted = [key for key in ("eval.accuracy", "eval.loss") if key in evaluated] + evaluated + ["wall_s"]
+    of_curves = [key for key in of if key.startswith("eval.")] if same_task else []
+    wanted = [key for key in ("eval.accuracy", "eval.loss") if key in of_curves] + of_curves + ["wall_s"]
     is_up, item = next((of[key] for key in wanted if key in of), (False, {}))
     ranked = sorted(item, key=lambda name: item[name].mean, reverse=bool(is_up))
     return {name: at for at, name in enumerate(ranked)}

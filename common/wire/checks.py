@@ -162,7 +162,7 @@ RULES: dict[str, Range | frozenset[int] | Check | None] = {
     "Welcome.lease_s": _LEASE_S,
     "outcome": frozenset(value for value in pb.Reply.Outcome.values() if value),
     **dict.fromkeys(("FirstInfo.rates", "Rates.first", "Rates.last"), _rates),
-    **dict.fromkeys(("EvaluationMetrics.metrics", "final_metrics"), _check_metrics),
+    **dict.fromkeys(("Metrics.metrics", "final_metrics"), _check_metrics),
     "work": _check_work,
     "secret": _check_secret,
     "rendezvous": check_address,

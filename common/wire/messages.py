@@ -50,7 +50,7 @@ def contribution_message(
     if groups := training.hyperparameters if hyperparameters is None else hyperparameters:
         target.hyperparameters.extend(map(struct, groups))
     target.clip_norm, target.loss, target.iteration = training.clip_norm, training.loss, training.iteration
-    target.wants_weights, target.evaluates = training.wants_weights, training.evaluates
+    target.wants_weights, target.wants_exact = training.wants_weights, training.wants_exact
     residual = contribution.residual
     if residual.norm or residual.num_lost:
         target = header.residual
@@ -85,7 +85,7 @@ def read_contribution(
         records.Timing(timing.compute_s, timing.transfer_s),
         records.PayloadInfo(payload.codec, payload.num_bytes, payload.in_shared_memory, without),
         records.TrainingInfo(
-            hyperparameters, training.clip_norm, training.loss, training.wants_weights, training.evaluates,
+            hyperparameters, training.clip_norm, training.loss, training.wants_weights, training.wants_exact,
             training.iteration,
         ),
         records.ResidualInfo(residual.norm, residual.num_lost, residual.lost_norm)
@@ -114,7 +114,7 @@ def reply_message(reply: records.Reply) -> pb.ServerMessage:
     work, target = reply.next_work, header.next_work
     target.local_steps, target.training_steps = work.local_steps, work.training_steps
     target.num_workers, target.worker_index = work.num_workers, work.worker_index
-    target.run_steps, target.has_evaluator = work.run_steps or 0, work.has_evaluator
+    target.run_steps, target.is_asked = work.run_steps or 0, work.is_asked
     if work.same_batches_as is not None:
         target.same_batches_as = work.same_batches_as
     if reply.weights is not None:
@@ -134,7 +134,7 @@ def read_reply(header: pb.Reply) -> records.Reply:
         ),
         records.NextWork(
             work.local_steps, work.training_steps, work.num_workers, work.worker_index, work.run_steps or None,
-            work.has_evaluator, work.same_batches_as if work.HasField("same_batches_as") else None,
+            work.is_asked, work.same_batches_as if work.HasField("same_batches_as") else None,
         ),
         read_weights(header.weights) if has("weights") else None,
         read_topic(records.GroupInfo, header.group) if has("group") else None,

@@ -139,7 +139,7 @@ class TrainingInfo:
     clip_norm: float = 0.0  # the server clips the gradient to this 2-norm; 0: no clipping
     loss: float = math.nan  # mean since the last contribution
     wants_weights: bool = True  # the reply must carry weights
-    evaluates: bool = False  # the worker will evaluate the weights of the reply
+    wants_exact: bool = False  # these weights must be exactly those of the reply's version: the worker measures them
     iteration: int = 0  # steps of the process's loop, taken or not: where its schedules are; 0: unknown
 
 
@@ -249,7 +249,7 @@ class NextWork:
     num_workers: int = 1  # the data is divided among so many workers
     worker_index: int = 0  # this worker's share of the data, from 0
     run_steps: int | None = None  # training steps of the run; None: no limit
-    has_evaluator: bool = False  # another process evaluates, so workers need not
+    is_asked: bool = False  # for metrics of the weights: of all workers one, unless another process evaluates
     same_batches_as: int | None = None  # a rank that sent the same first gradients as this rank
 
 

@@ -57,7 +57,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
 
 # Files and directories that each run of several has its own of.
 _OWN_PATHS = ("output.save", "output.history", "output.curve", "output.best_weights", "checkpoint.dir")
-_NUM_EVALUATIONS = 20  # for a report
+_NUM_POINTS = 20  # of the curves in a report
 # Settings that a script decides itself, or gets with its rank and address.
 _NOT_FOR_SCRIPTS = ("optimizer.", "train.", "loader.", "output.", "worker.rank", "worker.server", "run.workers")
 
@@ -366,7 +366,7 @@ def _plan(resolved: Resolved, request: Request, machine: Machine, mode: str, see
         settings["run.seed"] = seed
     if config.output.report is not None and config.run.eval_every is None and not is_script:
         steps = config.run.task_steps
-        settings["run.eval_every"] = max(1, steps // _NUM_EVALUATIONS) if steps else "1epoch"
+        settings["run.eval_every"] = max(1, steps // _NUM_POINTS) if steps else "1epoch"
     if several:
         if paths["output.best_weights"] is None:  # beside the weights of each run
             paths["output.best_weights"] = own_path(config.output.best, label, num_runs)

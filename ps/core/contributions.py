@@ -100,14 +100,14 @@ class Contributions:
         if residual.norm or stats.residual or residual.num_lost:
             stats.note_residual(residual)
         worker.waiting_since, worker.wants_weights = at - event.looked_s, training.wants_weights
-        worker.evaluates = training.evaluates
+        worker.wants_exact = training.wants_exact
         if contribution.counts.num_workers > 1 or self._roster.sizes:
             self._roster.stands_for(rank, contribution.counts.num_workers)
         if training.hyperparameters:
             worker.hyperparameters = training.hyperparameters
         if event.judgement is not SOUND and event.judgement.action in ("reject", "halt"):
             return list(self._rejected(stats, event))
-        if policy.kind.has_peers and not event.judgement.is_taken:  # of a skipped upload only the completion counts
+        if not (policy.kind.has_payload or event.judgement.is_taken):  # of a skipped upload only the completion counts
             contribution = replace(contribution, kind=policy.kind)
             event = replace(event, contribution=contribution)
         found: list[Effect] = []
@@ -306,26 +306,25 @@ class Contributions:
             self._started_at, self._begun_steps = at, policy.min_steps_done
             found.append(Log("info", "training_started", {"workers": len(policy.members), "mode": self._mode}))
         row, (num_workers, index) = policy.progress[rank], self._roster.division(rank)
-        has_evaluator = bool(self._roster.evaluators)
-        is_asked = not index and not has_evaluator
+        is_asked = not index and not self._roster.outsiders
         # Exchanges overlap: metrics requested by one reply may arrive after newer replies.
         if is_asked:
-            worker.num_asked = policy.outstanding + _ASKED_FOR
+            worker.num_asked = policy.num_in_flight + _ASKED_FOR
         elif worker.num_asked:
             worker.num_asked -= 1
-        has_peers = policy.kind.has_peers
+        has_payload = policy.kind.has_payload
         reply = records.Reply(
             records.Result(outcome, policy.rows[rank].seq, policy.version, worker.staleness, gate_wait_s, reason),
             records.NextWork(
-                policy.next_local_steps(rank), row.steps, num_workers, index, policy.training_steps, has_evaluator,
+                policy.next_local_steps(rank), row.steps, num_workers, index, policy.training_steps, is_asked,
                 self.data.twins.pop(rank, None) if self.data.twins else None,
             ),
-            group=self._group(rank, at) if has_peers else None,
+            group=None if has_payload else self._group(rank, at),
             start=records.StartInfo(row.batches, row.part, self.rates.of_rank.get(rank)) if is_start else None,
         )  # fmt: skip
-        is_wanted = is_start or (not has_peers and (worker.wants_weights or outcome is not Outcome.APPLIED))
-        found.append(effects.SendReply(rank, worker.incarnation, reply, is_wanted, worker.evaluates))
-        worker.waiting_since, worker.staleness, worker.evaluates = None, 0, False
+        is_wanted = is_start or (has_payload and (worker.wants_weights or outcome is not Outcome.APPLIED))
+        found.append(effects.SendReply(rank, worker.incarnation, reply, is_wanted, worker.wants_exact))
+        worker.waiting_since, worker.staleness, worker.wants_exact = None, 0, False
 
     def _group(self, rank: int, at: float) -> records.GroupInfo | None:
         """Returns the worker's group. Its lowest rank uploads the weights, and the optimizer's state, for snapshots."""

@@ -108,8 +108,8 @@ def _set(run: Ending, event: Controlled, found: list[Effect]) -> str:
             options = policy.options_with({name: value})
         except ValueError as why:
             raise CannotError(str(why)) from None
-        least = policy.least_delayed_staleness
-        if policy.common.delayed_update and getattr(options, "staleness", least) < least:
+        least = policy.staleness_in_flight * policy.num_in_flight
+        if getattr(options, "staleness", least) < least:
             raise CannotError(f"with delayed_update {name} must be {least} or more, got {value}: all would wait")
         run.changed[name] = run.changed.get(name, (before,))[0], getattr(options, name)
         found += run.performed(policy.change(options, event.at), event.at)

@@ -163,7 +163,7 @@ class SendReply(Fact, OfAWorker):
 
     reply: Reply  # without what the wire adds: how the weights travel, the script's position, the group's secret
     has_weights: bool
-    is_evaluated: bool = False  # by this worker
+    is_exact: bool = False  # the weights are measured: they must be of this version, as they are
     reference_version: int | None = None  # of the weights, where a reply codec sends those of an older version
 
     @property
@@ -173,15 +173,15 @@ class SendReply(Fact, OfAWorker):
 
 @dataclass(slots=True)
 class KeepWeights(Effect):
-    """Keeps this shard's part of the newest version, which is about to be evaluated, or fetched by a reader."""
+    """Keeps this shard's part of the newest version, which is about to be measured, or fetched by a reader."""
 
     version: int
     reader: str = ""
 
 
 @dataclass(slots=True)
-class Evaluated(Fact):
-    """The weights of a version were evaluated."""
+class MetricsTaken(Fact):
+    """Metrics of the weights of a version are here."""
 
     point: Point
     is_best: bool  # so far
@@ -217,10 +217,10 @@ class Prune(Effect):
 
 @dataclass(slots=True)
 class TellDone(Effect):
-    """Sends the final weights to these workers; `evaluator` evaluates them."""
+    """Sends the final weights to these workers; `asked` is to send metrics of them."""
 
     workers: tuple[tuple[int, int], ...]  # rank, incarnation
-    evaluator: int | None
+    asked: int | None
     version: int
 
 

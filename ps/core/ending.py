@@ -1,4 +1,4 @@
-"""Effects of decisions, snapshots, workers that leave, evaluations, and the end of a run.
+"""Effects of decisions, snapshots, workers that leave, and the end of a run.
 
     all workers have finished   `_end_if_over`: a last snapshot, then the workers are notified, and leave
     a stop of the server        `_close`: a last snapshot
@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...common.errors import DivergedError, ParamServerError, Reason, UsageError, refusal
-from ...common.reporting.curve import Point, metric_fields
-from ...common.reporting.metrics import total_or_unknown
 from ..policies.base import Decision
 from . import effects, events
 from .effects import Effect, Log
@@ -22,7 +20,7 @@ from .state import RunState, not_json
 
 
 class Ending(RunState):
-    """A run that carries out decisions, releases workers, takes the metrics of evaluations, and ends."""
+    """A run that carries out decisions, releases workers, and ends."""
 
     def performed(self, decisions: list[Decision], at: float) -> list[Effect]:
         return self._after(self.contributions.perform(decisions, at), at)
@@ -66,7 +64,7 @@ class Ending(RunState):
         level = {"goodbye": "routine", "failed": "info"}.get(how, "warning")
         yield Log(level, "left", {"rank": rank, "incarnation": incarnation, "reason": reason})
         yield effects.WorkerLeft(rank, incarnation, how, reason, worker.is_finished)
-        if self.is_done and (how == "failed" or (rank == self.evaluator and not is_goodbye)):
+        if self.is_done and (how == "failed" or (rank == self.asked and not is_goodbye)):
             # The final weights exist, but not their evaluation.
             account = f"failed after the last training step: {reason}"
             if how != "failed":
@@ -111,61 +109,6 @@ class Ending(RunState):
             self.initializer = offered[0]
             yield effects.AskForWeights(offered[0].rank, offered[0].incarnation)
 
-    # ---- evaluations ----------------------------------------------------------------------
-
-    def _metrics_received(self, event: events.MetricsReceived) -> Iterator[Effect]:
-        """Take an evaluation during the run. Its metrics may stop the run; a failed evaluation ends it."""
-        if self.is_closed or self.is_done or event.version > self.policy.version:
-            return  # too late, or from before the run went back
-        worker = None if event.rank is None else self.roster.workers.get(event.rank)
-        if event.rank is not None and (worker is None or not worker.num_asked):
-            reason = "the server did not ask this rank; it asks the evaluator process, or else the lowest rank"
-            yield Log("warning", "metrics_ignored", {"rank": event.rank, "reason": reason})
-        elif event.failure:
-            if self.failure is None:
-                source = "the evaluator" if event.rank is None else f"rank {event.rank}"
-                message = f"{source} failed in the evaluation at step {event.step}: {event.failure}"
-                yield self._note_failure(ParamServerError(message), event.rank, event.exit_code)
-                yield from self.stop(message, event.at)
-        elif all(point.version != event.version for point in self.curve.points):
-            yield from self._evaluated(event.step, event.metrics, event.at, event.version)
-            why = self.curve.why_enough
-            if why and not self.policy.is_stopping:
-                yield Log("info", "run_stopped", {"reason": why, "version": self.policy.version})
-                yield from self.stop(f"stopped: {why}", event.at)
-
-    def _evaluated(self, step: int, metrics: dict[str, float], at: float, version: int | None) -> Iterator[Effect]:
-        """Yields the effects of an evaluation of this version; None: the final one, perhaps evaluated before."""
-        policy, curve = self.policy, self.curve
-        of_version = policy.version if version is None else version
-        if curve.points and curve.points[-1].version == of_version:
-            return
-        elapsed_s = round(self.contributions.elapsed_s(at, self.has_training_ended), 3)
-        samples = total_or_unknown([policy.row(rank).samples for rank in policy.rows])
-        point = Point(step=step, version=of_version, elapsed_s=elapsed_s, metrics=metrics, samples=samples)
-        is_best = curve.add(point)
-        yield effects.Evaluated(point, is_best)
-        if version is not None:
-            fields = {"step": step, "version": of_version, "best": is_best, **metric_fields(point.metrics)}
-            yield Log("info", "evaluated", fields)
-        if len(curve.points) > 1:
-            return
-        why, fix = curve.unclear()
-        wants_best = self.options.patience is not None or self.options.best is not None
-        if why and version is not None and self.failure is None and wants_best:
-            message = f"run.patience and run.best need a best evaluation; {why}"
-            error = UsageError(message, fix=fix)
-            yield self._note_failure(error, None, error.exit_code, step=step, fix=fix)
-            yield from self.stop(message, at)
-        elif why:
-            yield Log("info", "no_best", {"reason": why, "fix": fix})
-        if lacks := curve.lacks():
-            yield Log("warning", "no_such_metric", {"reason": lacks})
-
-    def _note_failure(self, error: ParamServerError, rank: int | None, exit_code: int, **fields: object) -> Effect:
-        self.failure, error.exit_code = error, exit_code
-        return Log("error", "run_failed", {"rank": rank, "reason": error.message, "exit_code": exit_code, **fields})
-
     # ---- the end --------------------------------------------------------------------------
 
     def _finished(self, worker: Worker, event: events.Finished) -> Iterator[Effect]:
@@ -178,13 +121,13 @@ class Ending(RunState):
         stats.transfer_s += event.transfer_s
         stats.note_residual(event.residual)
         self.roster.num_finished += not worker.is_finished
-        worker.is_finished, worker.can_evaluate, worker.waiting_since = True, event.can_evaluate, None
+        worker.is_finished, worker.stays, worker.waiting_since = True, event.stays, None
         yield Log("routine", "finished", {"rank": worker.rank, "steps": policy.steps_done(rank)})
         if rank in policy.members and not self.is_closed and (policy.is_stopping or not policy.is_through(rank)):
             yield effects.WorkerLeft(rank, worker.incarnation, "finished", "")
             yield from self.performed(policy.finished(rank, event.at), event.at)
         if self.is_done:  # it lost its connection while it was notified
-            yield effects.TellDone(((rank, worker.incarnation),), self.evaluator, policy.version)
+            yield effects.TellDone(((rank, worker.incarnation),), self.asked, policy.version)
         yield from self._end_if_over(event.at)
 
     def _stop_asked(self, worker: Worker, event: events.StopAsked) -> Iterator[Effect]:
@@ -193,6 +136,10 @@ class Ending(RunState):
             return
         yield Log("info", "run_stopped", {"rank": worker.rank, "reason": event.reason, "version": self.policy.version})
         yield from self.stop(f"stopped by rank {worker.rank}: {event.reason}", event.at)
+
+    def _note_failure(self, error: ParamServerError, rank: int | None, exit_code: int, **fields: object) -> Effect:
+        self.failure, error.exit_code = error, exit_code
+        return Log("error", "run_failed", {"rank": rank, "reason": error.message, "exit_code": exit_code, **fields})
 
     def stop(self, ended_by: str, at: float) -> Iterator[Effect]:
         self.ended_by = ended_by
@@ -224,10 +171,10 @@ class Ending(RunState):
             return
         self.is_done = True
         live = list(roster.workers.values())
-        able = [worker.rank for worker in live if worker.can_evaluate and self.failure is None and self.may_evaluate]
-        self.evaluator = min(able, default=None)
+        able = [worker.rank for worker in live if worker.stays and self.failure is None and self.may_ask]
+        self.asked = min(able, default=None)
         recipients = tuple((worker.rank, worker.incarnation) for worker in live)
-        yield effects.TellDone(recipients, self.evaluator, self.policy.version)
+        yield effects.TellDone(recipients, self.asked, self.policy.version)
 
     def _ask_for_newest(self, why_nobody: str) -> Iterator[Effect]:
         """Ask one of the finished workers for the newest weights. A snapshot would lack the optimizer's state."""

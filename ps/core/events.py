@@ -85,7 +85,7 @@ class Finished(OfAWorker):
     """The worker takes no more training steps."""
 
     transfer_s: float = 0.0
-    can_evaluate: bool = False
+    stays: bool = False  # for the final weights, of which it may be asked for metrics
     residual: ResidualInfo = field(default_factory=ResidualInfo)
 
 
@@ -120,7 +120,7 @@ class HeartbeatBegan(Event):
     """A heartbeat stream of this process is open."""
 
     process: str
-    evaluates: bool = False  # and does not train
+    is_outside: bool = False  # it joins nothing, and evaluates
 
 
 @dataclass(slots=True)
@@ -212,7 +212,7 @@ class CommitterReplied(Event):
     num_others: int = 0  # workers of all other servers
     over: str = ""  # the reason, if that run takes no more commits
     is_final: bool = False  # the final weights are here
-    evaluates: bool = False  # and a worker of this server is to evaluate them
+    may_ask: bool = False  # and a worker of this server is to send metrics of them
     lost: tuple[int, ...] = ()  # ranks whose gradients are in no version of that run
 
 

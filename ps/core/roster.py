@@ -45,11 +45,11 @@ class Worker:
     is_resumed: bool = False  # continues where it was: no START is due
     is_away: bool = False  # its stream is lost and its process lives; or it is coming back
     is_finished: bool = False
-    can_evaluate: bool = False
+    stays: bool = False  # once it has finished, for the final weights
     waiting_since: float | None = None
     staleness: int = 0  # of its pending contribution
     wants_weights: bool = True  # with the pending reply
-    evaluates: bool = False  # the weights of that reply
+    wants_exact: bool = False  # weights of exactly the version of that reply
     num_asked: int = 0  # replies during which it may send the metrics of a requested evaluation
     hyperparameters: tuple[dict[str, Any], ...] | None = None  # the newest ones that it sent
 
@@ -58,7 +58,7 @@ class Worker:
         self.is_resumed = self.is_away = True  # away until all shards know what it trains
         self.model, self.staleness, self.wants_weights = old.model, old.staleness, old.wants_weights
         self.rendezvous = old.rendezvous
-        self.evaluates, self.num_asked = old.evaluates, old.num_asked
+        self.wants_exact, self.num_asked = old.wants_exact, old.num_asked
         self.hyperparameters = old.hyperparameters
 
 
@@ -78,7 +78,7 @@ class Roster:
         self._limit, self._lease_s = limit, lease_s
         self.processes: dict[int, str] = {}  # the process of each rank's newest join to this server
         self._unknown_joins = 0  # joins of a rank that this server may not know of
-        self.evaluators: set[str] = set()  # processes that evaluate and do not train
+        self.outsiders: set[str] = set()  # processes that train nothing: they evaluate
         self.heartbeats: Counter[str] = Counter()  # heartbeat streams that are open, by process
         self._standstill = Standstill(_LOOK_S)
         self.evicted: set[int] = set()  # ranks that may not come back
@@ -182,7 +182,7 @@ class Roster:
         if self.heartbeats[process] > 0:
             return None
         del self.heartbeats[process]
-        self.evaluators.discard(process)
+        self.outsiders.discard(process)
         seats = [self.workers[rank] for rank in self._ranks_of.get(process, ())]
         return next((worker for worker in seats if worker.is_away), None)
 

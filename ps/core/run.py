@@ -2,8 +2,8 @@
 
 The same events give the same state and the same effects on every shard. So history, replay, simulation and several
 shards are one mechanism, and a bug report is a list of events. Each class extends the one before: `RunState`
-(`state.py`), `Ending`, `Run`. `contributions.py` has the effects of a contribution. An exception in here is a
-bug: the run ends, and no snapshot is taken of its state.
+(`state.py`), `Ending`, `Evaluating`, `Run`. `contributions.py` has the effects of a contribution. An exception in here
+is a bug: the run ends, and no snapshot is taken of its state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ..policies.base import Policy
 from . import controls, effects, events
 from .effects import Effect, Log, TakeSnapshot
-from .ending import Ending, stopping
+from .ending import stopping
+from .evaluation import Evaluating
 from .events import Event
 from .roster import Worker, replaced
 from .state import Options
@@ -276,7 +277,7 @@ def is_compared(num_events: int, effects: Iterable[Effect]) -> bool:
 _LOST = "connection lost"  # why a worker is away, or left
 
 
-class Run(Ending):
+class Run(Evaluating):
     """Dispatches events and admits workers."""
 
     def __init__(self, options: Options, policy: Policy, name: str, incarnation: int = 1) -> None:
@@ -332,21 +333,10 @@ class Run(Ending):
             found = handle(event)
         return found if isinstance(found, list) else list(found)
 
-    def _left(self, worker: Worker, event: events.Left) -> Iterator[Effect]:
-        metrics = event.metrics
-        if metrics and worker.rank != (self.evaluator if self.is_done else min(self.roster.workers)):
-            metrics = {}
-            reason = "another worker evaluates the final weights"
-            yield Log("warning", "metrics_ignored", {"rank": worker.rank, "reason": reason})
-        self.final |= metrics
-        if self.is_done and metrics:
-            yield from self._evaluated(self.policy.min_steps_done, metrics, event.at, None)
-        yield from self._leave(worker, event.how, event.reason, event.at, event.exit_code)
-
     def _heartbeat_began(self, event: events.HeartbeatBegan) -> Iterator[Effect]:
         self.roster.heartbeats[event.process] += 1
-        if event.evaluates:
-            self.roster.evaluators.add(event.process)
+        if event.is_outside:
+            self.roster.outsiders.add(event.process)
             yield Log("info", "evaluator", {"meaning": "a process that does not train evaluates"})
 
     def _heartbeat_stopped(self, event: events.HeartbeatStopped) -> Iterable[Effect]:
@@ -526,7 +516,7 @@ class Run(Ending):
             stats.dropped += 1
             self.policy.uncount(rank, (stats.recent[-1].samples or 0) if stats.recent else 0)
         if event.is_final:
-            self.rhythm.needs_final, self.may_evaluate = False, event.evaluates
+            self.rhythm.needs_final, self.may_ask = False, event.may_ask
         is_through = self.policy.rows and all(map(self.policy.is_through, self.policy.rows))
         if event.over and not (is_through or self.policy.is_stopping):
             return self.stop(event.over, event.at)

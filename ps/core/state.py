@@ -61,8 +61,8 @@ class RunState:
         self.is_holding = False  # all wait for the first snapshot: without one, a lost server ends the run
         self.is_closed = False  # events have no effect any more
         self.is_done = False  # all workers were notified that the run is over
-        self.evaluator: int | None = None  # the rank that then evaluates the final weights
-        self.may_evaluate = True  # False: a worker of another server evaluates them
+        self.asked: int | None = None  # the rank that is then asked for metrics of the final weights
+        self.may_ask = True  # False: a worker of another server is asked
         self.has_finished = False  # some worker takes no more steps
         self.ended_by = ""  # why the run ended early; empty: all steps were taken
         self.failure: ParamServerError | None = None  # of a worker, after the last training step
@@ -173,7 +173,7 @@ class RunState:
         evicted, scale = sorted(self.roster.evicted), self.contributions.lr_scale
         set_ = [self.mode, self.policy.options.model_dump(), self.changed, scale, evicted]
         flags = [self.has_weights, self.is_holding, self.is_closed, self.is_done, self.model, initializer, self.lost_at]
-        end = [self.has_finished, self.evaluator, self.ended_by, self.length.by, len(self.curve.points)]
+        end = [self.has_finished, self.asked, self.ended_by, self.length.by, len(self.curve.points)]
         state = [self.policy.full_state(), seats, set_, self.roster.num_joins, flags, end, self.rhythm.state()]
         return hashlib.sha256(json.dumps(state, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

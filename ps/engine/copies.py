@@ -21,8 +21,8 @@ from ..tensors.thread import TensorThread
 log = get_logger()
 
 _LEASE_S = 300.0  # time limit for a reader to fetch its copy
-_EVALUATION = "evaluation"  # holds the versions that are evaluated
-_MAX_EVALUATED = 2  # at once; each is a copy of the weights
+_MEASURED = ""  # holds the versions that are measured; other holders are readers
+_MAX_MEASURED = 2  # at once; each is a copy of the weights
 # Collects the whole model of a version by name, from the tensors here and on the other shards. Raises OutputError.
 Gather = Callable[[int, dict[str, torch.Tensor]], Awaitable[dict[str, torch.Tensor]]]
 
@@ -46,21 +46,20 @@ class Copies:
         self._best: tuple[int, torch.Tensor] | None = None  # written, or pulled by the coordinator
         self._writing: asyncio.Future[None] | None = None
 
-    def keep(self, version: int, reader: str = "") -> None:
+    def keep(self, version: int, reader: str = _MEASURED) -> None:
         """Copy the newest version, whose number is `version`: for a reader process with a lease, or for an evaluation.
 
         A reader has at most one version."""
-        holder = f"reader {reader}" if reader else _EVALUATION
         if reader:
             self.release_reader(reader)
             self._leases[reader] = asyncio.get_running_loop().call_later(_LEASE_S, self.release_reader, reader)
         is_new = version not in self._holders
-        self._holders.setdefault(version, set()).add(holder)  # before submit: an idle tensor thread calls back at once
+        self._holders.setdefault(version, set()).add(reader)  # before submit: an idle tensor thread calls back at once
         if is_new:
             self._tensors.submit(lambda: self._model.copy(False), lambda found: self._put(*found), lambda error: None)
-        evaluated = [item for item, holders in self._holders.items() if _EVALUATION in holders]
-        for old in evaluated[:-_MAX_EVALUATED]:
-            self.release(old, _EVALUATION)
+        measured = [item for item, holders in self._holders.items() if _MEASURED in holders]
+        for old in measured[:-_MAX_MEASURED]:
+            self.release(old, _MEASURED)
 
     def _put(self, version: int, payload: torch.Tensor) -> None:
         if version in self._holders:
@@ -84,19 +83,19 @@ class Copies:
         """Release the version of a reader that has fetched it, or whose lease is over."""
         if (lease := self._leases.pop(reader, None)) is not None:
             lease.cancel()
-        for version in [version for version, holders in self._holders.items() if f"reader {reader}" in holders]:
-            self.release(version, f"reader {reader}")
+        for version in [version for version, holders in self._holders.items() if reader in holders]:
+            self.release(version, reader)
 
     def num_readers_beside(self, reader: str) -> int:
         """Returns the number of other readers with a retained version."""
-        return len(set[str]().union(*self._holders.values()) - {_EVALUATION, f"reader {reader}"})
+        return len(set[str]().union(*self._holders.values()) - {_MEASURED, reader})
 
     # ---- the best ---------------------------------------------------------------------------
 
-    def evaluated(self, version: int, is_best: bool) -> None:
+    def measured(self, version: int, is_best: bool) -> None:
         """Keep or drop the copy of an evaluated version. The final weights may have no copy."""
-        payload = self._payloads.get(version) if _EVALUATION in self._holders.get(version, ()) else None
-        self.release(version, _EVALUATION)
+        payload = self._payloads.get(version) if _MEASURED in self._holders.get(version, ()) else None
+        self.release(version, _MEASURED)
         if not (is_best and self._keeps_best):
             return
         if payload is not None:

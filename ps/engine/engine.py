@@ -73,7 +73,6 @@ class Engine:
         self.go_back: Callable[[], object] = lambda: None  # a new server goes on from the newest snapshot
         self.dashboard = ""  # its address
         self.parent: str | None = None  # of a branch: the run and version that it began from
-        self.bytes_when: dict[int, int] = {}  # bytes exchanged until the evaluation of this version came
         self.skipped_snapshots: list[str] = []  # damaged snapshots, newer than the one that was loaded
         self.is_broken = False  # an event was partly applied, or tensor work failed: no snapshot is taken
         self._seating: effects.Seated | effects.NotSeated | None = None  # what the newest join led to
@@ -298,7 +297,7 @@ class Engine:
             effects.Clip: self.folding.clip,
             effects.SendReply: self._reply,
             effects.KeepWeights: lambda effect: self.copies.keep(effect.version, effect.reader),
-            effects.Evaluated: self._evaluated,
+            effects.MetricsTaken: self._measured,
             effects.Refuse: self._refuse,
             effects.Fence: self._fence,
             effects.TakeSnapshot: self._take_snapshot,
@@ -326,7 +325,7 @@ class Engine:
             self.model.adopt(*offer)
 
     def _reply(self, reply: effects.SendReply) -> None:
-        if reply.is_evaluated and self.run.options.keeps_best:
+        if reply.is_exact and self.run.options.keeps_best:
             self.copies.keep(reply.reply.result.version)
         self.send(reply)
 
@@ -350,7 +349,7 @@ class Engine:
             self.tensors.then(partial(peer.say, Go(effect, update=update)))
         elif not model.is_published:
             self.tensors.then(lambda: peer.say(Go(effect, payload=model.small_payload())))
-        elif model.is_part or effect.is_evaluated:  # the weights must be of this version
+        elif model.is_part or effect.is_exact:  # the weights must be of this version
             peer.say(Go(effect, publication=model.publisher.hold(as_frames=peer.as_frames(effect))))
         else:
             peer.say(Go(effect))
@@ -374,7 +373,7 @@ class Engine:
     def _tell_done(self, done: effects.TellDone) -> None:
         for seat in done.workers:
             if (peer := self.peers.get(seat)) is not None:
-                self.tensors.then(partial(peer.say, Done(done.version, peer.rank == done.evaluator)))
+                self.tensors.then(partial(peer.say, Done(done.version, peer.rank == done.asked)))
 
     def _begin(self, begin: effects.Begin) -> None:
         weights = self.peers[begin.rank, begin.incarnation].weights
@@ -385,11 +384,11 @@ class Engine:
         self.model.begin(weights)
         self._make_room()
 
-    def _evaluated(self, found: effects.Evaluated) -> None:
+    def _measured(self, found: effects.MetricsTaken) -> None:
         own_bytes = sum(value.num_sent + value.num_received for value in self.traffic.values())
         on_shards = (sum(passed) for state in self.shard_states.values() for passed in state.traffic.values())
-        self.bytes_when[found.point.version] = own_bytes + sum(on_shards)
-        self.tensors.then(partial(self.copies.evaluated, found.point.version, found.is_best))
+        found.point.num_bytes = own_bytes + sum(on_shards)
+        self.tensors.then(partial(self.copies.measured, found.point.version, found.is_best))
 
     def _log(self, line: effects.Log) -> None:
         if self.config.server.shard == 0:  # the other shards would log the same
@@ -432,8 +431,7 @@ class Engine:
                 stats["peer_bytes"] = traffic.num_peers
         states = self.folding.states.saved({rank: row.seq for rank, row in saved["rows"].items()})
         training["places"] = {str(rank): kept.position for rank, kept in states.items()}
-        for point in training["curve"]["points"]:
-            point["num_bytes"] = self.bytes_when.get(point["version"], point["num_bytes"])
+        training["curve"] = self.run.curve.saved()
         return saved, {rank: kept.payload for rank, kept in states.items()}
 
     # ---- how it stands ----------------------------------------------------------------------

@@ -134,7 +134,7 @@ class Folding:
 
         def work() -> list[torch.Tensor]:
             taken = payload.clone() if is_copied else payload
-            if self._model.kind.has_peers:
+            if not self._model.kind.has_payload:
                 store.bring(staged.optimizer)
             if fold.scale != 1.0:
                 store.sanity.scale(taken, fold.scale)
@@ -160,9 +160,9 @@ class Folding:
         elif count and not self._are_few:
             self._are_few = True
             log.warning("few_contributions", count=count, fewest=store.fewest, meaning=_FEW)
-        num_live = 1 if model.kind.has_peers else commit.num_active
-        # With all-reduce peers the worker that uploads the weights has the lowest rank's buffers.
-        lowest_live = sys.maxsize if model.kind.has_peers else commit.members[0] if commit.members else 0
+        num_live, lowest_live = commit.num_active, commit.members[0] if commit.members else 0
+        if not model.kind.has_payload:  # one worker uploads the weights, with the lowest rank's buffers
+            num_live, lowest_live = 1, sys.maxsize
         step = Step(
             num_live, lowest_live, commit.hyperparameters, commit.lr_scale, commit.momentum_among, commit.clip_norm
         )
@@ -271,7 +271,7 @@ class Done(NamedTuple):
     """The run is over; the weights are final."""
 
     min_version: int
-    evaluate: bool
+    is_asked: bool  # for metrics of them
 
 
 # Items of a stream. A text is the reason that the worker still waits.
@@ -321,7 +321,7 @@ class Peer:
         worker would otherwise have those of a reference."""
         if self.reply_codec is None:
             return False
-        return not effect.is_evaluated if moves_reference(self.reply_codec) else not effect.is_start
+        return not effect.is_exact if moves_reference(self.reply_codec) else not effect.is_start
 
     def as_frames(self, effect: effects.SendReply) -> bool:
         """Whether the reply's weights are frames that workers share, or are read from the weights' own memory."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from heapq import nsmallest
 from typing import Any
 
-from ...common.reporting.curve import Point
 from ...common.reporting.metrics import (
     OF_WORKER,
     Tense,
@@ -55,7 +54,7 @@ def status(engine: Engine) -> Status:
     why = engine.waiting(now, ranks)
     return Status.of(
         mode=run.mode,
-        evaluated=with_bytes(engine, run.curve.points[-1]) if run.curve.points else None,
+        evaluated=run.curve.points[-1] if run.curve.points else None,
         waiting=_waiting_for_all(engine, now),
         workers=[_now(engine, of_rank[rank], why.get(rank, "")) for rank in ranks],
         recorded=mean_recorded(of_all),
@@ -145,8 +144,8 @@ def summary(engine: Engine) -> Summary:
         staleness=dict(sorted(run.contributions.staleness.items())),
         ended_by=run.ended_by or ("" if engine.error is None else str(engine.error)),
         final=final,
-        curve=[with_bytes(engine, point) for point in run.curve.points],
-        best=with_bytes(engine, run.curve.best) if run.curve.best is not None else None,
+        curve=list(run.curve.points),
+        best=run.curve.best,
         workers=[_worker(engine, source, with_mean_rate(values_of(done, source), wall_s)) for source in workers],
         shards=_shards(engine),
         **values,
@@ -176,11 +175,6 @@ def cost(engine: Engine, found: Status | Summary) -> Cost | None:
     epoch_samples = engine.run.contributions.data.num_samples
     epochs = samples / epoch_samples if epoch_samples and samples is not None else None
     return Cost.of(engine.config.cost, elapsed_s, part_of_time(found.row(), "wait_s") or 0.0, epochs)
-
-
-def with_bytes(engine: Engine, point: Point) -> Point:
-    """Return the point with its exchanged bytes, if this server process has counted them."""
-    return point.model_copy(update={"num_bytes": engine.bytes_when.get(point.version, point.num_bytes)})
 
 
 def _direction(outer: Outer | None, model: Model) -> tuple[float | None, float | None]:

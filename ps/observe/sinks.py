@@ -10,7 +10,7 @@ from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_curve
 from ...common.reporting.report import TerminalConsole, live_panel, status_line
 from ...common.reporting.summary import Status
-from ..core.effects import Evaluated, Fact, StatusTaken
+from ..core.effects import Fact, MetricsTaken, StatusTaken
 from ..engine.engine import Engine
 from .bus import Bus, Sink
 from .history import HistorySink
@@ -46,7 +46,7 @@ class CurveSink(Sink):
 
     name = "curve"
     does_io = True
-    kinds = (Evaluated,)
+    kinds = (MetricsTaken,)
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -56,7 +56,7 @@ class CurveSink(Sink):
         self._points = list(engine.run.curve.points)
 
     def take(self, at: float, fact: Fact) -> None:
-        assert isinstance(fact, Evaluated)
+        assert isinstance(fact, MetricsTaken)
         self._points.append(fact.point)
 
     def flush(self) -> None:

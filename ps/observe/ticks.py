@@ -49,7 +49,7 @@ class TickSink(Sink):
 
     name = "ticks"
     kinds = (
-        effects.RunStarted, effects.Seated, effects.WorkerLeft, effects.SnapshotTaken, effects.Evaluated,
+        effects.RunStarted, effects.Seated, effects.WorkerLeft, effects.SnapshotTaken, effects.MetricsTaken,
         effects.ControlTaken, effects.StatusTaken, effects.RunEnded,
     )  # fmt: skip
 
@@ -80,8 +80,8 @@ class TickSink(Sink):
                 self._publish(at, reports.status(self._engine), is_over=True)
             case effects.WorkerLeft():
                 self._add_event(at, fact, reason=fact.reason)
-            case effects.Evaluated(evaluated, is_best):
-                point = reports.with_bytes(self._engine, evaluated).model_dump()
+            case effects.MetricsTaken(found, is_best):
+                point = found.model_dump()
                 self._evaluations.append(EvaluatedPoint(**point, is_best=is_best))
                 self._events.append(event(at + self._unix_s, "evaluated", None, {**point, "best": is_best}))
             case effects.SnapshotTaken(version, _, path, sha256):
@@ -259,8 +259,7 @@ class DashboardSink(Sink):
                 self._dashboard.push(tick)
             case RunStarted():
                 self._about = self._about_run(time.time())
-                points = [reports.with_bytes(self._engine, point) for point in self._run.curve.points]
-                evaluations = [EvaluatedPoint(**point.model_dump()) for point in points]
+                evaluations = [EvaluatedPoint(**point.model_dump()) for point in self._run.curve.points]
                 self._dashboard.begin(View(about=self._about, evaluations=evaluations), self._control, fact.version)
             case ControlTaken():
                 self._look_again()

@@ -58,7 +58,7 @@ class AllreducePolicy(Policy):
 
     def __init__(self, common: Common, options: AllreduceOptions) -> None:
         super().__init__(common, options)
-        self.outstanding = options.staleness
+        self.num_in_flight = options.staleness
         self.generation = 0  # grows with each group
         self.group: tuple[int, ...] = ()  # the ranks of its members
         self.over_generation = 0  # the newest generation that lost a member
@@ -84,7 +84,7 @@ class AllreducePolicy(Policy):
 
     def group_info(self, rank: int) -> GroupInfo:
         """The lowest rank uploads weights where the next step is the last, or may be and others are outstanding."""
-        may_be_last = bool(self.outstanding)
+        may_be_last = bool(self.num_in_flight)
         if self.training_steps is not None:
             may_be_last = self.steps_done(rank) + 1 >= self.training_steps
         uploads = bool(self.group) and rank == self.group[0] and (self.is_stopping or may_be_last)
@@ -110,9 +110,9 @@ class AllreducePolicy(Policy):
 
     def _take(self, member: Member, contribution: Contribution, now: float) -> list[Decision]:
         rank, base = member.rank, contribution.base.version
-        if self.version - base > self.outstanding and not contribution.completion.failed:
+        if self.version - base > self.num_in_flight and not contribution.completion.failed:
             message = f"computed on version {base}, and version {self.version + 1} is to be made of it"
-            return [Discard(rank), Refuse(rank, "BAD_REQUEST", f"{message}: {self.outstanding} may lie between")]
+            return [Discard(rank), Refuse(rank, "BAD_REQUEST", f"{message}: {self.num_in_flight} may lie between")]
         self._owe(member, Outcome.DROPPED)  # until all others have completed too
         generation = contribution.completion.generation or self.generation
         if rank in self._outside or generation != self.generation or contribution.counts.part:

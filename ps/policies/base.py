@@ -85,10 +85,9 @@ class Ledger:
     # A commit is one step along the gradients of all, so a robust aggregate may replace their mean
     # (policy.aggregation).
     may_aggregate: ClassVar[bool] = False
-    # Workers may compute their next contribution while an exchange is in flight (policy.delayed_update), from this
-    # policy.staleness on.
+    # Workers may compute their next contribution while an exchange is in flight (policy.delayed_update).
     may_delay_update: ClassVar[bool] = False
-    least_delayed_staleness: ClassVar[int] = 0
+    staleness_in_flight: ClassVar[int] = 0  # what a contribution in flight counts towards policy.staleness
     # A version is a round of all live workers, who all get it. The run's length is then counted in versions, and not
     # in each worker's contributions.
     has_rounds: ClassVar[bool] = False
@@ -111,7 +110,6 @@ class Ledger:
     local_steps: int = 1  # training steps in one contribution
     pull_every: int = 1  # workers fetch weights with every Nth contribution
     fragments: int = 1  # parts of the parameters, of which each contribution has one by turns
-    outstanding: int = 0  # means of peers that may be outstanding while a worker continues
     overlap_steps: int = 0  # local steps of a worker during an exchange of deltas; 0: all up to the next contribution
     newest_holders: AbstractSet[int] = frozenset()  # ranks whose workers have the newest weights; the server lacks them
 
@@ -153,6 +151,8 @@ class Ledger:
         self.common = common
         self.members: dict[int, Member] = {}
         self.training_steps = common.training_steps  # without a configured number workers may announce it later
+        # Contributions of a worker (of peers, their means) that may be in flight while it computes the next one.
+        self.num_in_flight = int(common.delayed_update)
         self.version = 0  # commits decided
         # By rank, also after it left, so that a repeated contribution is recognized: all that counts, and what a
         # version has. In modes with rounds a contribution counts with its round: the latter is the rank's `progress`.

@@ -41,7 +41,7 @@ class SspPolicy(SinglePolicy):
     options: SspOptions
     rules = (SingleRule, CutRule, LeadRule)
     changeable: ClassVar[tuple[str, ...]] = ("staleness",)
-    least_delayed_staleness = 1  # the contribution in flight is one ahead
+    staleness_in_flight = 1  # it is one ahead
 
     @classmethod
     def summary(cls, options: SspOptions) -> str:
@@ -59,10 +59,10 @@ class SspPolicy(SinglePolicy):
 
     def _ahead(self, rank: int) -> int:
         """Returns the lead with which the rank begins its next contribution."""
-        return self.lead(rank) + self.common.delayed_update
+        return self.lead(rank) + self.num_in_flight
 
     def _why_ahead(self, ahead: int) -> str:
-        counted, bound = " with the one in flight" if self.common.delayed_update else "", self.options.staleness
+        counted, bound = " with the one in flight" if self.num_in_flight else "", self.options.staleness
         slowest = f"rank {names(self._standing.slowest_ranks)} at {self.min_steps_done}"
         return f"{ahead} contributions ahead{counted}; the next may begin at most {bound} ahead; slowest is {slowest}"
 

@@ -95,7 +95,7 @@ class Model:
         if not self.kind.worker_steps:
             return optimizer
         # The server can keep the workers' state only for a class of torch that is elementwise.
-        if not self.kind.has_peers or optimizer.tables:
+        if not self.kind.steps_along_mean_gradient or optimizer.tables:
             return None
         try:
             optimizer.check_known()
@@ -161,7 +161,7 @@ class Model:
 
     def _has_master(self) -> bool:
         """Whether 16-bit weights are stepped in float32: workers take local steps, and send what is averaged."""
-        return self._config.store.master_weights and self.kind.worker_steps and not self.kind.has_peers
+        return self._config.store.master_weights and not self.kind.steps_along_mean_gradient
 
     def share_of(self, whole: Layout) -> Share:
         """Return this shard's share of a model. Raises a LIMIT_EXCEEDED refusal if it has too few rows to divide."""
@@ -283,7 +283,7 @@ class Model:
             trim=policy.trim,
             is_part=self.is_part,
             measures_direction=self._outer is not None,
-            steps=not self.kind.has_peers,
+            steps=self.kind.has_payload,
             has_master=self._has_master(),
         )
         self.store = Store(self.layout, weights.payload, self.running, options, self._tables)

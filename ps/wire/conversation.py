@@ -178,7 +178,7 @@ class Conversation:
         peer.state = "finished"
         facts = received.of(pb.Finish)
         residual = read_topic(ResidualInfo, facts.residual)
-        self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.can_evaluate, residual))
+        self._engine.offer(events.Finished(*peer.seat, facts.transfer_s, facts.stays, residual))
         await self._send_items(peer, delivery)
         while (goodbye := await stream.read("leave", "taken")).kind == "taken":
             delivery.transport.taken()

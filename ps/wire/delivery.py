@@ -98,7 +98,7 @@ class Delivery:
 
     async def final(self, done: Done) -> None:
         """Send the run's final weights."""
-        await self._send(self.transport, pb.ServerMessage(final=pb.Final(evaluate=done.evaluate)), done.min_version)
+        await self._send(self.transport, pb.ServerMessage(final=pb.Final(is_asked=done.is_asked)), done.min_version)
 
     async def _send(
         self, transport: Transport, message: pb.ServerMessage, version: int, go: Go | None = None, more_bytes: int = 0

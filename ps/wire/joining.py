@@ -258,7 +258,7 @@ def settings_of(config: Config, run: Run) -> pb.RunSettings:
         epochs=settings.epochs or 0, eval_every=settings.eval_every or "", ends_by_metrics=settings.ends_by_metrics,
         batch_size=settings.batch_size, seed=settings.seed, pull_every=policy.pull_every,
         fragments=policy.fragments if policy.fragments > 1 else 0, overlap_steps=policy.overlap_steps,
-        outstanding=policy.outstanding, union_batch=policy.has_rounds and policy.kind.steps_along_mean_gradient,
+        outstanding=policy.num_in_flight, union_batch=policy.has_rounds and policy.kind.steps_along_mean_gradient,
         task=task.name if ".py:" not in task.name else "", task_args=struct(task.args), optimizer=optimizer,
         polyak=config.store.polyak or 0.0, delayed_update=config.policy.delayed_update,
         train=struct(config.train.model_dump(exclude_defaults=True)), in_region=config.upstream.server is not None,

@@ -169,8 +169,8 @@ class Receiver:
                     accepts = f"this server accepts {limit:,} (limits.state_bytes)"
                     raise refusal(Reason.LIMIT_EXCEEDED, f"{problem}; {accepts}", fix=fix)
                 self._script_state.add(state)
-            case pb.EvaluationMetrics() as metrics:
-                self._offer(evaluation_event(peer.rank, metrics))
+            case pb.Metrics() as metrics:
+                self._offer(metrics_event(peer.rank, metrics))
             case pb.Stop() as stop:
                 self._offer(events.StopAsked(*peer.seat, stop.reason))
             case pb.Taken():
@@ -374,7 +374,7 @@ class Receiver:
         self._offer(events.Contributed(contribution, judgement, looked_s, bytes_so_far))
 
 
-def evaluation_event(rank: int | None, message: pb.EvaluationMetrics) -> events.MetricsReceived:
+def metrics_event(rank: int | None, message: pb.Metrics) -> events.MetricsReceived:
     """Return the event of an evaluation's metrics. `rank` is None for an evaluator."""
     finite = sorted((name[:_MAX_NAME], value) for name, value in message.metrics.items() if math.isfinite(value))
     exit_code = min(max(1, message.exit_code), 255)

@@ -33,7 +33,7 @@ from ..snapshots.store_state import optimizer_tensors
 from .conversation import Conversation
 from .joining import Joining, settings_of
 from .port import Port
-from .receiver import evaluation_event
+from .receiver import metrics_event
 from .security import Certificates, TokenCheck, insecurity
 from .stream import FirstMessages, Stream, StreamBroken, StreamEnded, StreamLost, Watchdog
 
@@ -41,7 +41,7 @@ log = get_logger()
 
 _MAX_LOGGED = 2_000
 _MAX_SHOWN = 200
-_NUM_EVALUATORS = 16  # evaluators that may send heartbeats
+_NUM_OUTSIDERS = 16  # processes that evaluate, and may send heartbeats
 _KEPT_S = 5.0  # time until this shard has a copy that the coordinator already has
 # Serves the call of another shard.
 Attend = Callable[[AsyncIterator[pb.ShardReport], grpc.aio.ServicerContext], Awaitable[None]]
@@ -58,7 +58,7 @@ class ParameterServerService:
         self._watch = Watchdog()
         self._joining = Joining(engine, direct)
         # A worker may have two calls while its process restarts.
-        num_heartbeats = 2 * (config.run.workers or config.limits.workers) + _NUM_EVALUATORS
+        num_heartbeats = 2 * (config.run.workers or config.limits.workers) + _NUM_OUTSIDERS
         self._first_heartbeats = FirstMessages("HeartbeatRequest", config.server.join_timeout_s, num_heartbeats)
         self._pulls = asyncio.Semaphore(config.server.max_replies)
 
@@ -96,27 +96,24 @@ class ParameterServerService:
         self, heartbeats: AsyncIterator[pb.HeartbeatRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.HeartbeatReply]:
         """Receive the heartbeats of one process. It counts as alive while this call is open and heartbeats arrive."""
-        process, engine, run = "", self._engine, self._run
+        process, is_outside, engine, run = "", False, self._engine, self._run
         try:
             heartbeat = await self._first_heartbeats.first_of(heartbeats)
             while heartbeat is not None:
                 check_header(heartbeat)
                 if not process and heartbeat.process:
-                    process = heartbeat.process
-                    engine.offer(events.HeartbeatBegan(process, heartbeat.evaluates))
+                    process, is_outside = heartbeat.process, not heartbeat.run
+                    engine.offer(events.HeartbeatBegan(process, is_outside))
                 is_member = heartbeat.run == run.name and run.roster.is_member(heartbeat.rank, heartbeat.process)
                 if heartbeat.HasField("metrics"):
                     if is_member:
                         self._traffic.setdefault(heartbeat.rank, Traffic()).measure(heartbeat.metrics.metrics)
-                    elif process in run.roster.evaluators:
-                        engine.offer(evaluation_event(None, heartbeat.metrics))
-                    elif heartbeat.evaluates:  # without it they are a worker's own, which has just left
-                        reason = "its first heartbeat had no `evaluates`"
-                        log.warning("metrics_ignored", process=process, reason=reason)
+                    elif is_outside:  # others are of a worker that has just left
+                        engine.offer(metrics_event(None, heartbeat.metrics))
                 if is_member:
                     engine.offer(events.Heartbeat(heartbeat.rank, heartbeat.process))
                 yield pb.HeartbeatReply(
-                    is_gone=run.is_done or run.is_closed if heartbeat.evaluates else not is_member,
+                    is_gone=run.is_done or run.is_closed if is_outside else not is_member,
                     lease_s=self._config.server.lease_s,
                     durable_version=run.rhythm.durable_version,
                     over_generation=run.policy.over_generation,

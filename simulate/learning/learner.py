@@ -248,7 +248,7 @@ class Learner:
 
 def _check_possible(config: Config, policy: Any) -> None:
     """Raise UsageError for settings with which a simulation would learn differently from a run."""
-    worker, delayed, mode = config.worker, config.policy.delayed_update, config.run.mode
+    worker, trains_on, mode = config.worker, policy.num_in_flight, config.run.mode
     for key, value, plain, why in (
         ("store.max_norm", config.store.max_norm, None, "norms of contributions are not checked"),
         ("train.accumulate", config.train.accumulate, 1, "a training step is one batch"),
@@ -256,10 +256,10 @@ def _check_possible(config: Config, policy: Any) -> None:
     ):
         raise_first((value != plain, f"flag --learn: {key} is {value}, and {why}", f"--set {key}={plain}"))
     raise_first(
-        (delayed and worker.codec != "raw",
+        (trains_on and worker.codec != "raw",
          f"flag --learn: policy.delayed_update with worker.codec {worker.codec}: a residual reaches the next "
          "contribution in time only where a worker waits", "--set policy.delayed_update=false"),
-        (delayed and policy.kind.worker_steps,
+        (trains_on and policy.kind.worker_steps,
          f"flag --learn: policy.delayed_update in mode {mode} adds local steps to late weights, which is not modelled",
          "--set policy.delayed_update=false"),
     )  # fmt: skip

@@ -74,7 +74,7 @@ class Simulation:
         self._rest_cause = "own link" if world.recorded else "its link"
         compute = Recorded if world.recorded else Compute
         self.workers = [Worker(rank, compute(world, rank)) for rank in range(world.num_workers)]
-        self._batch_size, self._is_delayed = config.run.batch_size, config.policy.delayed_update or world.trains_on
+        self._batch_size, self._trains_on = config.run.batch_size, policy.num_in_flight or world.trains_on
         self._own_s = world.sizes.up / world.up + world.latency_s  # of an exchange, without weights
         self._own_down_s = world.sizes.down / world.down
         self._sampled_at = 1  # training steps of all
@@ -195,7 +195,7 @@ class Simulation:
         self._server.take(worker)
         total = self.policy.training_steps
         left = worker.next_steps if total is None else min(worker.next_steps, total - worker.done_steps)
-        if self._is_delayed and left > 0:
+        if self._trains_on and left > 0:
             self._compute(worker, left)
 
     def _delivered(self, worker: Worker, reply: effects.SendReply) -> None:

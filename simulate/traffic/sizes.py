@@ -121,7 +121,7 @@ class Framing:
             effect.has_weights, effect.is_start, result.reason, result.seq.bit_length(), result.version.bit_length(),
             result.staleness.bit_length(), work.local_steps.bit_length(),
             work.training_steps.bit_length(), work.num_workers.bit_length(), work.worker_index.bit_length(),
-            work.run_steps, work.has_evaluator, start,
+            work.run_steps, work.is_asked, start,
         )  # fmt: skip
         found = self._found.get(key)
         if found is None:

@@ -27,7 +27,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @initialize(settings=mode_settings(), delayed_update=st.booleans())
     def start(self, settings: dict[str, Any], delayed_update: bool) -> None:
         kind = MODES.load(self.mode)
-        may = kind.may_delay_update and settings["staleness"] >= kind.least_delayed_staleness
+        may = kind.may_delay_update and settings["staleness"] >= kind.staleness_in_flight
         self.world = World(self.mode, {**settings, "delayed_update": delayed_update and may})
         self.last_rank = (settings["num_workers"] or MAX_RANK) - 1
 

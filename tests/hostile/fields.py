@@ -47,8 +47,8 @@ ResidualInfo      num_lost : shown
 FirstInfo         digest : any
 Position          local_steps : any
 AskAgain          reference : compared
-EvaluationMetrics exit_code : evaluation_event
-MetricsEntry      value : evaluation_event
+Metrics           exit_code : metrics_event
+MetricsEntry      value : metrics_event
 Leave             exit_code : Conversation._leave
 FinalMetricsEntry value : shown
 ServerMessage     out_of_band offset left_out data : PayloadReader

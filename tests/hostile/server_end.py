@@ -93,7 +93,7 @@ class ServerEnd:
             [frame(pb.WorkerMessage(state=pb.State(num_bytes=4, piece=b"abcd")))],
             [frame(pb.WorkerMessage(begin=pb.Begin(num_bytes=SMALL.exchange_bytes)))],
             list(message_frames(header, payload)),
-            [frame(pb.WorkerMessage(metrics=pb.EvaluationMetrics(version=1, step=1, metrics={"loss": 1.0})))],
+            [frame(pb.WorkerMessage(metrics=pb.Metrics(version=1, step=1, metrics={"loss": 1.0})))],
             [frame(pb.WorkerMessage(finish=pb.Finish(transfer_s=0.1)))],
             [frame(pb.WorkerMessage(leave=pb.Leave(final_metrics={"loss": 1.0})))],
         ]
@@ -118,7 +118,7 @@ class ServerEnd:
         message, reply = hostile.random.choice([
             (
                 pb.HeartbeatRequest(
-                    run="run", process="p", metrics=pb.EvaluationMetrics(version=1, metrics={"loss": 1.0})
+                    run="run", process="p", metrics=pb.Metrics(version=1, metrics={"loss": 1.0})
                 ),
                 self._heartbeat,
             ),

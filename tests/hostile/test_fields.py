@@ -56,7 +56,7 @@ def test_what_is_no_exception_is_checked_in_the_header(message, field):
     """One value of it in a message that is sound without."""
     if message in ("MetricsEntry", "FinalMetricsEntry"):
         of = {
-            "MetricsEntry": lambda **values: pb.EvaluationMetrics(metrics=values),
+            "MetricsEntry": lambda **values: pb.Metrics(metrics=values),
             "FinalMetricsEntry": lambda **values: pb.Leave(final_metrics=values),
         }
         with pytest.raises(ParamServerError, match="name"):

@@ -208,7 +208,7 @@ class WorkerEnd:
             self._bytes,
         )
         try:
-            found.finish(can_evaluate=True)
+            found.finish()
         finally:
             found.drop()
 

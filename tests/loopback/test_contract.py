@@ -128,9 +128,9 @@ class Client:
             self.send(offset=at, data=data[at : at + piece_bytes])
 
     def leave(self) -> None:
-        self.send(finish=pb.Finish(can_evaluate=True))
+        self.send(finish=pb.Finish(stays=True))
         message = self.receive("final")
-        assert message.final.evaluate and message.final.weights.num_bytes == EXCHANGED
+        assert message.final.is_asked and message.final.weights.num_bytes == EXCHANGED
         self.payload(message, EXCHANGED)
         self.send(leave=pb.Leave(final_metrics={"loss": 0.5}))
         self._out.put(None)
@@ -235,11 +235,10 @@ def test_a_repeated_contribution_gets_a_reply_and_an_unfinished_one_leaves_nothi
 def test_what_a_worker_measured_and_sent_as_it_left_is_no_mistake(cluster: Cluster) -> None:
     """Its last heartbeat and its goodbye have separate connections."""
     server = cluster.server("--mode", "async", "--steps", "4", "--workers", "1")
-    measured, call = pb.EvaluationMetrics(metrics={"cpu": 0.5}), Client(cluster.address).stub.Heartbeat
+    measured, call = pb.Metrics(metrics={"cpu": 0.5}), Client(cluster.address).stub.Heartbeat
     (reply,) = call(iter([pb.HeartbeatRequest(run="run", rank=0, process="p", metrics=measured)]))
     assert reply.is_gone
-    list(call(iter([pb.HeartbeatRequest(process="e"), pb.HeartbeatRequest(evaluates=True, metrics=measured)])))
-    assert [event["process"] for event in server.events("metrics_ignored")] == ["e"], "only of the evaluator"
+    assert not server.events("metrics_ignored")
 
 
 # ---- refusals -----------------------------------------------------------------------------------------

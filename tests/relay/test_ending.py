@@ -39,7 +39,7 @@ class JobsOfLink:
     progress = SimpleNamespace(local_steps=4, is_done=False, num_workers=2, worker_index=0)
     joins_as, has_model, readings = {"num_workers": 1}, True, Readings()
     send = staticmethod(print)
-    strategy = SimpleNamespace(finish=print)
+    finish = staticmethod(print)
 
     def __init__(self) -> None:
         self.jobs: list[Future[Any]] = []
@@ -53,7 +53,7 @@ class JobsOfLink:
 def region_of(link: JobsOfLink, tensors: LaterTensors) -> Region:
     """A region whose only worker has taken all 4 steps."""
     policy = SimpleNamespace(version=4, min_steps_done=4, rows={}, has_newest_weights=True, members=())
-    roster = SimpleNamespace(num_finished=1, workers={0: SimpleNamespace(can_evaluate=False)}, stats={})
+    roster = SimpleNamespace(num_finished=1, workers={0: SimpleNamespace(stays=False)}, stats={})
     options = SimpleNamespace(num_workers=1)
     run = SimpleNamespace(
         policy=policy, roster=roster, options=options, is_closed=False, ended_by="", saved=lambda at: {}

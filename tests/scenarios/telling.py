@@ -159,7 +159,7 @@ class Workers:
             case "failed":
                 return events.Left(*seat, "failed", "ValueError: no such file", exit_code=3)
             case "finish":
-                return events.Finished(*seat, can_evaluate=True)
+                return events.Finished(*seat, stays=True)
             case "heartbeat":
                 process = self.process_of(rank)
                 return events.HeartbeatStopped(process) if rest == "stops" else events.HeartbeatBegan(process)

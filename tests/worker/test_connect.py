@@ -21,7 +21,8 @@ from paramserver.common.errors import UnreachableError
 from paramserver.common.wire.protocol import other_protocol
 from paramserver.worker.conversation import channel
 from paramserver.worker.conversation.channel import HEARTBEAT_OPTIONS, OPTIONS, Channel, Lost
-from paramserver.worker.conversation.exchange import Evaluator, Exchange
+from paramserver.worker.conversation.evaluator import Evaluator
+from paramserver.worker.conversation.exchange import Exchange
 
 from .served import serve
 

@@ -93,9 +93,9 @@ class FakeExchange:
         self.progress.replied(reply)
         return reply
 
-    def finish(self, can_evaluate: bool) -> Final:
+    def finish(self) -> Final:
         self._reply("APPLIED", 50)
-        return Final(version=50, evaluate=True)
+        return Final(version=50, is_asked=True)
 
     def leave(self, metrics: dict[str, float]) -> None:
         self.left.append("leave")
@@ -183,7 +183,7 @@ def test_progress_counts_the_contribution_in_flight_and_the_last_one_is_waited_f
     assert bench.flight is None
     assert (progress.row.seq, progress.row.steps, progress.is_done) == (2, 2, True)
     assert bench.delayed_update.progress is progress, "whoever holds it sees it change"
-    bench.delayed_update.finish(can_evaluate=True)
+    bench.delayed_update.finish()
     assert bench.net.w.item() == 150.0
 
 
@@ -281,7 +281,7 @@ def test_a_run_that_ended_in_mid_flight_is_over_at_the_next_round(kind: Contribu
     "go_on",
     [
         lambda bench: bench.step(),
-        lambda bench: bench.delayed_update.finish(can_evaluate=True),
+        lambda bench: bench.delayed_update.finish(),
         lambda bench: bench.delayed_update.leave({}, is_interrupted=False),
     ],
     ids=["step", "finish", "leave"],

@@ -10,7 +10,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.proto import parameter_server_pb2 as pb
-from paramserver.worker.conversation.exchange import Evaluator
+from paramserver.worker.conversation.evaluator import Evaluator
 
 from .served import heartbeats, serve
 

@@ -397,7 +397,7 @@ class MemberHeartbeat(Heartbeat):
         while True:
             membership, heartbeat = self._newest
             if metrics := self.measure():  # messages of protobuf that follow one another are one message
-                heartbeat += pb.HeartbeatRequest(metrics=pb.EvaluationMetrics(metrics=metrics)).SerializeToString()
+                heartbeat += pb.HeartbeatRequest(metrics=pb.Metrics(metrics=metrics)).SerializeToString()
             yield membership, heartbeat
             if self._stop.wait(self._interval_s):
                 return

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,18 +29,15 @@ from ..tensors.staged import make_transfer
 from ..tensors.transfer import ModelTensors, part_of
 from ..transports.limit import Limit
 from ..transports.transport import Transports
-from .channel import Channel, GroupView, Heartbeat, Lost, MemberHeartbeat, Write, wait_for_server, worker_credentials
+from .channel import Channel, GroupView, Lost, MemberHeartbeat, Write, wait_for_server, worker_credentials
 from .messages import (
     Begun,
     Final,
     Goodbye,
-    HeartbeatReply,
     Outgoing,
-    Settings,
     Snapshot,
     StatusReply,
     Welcome,
-    evaluator_heartbeat,
     join_message,
     loses_replies,
     read_settings,
@@ -80,6 +76,7 @@ class Exchange:
         self._last_transfer_s = 0.0
         self.measured: list[dict[str, Any]] = []
         self.stop_reason = ""
+        self.stays = True  # until the end, when the server may ask for metrics of the final weights
         self.group_view = GroupView()
         self.retry = Retry(config.server, config.give_up_s, rank)  # while the server is lost
         self.progress = Progress(rank=rank, process=secrets.token_hex(8))
@@ -236,7 +233,7 @@ class Exchange:
         # Number the contribution, and add the facts that depend on the worker's progress.
         contribution, progress, seq = outgoing.contribution, self.progress, self.progress.row.seq + 1
         training = contribution.training
-        if contribution.completion.generation or not (seq % progress.pull_every == 0 or training.evaluates):
+        if contribution.completion.generation or not (seq % progress.pull_every == 0 or training.wants_exact):
             training = changed(training, wants_weights=False)
         contribution = changed(
             contribution,
@@ -308,13 +305,13 @@ class Exchange:
 
     # ---- the end ------------------------------------------------------------------------------
 
-    def finish(self, can_evaluate: bool) -> Final | None:
+    def finish(self) -> Final | None:
         progress = self.progress
         num_steps, is_early = progress.row.steps, not progress.is_done
         while True:
             try:
                 self._send_pending()
-                finals = self.shards.each(Shard.finish, self._last_transfer_s, can_evaluate, self.shards.residual())
+                finals = self.shards.each(Shard.finish, self._last_transfer_s, self.stays, self.shards.residual())
             except Lost as lost:
                 has_started = self._rejoin(lost) is not None
                 if has_started and not progress.is_done and (not is_early or progress.row.steps < num_steps):
@@ -353,13 +350,9 @@ class Exchange:
 
 # ---- reader --------------------------------------------------------------------------------------
 # The connections of processes that read a run and do not train: they request its state and fetch weights.
-#
-# An evaluator also sends heartbeats with metrics.
 
 
 _CONNECT_S = 1.0
-_HEARTBEAT_S = 0.25
-_REPLY_S = 10.0  # time in which the server accepts a failure
 
 
 class Reader:
@@ -445,90 +438,3 @@ def pull_part(channel: Channel, part: ModelTensors, **which: Any) -> int:
     version = channel.pull(begin, **which).version
     transfer.finish_write(num_bytes)
     return version
-
-
-class Evaluator(Reader):
-    """An evaluator's connection to its server; `settings` are the run's. Raises UnreachableError.
-
-    An evaluator is not a member of the run. While its heartbeats arrive, the workers need not evaluate.
-    """
-
-    settings: Settings
-
-    def __init__(self, config: Config) -> None:
-        worker = config.worker
-        if worker.server == "none":
-            message = "--evaluate (worker.evaluate) without a server: there is no run to evaluate"
-            raise UsageError(message, fix="--server HOST:PORT")
-        super().__init__(config)
-        self._retry = Retry(worker.server, worker.give_up_s)
-        self._process = secrets.token_hex(8)
-        # Fields of EvaluationMetrics by number, until the server has replied to their heartbeat, which may be lost with
-        # its connection.
-        self._results: dict[int, dict[str, Any]] = {}
-        self._num_reported = 0
-        self._reported = threading.Condition()
-        self._was_there = False
-        self.is_over = False
-        self.look()
-        self._heartbeat = Heartbeat(
-            lambda: self._coordinator.address, self._credentials, self._heartbeats, self._replied
-        )
-        self._heartbeat.start()
-
-    def look(self) -> tuple[int, int]:
-        """Return the training steps of the run's slowest worker, and the version.
-
-        Sets `is_over` if the server was reached before and is gone.
-        """
-        while True:
-            try:
-                standing = self.standing()
-            except Lost as lost:
-                if self._was_there and (self.is_over or self._retry.num_failures > 4):
-                    self.is_over = True
-                    return 0, 0
-                wait_for_server(self._retry, lost)
-                continue
-            self._retry.reached()
-            self._was_there, self.settings = True, read_settings(standing.settings)
-            return standing.step, standing.version
-
-    def report(self, version: int, step: int, **result: Any) -> None:
-        """Send the metrics of a version, or a failure. A failure has reached the server on return."""
-        with self._reported:
-            number, self._num_reported = self._num_reported, self._num_reported + 1
-            self._results[number] = {"version": version, "step": step, **result}
-            self._reported.notify_all()
-            if result.get("failure"):
-                self._reported.wait_for(lambda: number not in self._results, _REPLY_S)
-
-    def _replied(self, number: int | None, reply: HeartbeatReply) -> None:
-        if reply.is_gone:
-            self.is_over = True
-            self._heartbeat.stop()
-        if number is not None:
-            with self._reported:
-                del self._results[number]
-                self._reported.notify_all()
-
-    def _heartbeats(self) -> Iterator[tuple[int | None, bytes]]:
-        """The heartbeats of one call, with the number of their result.
-
-        Results that an earlier call sent without a reply are sent again.
-        """
-        yield None, evaluator_heartbeat(self._process, None)  # the server takes results only after a first heartbeat
-        begin = 0  # results before it are in this call
-        while not self.is_over:
-            with self._reported:
-                if self._num_reported <= begin:
-                    self._reported.wait(_HEARTBEAT_S)
-                number = next((number for number in self._results if number >= begin), None)
-                metrics = None if number is None else self._results[number]
-            begin = begin if number is None else number + 1
-            yield number, evaluator_heartbeat(self._process, metrics)
-
-    def close(self) -> None:
-        self.is_over = True
-        self._heartbeat.stop()
-        super().close()

@@ -29,6 +29,7 @@ from ..session import Progress
 Welcome = pb.Welcome
 Final = pb.Final
 Goodbye = pb.Leave
+HeartbeatRequest = pb.HeartbeatRequest
 HeartbeatReply = pb.HeartbeatReply
 ReplyMessage = pb.Reply
 Snapshot = pb.Snapshot
@@ -118,11 +119,6 @@ def join_message(
     )
 
 
-def evaluator_heartbeat(process: str, metrics: dict[str, Any] | None) -> bytes:
-    """The heartbeat of an evaluator; `metrics` are the fields of EvaluationMetrics."""
-    return pb.HeartbeatRequest(process=process, evaluates=True, metrics=metrics).SerializeToString()
-
-
 def model_message(layout: Layout, optimizer: OptimizerSpec, codec: str, reply_codec: str) -> pb.Model:
     """The Model message, without a transport's offer. `codec`: that of contributions."""
     return pb.Model(
@@ -174,7 +170,7 @@ def settings_from(payload: bytes) -> Settings:
 
 def loses_replies(worker: WorkerConfig, settings: Settings) -> bool:
     """Whether this worker gets weights in a lossy codec."""
-    return worker.reply_codec != "raw" and not settings.kind.has_peers
+    return worker.reply_codec != "raw" and settings.kind.has_payload
 
 
 def read_settings(message: pb.RunSettings) -> Settings:

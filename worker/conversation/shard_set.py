@@ -297,9 +297,9 @@ class Shard:
 
     # ---- the end ------------------------------------------------------------------------------
 
-    def finish(self, transfer_s: float, can_evaluate: bool, residual: ResidualInfo) -> Final:
+    def finish(self, transfer_s: float, stays: bool, residual: ResidualInfo) -> Final:
         """Report that all steps are taken, upload the weights if the server asks for them, receive the final ones."""
-        finish = {"transfer_s": transfer_s, "can_evaluate": can_evaluate, "residual": asdict(residual)}
+        finish = {"transfer_s": transfer_s, "stays": stays, "residual": asdict(residual)}
         self.stream.say(finish=finish)
         while (received := self.expect("final", "send_weights")).kind == "send_weights":
             self._upload()

@@ -118,8 +118,8 @@ class GroupMember(ProgressLink):
         assert message is not None
         return read_reply(message)
 
-    def finish(self, can_evaluate: bool) -> Final | None:
-        return self._together(lambda exchange: exchange.finish(can_evaluate), Final)
+    def finish(self) -> Final | None:
+        return self._together(lambda exchange: exchange.finish(), Final)
 
     def pull_exact(self, model: ModelTensors) -> int:
         found = self._together(lambda exchange: Final(version=exchange.pull_exact(self._whole)), Final)

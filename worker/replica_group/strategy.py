@@ -102,7 +102,6 @@ class Grouped(Strategy):
         self._newest_samples = 0.0
         self._num_shared = 0  # `num_received` of the weights that all processes have; -1: they have others
         self._stop_reason = ""
-        self.evaluates = not group.rank
         if group.rank:
             message = group.receive_message()
             self.settings, self.progress = settings_from(b64decode(message["settings"])), Progress()
@@ -230,7 +229,7 @@ class Grouped(Strategy):
         self._inner = self._sharded.strategy(self._server, self.settings, self._config)
         self._inner.progress.become(self.progress)
         self.progress = self._inner.progress
-        self.takes_whole, self.evaluates = False, True
+        self.takes_whole = False
         if not is_pipeline:
             self._weigh_outputs(model)
         return self._sharded.tensors
@@ -415,7 +414,7 @@ class Grouped(Strategy):
 
     # ---- evaluations, and the end -------------------------------------------------------------
 
-    def finish(self, can_evaluate: bool) -> Final | None:
+    def finish(self) -> Final | None:
         self._reshard()
         if any(item[3] for item in self._meet(2, 0, 0, 0, bool(self._stop_reason))):
             self._share_stop()
@@ -423,12 +422,12 @@ class Grouped(Strategy):
 
         def finish(inner: Strategy) -> bool:
             nonlocal final
-            final = inner.finish(can_evaluate)
+            final = inner.finish()
             return final is not None
 
         if self._together(finish) and final is None:
             final = Final()  # group rank 0 evaluates for this process
-        if final is not None and not (final.evaluate and self._sharded is not None):  # otherwise all processes evaluate
+        if final is not None and not (final.is_asked and self._sharded is not None):  # otherwise all processes evaluate
             self._group.watch.end()
         return final
 

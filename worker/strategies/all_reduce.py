@@ -198,7 +198,7 @@ class AllReduceStrategy(Strategy):
     def _flags(self, outgoing: Outgoing) -> int:
         """The flags for this round if this member has the lowest rank; 0: it uploads nothing."""
         info = self._exchange.group_view.info
-        uploads = info.uploads_weights or outgoing.contribution.training.evaluates
+        uploads = info.uploads_weights or outgoing.contribution.training.wants_exact
         return uploads * (_UPLOADS + UPLOADS_OPTIMIZER * info.uploads_optimizer + _RETURNS * info.returns_weights)
 
     def _norm(self) -> float:
@@ -261,9 +261,9 @@ class AllReduceStrategy(Strategy):
 
     # ---- the end ------------------------------------------------------------------------------
 
-    def _finish(self, can_evaluate: bool) -> Final | None:
+    def _finish(self) -> Final | None:
         self._lifecycle.close_group()  # a member that averages must not wait for this worker
-        final = super()._finish(can_evaluate)
+        final = super()._finish()
         if final is None:
             self._enter()
         return final

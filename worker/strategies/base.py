@@ -29,7 +29,7 @@ class Exchanger(Protocol):
 
     settings: Settings
     progress: Progress  # as the server knows it
-    measured: list[dict[str, Any]]  # evaluations (EvaluationMetrics in the proto) that the server may not have received
+    measured: list[dict[str, Any]]  # evaluations (Metrics in the proto) that the server may not have received
     replies_lose: bool  # a codec of replies makes the model differ from the server's weights until the run ends
     stop_reason: str  # why this worker requests the end of the run; empty: it does not
 
@@ -49,7 +49,7 @@ class Exchanger(Protocol):
     def pull_exact(self, model: ModelTensors) -> int:
         """Write the server's exact newest weights into this model. Returns their version. Waits for a lost server."""
 
-    def finish(self, can_evaluate: bool) -> Final | None:
+    def finish(self) -> Final | None:
         """Wait for the other workers and receive the final weights. None: the server went back, and steps remain."""
 
     def pull_optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -66,7 +66,6 @@ class Strategy:
     """Exchanges the contributions of a training loop through an exchanger. Used by the training thread only."""
 
     takes_whole = True  # this process has the whole model
-    evaluates = True  # this process takes part in evaluations
     # Samples of the batch that the model computes now; 0: not known.
     num_samples_now: Callable[[], int] = staticmethod(lambda: 0)
     may_skip = True  # this process may skip a step (fp16 infinities) without asking other processes
@@ -327,20 +326,20 @@ class Strategy:
 
     # ---- evaluations, and the end -------------------------------------------------------------
 
-    def finish(self, can_evaluate: bool) -> Final | None:
+    def finish(self) -> Final | None:
         """Wait for the other workers. On return the model has the run's final weights.
 
         Returns None if the server went back to a snapshot, so that steps have to be taken again.
         """
         self._find_model()
-        final = self._finish(can_evaluate)
+        final = self._finish()
         self.progress.is_done |= final is not None  # also if steps were left
         self._note_weights()
         self.note()
         return final
 
-    def _finish(self, can_evaluate: bool) -> Final | None:
-        return self._exchange.finish(can_evaluate)
+    def _finish(self) -> Final | None:
+        return self._exchange.finish()
 
     def stop(self, reason: str) -> None:
         """Request the end of the run for all workers, with the next message to the server."""

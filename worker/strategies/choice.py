@@ -26,9 +26,13 @@ def make_strategy(exchange: Exchange, may_send_early: bool) -> Strategy:
     return AllReduceStrategy(exchange, may_send_early)
 
 
-def make_server_strategy(exchange: Exchanger, early: Exchange | None = None) -> Strategy:
-    """Return the strategy of a mode in which the server has the weights. `early` sends gradients during backward."""
+def make_server_strategy(exchange: Exchanger, early: Exchange | None = None, waits: bool = False) -> Strategy:
+    """Return the strategy of a mode in which the server has the weights. `early` sends gradients during backward.
+
+    `waits`: for each reply, whatever the run's settings say.
+    """
     settings = exchange.settings
-    if settings.kind.holds_differences and (settings.delayed_update or settings.fragments > 1):
-        return Overlapped(exchange)
-    return DelayedUpdate(exchange) if settings.delayed_update else BlockingStrategy(exchange, early)
+    waits |= not settings.delayed_update
+    if settings.kind.holds_differences and (settings.fragments > 1 or not waits):
+        return Overlapped(exchange, waits)
+    return BlockingStrategy(exchange, early) if waits else DelayedUpdate(exchange)

@@ -183,10 +183,10 @@ class DelayedUpdate(Strategy):
             self._received_version = self._exchange.progress.version
         return reply
 
-    def _finish(self, can_evaluate: bool) -> Final | None:
+    def _finish(self) -> Final | None:
         self._land()
         self._shadow.settle()
-        final = self._exchange.finish(can_evaluate)
+        final = self._exchange.finish()
         self._received_version = self._exchange.progress.version
         self._begin()
         return final
@@ -214,13 +214,17 @@ class Overlapped(DelayedUpdate):
         helper thread             | exchange ........ |                       | exchange ...
 
     The reply is merged after tau steps (policy.overlap_steps), even if it arrived earlier. With tau = H, or H / P for P
-    fragments, that is just before the next measurement. Without `policy.delayed_update` the loop waits for the reply,
+    fragments, that is just before the next measurement. If it `waits`, the loop waits for the reply,
     and the parameters of other fragments continue from their own steps. Buffers stay the worker's own until the run
     ends.
     """
 
     _overlap: Overlap | None = None  # set once the model has the run's weights
     _merged: Reply | None = None  # its weights are in the model, but `_contribute` has not used it yet
+
+    def __init__(self, exchange: Exchanger, waits: bool = False) -> None:
+        super().__init__(exchange)
+        self._waits = waits
 
     def _start(self, model: ModelTensors, optimizer: OptimizerSpec, is_parted: bool) -> None:
         super()._start(model, optimizer, is_parted)
@@ -234,7 +238,7 @@ class Overlapped(DelayedUpdate):
 
     def _contribute(self, outgoing: Outgoing) -> None:
         super()._contribute(outgoing)
-        if not self.settings.delayed_update and (landed := self._land()) is not None:
+        if self._waits and (landed := self._land()) is not None:
             if self._goes_on(landed):
                 self.progress.become(self._exchange.progress)
                 self._shadow.take(self._shadow.num_trained, self._shadow.num_exchanged)

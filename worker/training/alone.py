@@ -138,7 +138,7 @@ class Alone:
     def _reply(self, outcome: Outcome, reason: str = "") -> Reply:
         total, (seq, steps, *_) = self.progress.total_steps, self.row
         is_over = bool(self.ended_by) or (total is not None and steps >= total)
-        work = NextWork(0 if is_over else 1, steps, run_steps=total)
+        work = NextWork(0 if is_over else 1, steps, run_steps=total, is_asked=True)
         reply = Reply(Result(outcome, seq, seq, reason=reason), work, WeightsInfo(0))
         self.progress.replied(reply)
         if outcome is Outcome.REJECTED:
@@ -152,10 +152,10 @@ class Alone:
                 if isinstance(value, torch.Tensor) and value.dim():
                     state[key] = value.to(parameter.device)
 
-    def finish(self, can_evaluate: bool) -> Final | None:
+    def finish(self) -> Final | None:
         self._take_news()
         self._restore()
-        return Final(version=self.progress.version, evaluate=can_evaluate)
+        return Final(version=self.progress.version, is_asked=True)
 
     def pull_exact(self, model: ModelTensors) -> int:
         return self.progress.version

@@ -66,7 +66,7 @@ class Evaluation:
         over = self._over(progress, data)
         is_due = self._num_over is not None and over > self._num_over
         self._num_over = over  # smaller than before if the run went back
-        return is_due and not progress.worker_index and not progress.has_evaluator
+        return is_due and progress.is_asked
 
     def _over(self, progress: Progress, data: DataPosition) -> int:
         """The number of intervals that have passed."""

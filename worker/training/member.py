@@ -144,7 +144,7 @@ class RunMember:
 
     def _evaluate(self) -> None:
         version = self._strategy.settle()
-        if self.is_done or not self._strategy.evaluates:
+        if self.is_done or (self._strategy.takes_whole and self.group_rank):
             return
         try:
             version = self._strategy.show_exact(version)
@@ -220,7 +220,7 @@ class RunMember:
             changes = self._strategy.changes()
             if self._steps is not None:
                 self._steps.finish()
-            self._final = self._strategy.finish(can_evaluate=True)
+            self._final = self._strategy.finish()
             unmark()  # this process trains no more
             if changes and self._final is not None:
                 self._evaluate_last(self._final)
@@ -228,7 +228,7 @@ class RunMember:
         return self._final
 
     def _evaluate_last(self, final: Final) -> None:
-        if final.evaluate and self.evaluation.is_final_too and self.evaluation.every is not None and not self.metrics:
+        if final.is_asked and self.evaluation.is_final_too and self.evaluation.every is not None and not self.metrics:
             self.report(**self.evaluation.metrics(self._model))
 
     def finish(self) -> bool:
@@ -251,7 +251,7 @@ class RunMember:
             raise UnreachableError(message, fix="start the script again: it resumes at that step (ps-launch does)")
         self._evaluate_last(final)
         self._has_finished = True
-        return final.evaluate
+        return final.is_asked
 
     def _say_early(self) -> None:
         """Warn if the script's loops have read all their passes before the run has its steps."""

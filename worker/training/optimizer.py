@@ -474,7 +474,7 @@ class ExchangeOptimizer(torch.optim.Optimizer):
         if not self._steps.prepare_step(self):
             return closure() if closure is not None else None
         loss = None
-        if self._steps_here and not self._steps.strategy.kind.has_peers:  # with peers, clip after averaging
+        if not self._steps.strategy.kind.steps_along_mean_gradient:  # with peers, clip after averaging
             if self._clip_norm:
                 self._clip_here()
             loss = self.step_inner(closure)

@@ -238,8 +238,7 @@ class Session(RunMember):
         self._memory.data.accepts_other_data = self._worker.accept_other_data
         strategy.num_samples_now = self._memory.data.num_samples_now
         self._restarted.optimizers = optimizers
-        steps_alone = kind.worker_steps and not kind.has_peers
-        if self.resumed and steps_alone and isinstance(model, Pipeline) and not self.group_rank:
+        if self.resumed and not kind.steps_along_mean_gradient and isinstance(model, Pipeline) and not self.group_rank:
             meaning = "each stage has its weights from the server; moments begin anew, as workers of this mode step"
             log.warning("optimizer_state_anew", step=self._progress.position, meaning=meaning)
         slows = self._config.slowdown != SlowdownConfig()

@@ -16,7 +16,7 @@ from ....common.errors import UsageError
 from ....common.registry import TRACKERS
 from ....common.reporting.metrics import Display, Tense, shown_of_run, shown_of_workers
 from ....common.reporting.summary import Status
-from ...core.effects import Evaluated, Fact, RunStarted, StatusTaken
+from ...core.effects import Fact, MetricsTaken, RunStarted, StatusTaken
 from .. import reports
 from ..bus import Sink
 
@@ -60,7 +60,7 @@ class TrackerSink(Sink):
 
     does_io = True
     close_s = 60.0  # some trackers first make tables, or send buffered metrics
-    kinds = (RunStarted, StatusTaken, Evaluated)
+    kinds = (RunStarted, StatusTaken, MetricsTaken)
 
     def __init__(self, name: str, config: Config) -> None:
         self.name = name  # type: ignore[misc]  # of this sink, not of the class
@@ -83,7 +83,7 @@ class TrackerSink(Sink):
                     self._from_step = status.step
                 if status.step > self._from_step:  # the first contribution says what runs
                     self._log(status.step, metrics_of(status))
-            case Evaluated(point):
+            case MetricsTaken(point):
                 self._log(point.step, {f"eval/{name}": metric for name, metric in point.metrics.items()})
 
     def _log(self, step: int, metrics: Mapping[str, float | None]) -> None:

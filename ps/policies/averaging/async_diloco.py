@@ -41,7 +41,7 @@ from ..shared.decisions import Standing
 from .diloco import OuterOptions, OverlapOptions
 
 _NEWEST = 0.5  # weight of the newest measurement in a worker's speed
-_DELAYED = 0.5  # default of a delayed momentum
+_MOMENTUM = 0.5  # default where it moves with every so manyth delta
 
 
 class AsyncDilocoOptions(OverlapOptions, OuterOptions):
@@ -142,14 +142,14 @@ class AsyncDilocoPolicy(Policy):
 
     @classmethod
     def summary(cls, options: AsyncDilocoOptions) -> str:
-        delayed = f", momentum every {options.outer_delay} deltas" if options.outer_delay else ""
-        return f"{options.local_steps} local steps, quorum {options.quorum}{delayed}{options.summary}"
+        momentum = f", momentum every {options.outer_delay} deltas" if options.outer_delay else ""
+        return f"{options.local_steps} local steps, quorum {options.quorum}{momentum}{options.summary}"
 
     @property
     def outer(self) -> Outer:
         momentum, reason = self.options.outer_momentum, "as policy.outer_momentum says"
         if self.options.outer_delay is not None:
-            numbers = {"lr": self.options.outer_lr, "momentum": _DELAYED if momentum is None else momentum}
+            numbers = {"lr": self.options.outer_lr, "momentum": _MOMENTUM if momentum is None else momentum}
             return Outer("DelayedNesterov", numbers, f"it moves with every {self.options.outer_delay} deltas")
         return self.options.outer(*((0.0, "deltas that come one by one") if momentum is None else (momentum, reason)))
 
@@ -206,7 +206,7 @@ class AsyncDilocoPolicy(Policy):
         replied_at = self._replied.pop(rank, now)
         self._count(member, contribution.counts)
         self._missing.pop(rank, None)
-        if self.common.delayed_update:
+        if self.num_in_flight:
             self._handed_over[rank] = now
         if steps and (took_s := round(contribution.timing.compute_s, 6) or now - replied_at) > 0:
             self._speeds.measured(rank, steps / took_s)
@@ -239,7 +239,7 @@ class AsyncDilocoPolicy(Policy):
             commit = self._commit(tuple(weights), reason, share)
         else:
             commit = self._commit(tuple(weights), reason)
-            commit.numbers = self._delayed(len(weights), share, self.options.outer_delay)
+            commit.numbers = self._numbers(len(weights), share, self.options.outer_delay)
         for rank in weights:
             if rank in self.members:
                 self._is_missing(rank)
@@ -247,7 +247,7 @@ class AsyncDilocoPolicy(Policy):
                 self._weights.forget(rank)
         return commit
 
-    def _delayed(self, num: int, share: float, delay: int) -> Mapping[str, float]:
+    def _numbers(self, num: int, share: float, delay: int) -> Mapping[str, float]:
         """Returns the optimizer's numbers for a commit of so many deltas. The share is a number of its own, not part of
         the rate, because the movements of the weights are summed at any rate."""
         before, moves = self._since_moved, self._since_moved + num >= delay

@@ -42,7 +42,7 @@ def test_without_a_length_a_run_goes_on_until_all_have_finished() -> None:
     for number in range(1, 20):
         assert replies(contribute(run, number)) == [1, 1]
     for rank in range(2):
-        found = run.apply(events.Finished(rank, 1, can_evaluate=True))
+        found = run.apply(events.Finished(rank, 1, stays=True))
     assert any(isinstance(effect, effects.TellDone) for effect in found)
     assert run.policy.min_steps_done == 19
 
@@ -80,7 +80,7 @@ def test_who_has_left_of_its_own_accord_is_asked_again_by_another_length(
     for number in range(1, 4):
         contribute(run, number)
     for rank in range(2):
-        run.apply(events.Finished(rank, 1, can_evaluate=True))
+        run.apply(events.Finished(rank, 1, stays=True))
     again = run_of(steps=steps, epochs=epochs)
     again.restore(3, ("model", "sgd"), run.saved(1.0))
     assert again.was_over_before == is_over
@@ -99,7 +99,7 @@ def test_metrics_of_a_version_count_once_and_the_best_is_said() -> None:
         for version, loss in ((1, 2.0), (1, 1.0), (2, 3.0), (3, 1.5), (4, 0.0))
         for fact in metrics(run, version, loss)
     ]
-    found = [(fact.point.version, fact.is_best) for fact in facts if isinstance(fact, effects.Evaluated)]
+    found = [(fact.point.version, fact.is_best) for fact in facts if isinstance(fact, effects.MetricsTaken)]
     assert found == [(1, True), (2, False), (3, True)], "version 4 there is not"
     again = run_of()
     again.restore(3, ("model", "sgd"), run.saved(1.0))
@@ -122,8 +122,8 @@ def test_a_failure_is_the_run_s_and_nobody_evaluates_the_final_weights(rank: int
     assert logged(found, "run_failed")[0]["exit_code"] == 3
     assert replies(contribute(run, 2)) == [0, 0]
     for item in range(2):
-        found = run.apply(events.Finished(item, 1, can_evaluate=True))
-    assert [effect.evaluator for effect in found if isinstance(effect, effects.TellDone)] == [None]
+        found = run.apply(events.Finished(item, 1, stays=True))
+    assert [effect.asked for effect in found if isinstance(effect, effects.TellDone)] == [None]
     assert (run.failure.message, run.failure.exit_code) == (
         f"{who} failed in the evaluation at step 1: ValueError: no",
         3,
@@ -133,17 +133,14 @@ def test_a_failure_is_the_run_s_and_nobody_evaluates_the_final_weights(rank: int
 def test_while_a_evaluator_is_there_workers_are_told() -> None:
     run = begin(run_of())
 
-    def evaluators(number: int) -> set[bool]:
-        return {
-            effect.reply.next_work.has_evaluator
-            for effect in contribute(run, number)
-            if isinstance(effect, effects.SendReply)
-        }
+    def asked(number: int) -> list[int]:
+        found = [effect for effect in contribute(run, number) if isinstance(effect, effects.SendReply)]
+        return [effect.rank for effect in found if effect.reply.next_work.is_asked]
 
-    run.apply(events.HeartbeatBegan("evaluator", evaluates=True))
-    assert evaluators(1) == {True}
+    run.apply(events.HeartbeatBegan("evaluator", is_outside=True))
+    assert asked(1) == []
     run.apply(events.HeartbeatStopped("evaluator"))
-    assert evaluators(2) == {False}
+    assert asked(2) == [0]
 
 
 def test_all_shards_keep_the_version_that_is_newest_when_a_evaluator_asks_for_it() -> None:
@@ -163,7 +160,7 @@ def test_metrics_of_a_worker_that_was_not_asked_change_nothing() -> None:
         assert [fields["rank"] for fields in logged(found, "metrics_ignored")] == [1]
     assert run.curve.points == [] and run.failure is None
     assert replies(contribute(run, 2)) == [1, 1]
-    run.apply(events.HeartbeatBegan("evaluator", evaluates=True))
+    run.apply(events.HeartbeatBegan("evaluator", is_outside=True))
     for number in range(3, 6):
         contribute(run, number)
     assert logged(metrics(run, 5, 0.5, 0), "metrics_ignored"), "the evaluator is asked, and no worker"
@@ -176,7 +173,7 @@ def test_final_metrics_are_those_of_one_worker(is_done: bool) -> None:
     run = begin(run_of())
     contribute(run, 1)
     for rank in range(2 if is_done else 0):
-        run.apply(events.Finished(rank, 1, can_evaluate=True))
+        run.apply(events.Finished(rank, 1, stays=True))
     found = run.apply(events.Left(1, 1, "goodbye", metrics={"accuracy": 1.0}))
     assert [fields["rank"] for fields in logged(found, "metrics_ignored")] == [1]
     run.apply(events.Left(0, 1, "goodbye", metrics={"accuracy": 0.5}))

@@ -37,7 +37,7 @@ st.register_type_strategy(  # hyperparameters are dict[str, Any], and Hypothesis
         clip_norm=st.floats(0, 1e9),
         loss=st.floats(),
         wants_weights=st.booleans(),
-        evaluates=st.booleans(),
+        wants_exact=st.booleans(),
     ),
 )
 judgements = st.builds(Judgement, actions, texts, texts, st.booleans(), st.floats(0, 1e9), st.floats(0, 1))

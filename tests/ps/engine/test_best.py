@@ -52,7 +52,7 @@ async def test_the_coordinator_writes_what_it_gathers_of_the_best_version(tmp_pa
         model.store.version = version
         best.keep(version)
         model.store.version = 9  # the run goes on
-        best.evaluated(version, is_best)
+        best.measured(version, is_best)
         await best.best_written()
     found = load_file(tmp_path / "best.safetensors")
     assert asked == [1, 3] and found.keys() == {"w", "other"} and found["w"].tolist() == [3, 3]
@@ -63,7 +63,7 @@ async def test_another_shard_has_the_best_version_until_there_is_a_better_one(tm
     for version in (1, 2, 3):
         model.store.version = version
         best.keep(version)
-        best.evaluated(version, is_best=version != 2)
+        best.measured(version, is_best=version != 2)
         assert (best.get(1) is not None) == (version < 3) and best.get(2) is None
     payload = best.get(3)
     assert payload is not None and payload.view(torch.float32).tolist() == [3, 3]
@@ -76,7 +76,7 @@ async def test_versions_under_way_are_few_and_nothing_stays_where_no_best_is_kep
         model.store.version = version
         best.keep(version)
     assert [best.get(version) is not None for version in (1, 2, 3)] == [False, True, True]
-    best.evaluated(2, is_best=True)
+    best.measured(2, is_best=True)
     assert best.get(2) is None
     await best.best_written()
     assert not (tmp_path / "best.safetensors").exists()
@@ -91,7 +91,7 @@ async def test_a_shard_that_does_not_give_its_part_costs_the_file_and_not_the_ru
 
     best.gather = gather
     best.keep(0)
-    best.evaluated(0, is_best=True)
+    best.measured(0, is_best=True)
     await best.best_written()
     assert not (tmp_path / "best.safetensors").exists()
 
@@ -108,7 +108,7 @@ async def test_who_goes_back_does_not_wait_for_the_part_of_a_shard_that_is_lost(
     best.gather = gather
     for version in (1, 2):
         model.store.version = version
-        best.evaluated(version, is_best=True)
+        best.measured(version, is_best=True)
         await asyncio.sleep(0)
     await asyncio.wait_for(best.best_written(is_cut_short=True), 5)
     assert begun == [1]
@@ -128,7 +128,7 @@ async def test_one_that_cannot_be_written_is_said_and_the_next_one_is_written(tm
         for version in (1, 2):
             model.store.version = version
             best.keep(version)
-            best.evaluated(version, is_best=True)
+            best.measured(version, is_best=True)
             await best.best_written()
     assert [(line["event"], line.get("version")) for line in lines] == [("best_not_saved", 1), ("saved_best", 2)]
     assert load_file(tmp_path / "best.safetensors")["w"].tolist() == [2, 2]
@@ -145,7 +145,7 @@ async def test_holders_of_a_version_share_a_copy_until_the_last_one_releases_it(
     copies.keep(2)
     copies.release_reader("a")
     assert copies.get(2) is not None
-    copies.release(2, "evaluation")
+    copies.release(2, "")
     assert copies.get(2) is None
 
 

@@ -292,7 +292,7 @@ async def test_one_who_joins_later_has_the_same_bits_and_an_evaluation_the_exact
     first.check(server)
     assert late.mine == first.mine and late.number == first.number == 4
     before = bytes(first.mine)
-    await first.step(chance, evaluates=True)
+    await first.step(chance, wants_exact=True)
     assert first.newest_reply.weights.reference.number == 0 and first.kinds_of_replies[-1] == "raw"
     exact = dict(server.engine.model.store.tensors())
     assert all(torch.equal(tensor, exact[name]) for name, tensor in first.net.named_parameters())

@@ -336,9 +336,9 @@ class Delayed(AllReduceStrategy):
         while self._flights:
             self._step_once()
 
-    def _finish(self, can_evaluate: bool) -> Final | None:
+    def _finish(self) -> Final | None:
         self._drain()
-        final = super()._finish(can_evaluate)
+        final = super()._finish()
         if final is not None:
             self._begin()
         return final

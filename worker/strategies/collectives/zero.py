@@ -274,7 +274,7 @@ class Zero(AllReduceStrategy):
             return self._complete_failed(outgoing)
         return self._complete_upload(group, outgoing, undo)
 
-    def _finish(self, can_evaluate: bool) -> Final | None:
+    def _finish(self) -> Final | None:
         states = [value for state in self._step.state.values() for value in state.values()]
         num, copies = len(self._transfer.shares), self._exchange.config.zero_copies
         num_bytes = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
@@ -282,7 +282,7 @@ class Zero(AllReduceStrategy):
         if copies >= num:
             fields["meaning"] = f"nothing is divided: zero_copies {copies} covers all {num} shares"
         log.info("optimizer_state", rank=self._confirmed.rank, **fields)
-        return super()._finish(can_evaluate)
+        return super()._finish()
 
 
 class Collected:

@@ -17,7 +17,7 @@ from ....common.errors import UsageError
 from ....common.reporting.log import get_logger
 from ....common.tensors.optimizers import Reduction, check_max_norm
 from ....common.user_code import user_code
-from ...conversation.exchange import Evaluator
+from ...conversation.evaluator import Evaluator
 from ...conversation.threads import sleep
 from ...session import Progress
 from ...strategies.base import Strategy
