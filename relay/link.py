@@ -94,8 +94,8 @@ class Link:
         self.address = upstream.server
         changes = upstream.model_dump(include={"server", "rank", "codec", "reply_codec"})
         worker = config.worker.model_copy(update={**changes, "device": "cpu"})
-        own = {"cert": upstream.cert, "key": upstream.key} if upstream.cert is not None else {}
-        security = config.security.model_copy(update=own)
+        identity = {"cert": upstream.cert, "key": upstream.key} if upstream.cert is not None else {}
+        security = config.security.model_copy(update=identity)
         credentials = worker_credentials(config.model_copy(update={"worker": worker, "security": security}))
         self._sent_first_for = -1  # `num_starts` when FirstInfo was sent
         name, num_workers = upstream.region or socket.gethostname(), config.run.workers or 1

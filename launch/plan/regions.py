@@ -112,8 +112,8 @@ def settings_of_size(config: Config, num_workers: int) -> dict[str, Any]:
 
 def settings_of_relay(config: Config, relay: Child, above: str, num_workers: int) -> dict[str, Any]:
     """Returns the settings that one relay has. `above`: the address of the server above."""
-    own = {"upstream.server": above, "upstream.rank": relay.rank - 1, "upstream.region": relay.region}
-    return own | settings_of_size(config, num_workers)
+    seat = {"upstream.server": above, "upstream.rank": relay.rank - 1, "upstream.region": relay.region}
+    return seat | settings_of_size(config, num_workers)
 
 
 # ---- hosts that are close to each other ----------------------------------------------------------
