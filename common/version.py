@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-PROTOCOL_VERSION = 4  # of proto/parameter_server.proto, in its package's name
+PROTOCOL_VERSION = 5  # of proto/parameter_server.proto, in its package's name
 SNAPSHOT_VERSION = 3  # `format` of a manifest
 STORE_VERSION = 4  # of the tables of the run store
 

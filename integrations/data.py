@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..common.errors import ParamServerError, UsageError
 from ..common.reporting.log import get_logger
-from ..worker.training.position.sources import Generators
+from ..common.tensors.generators import Generators
 from ..worker.training.session import Session
 
 log = get_logger()

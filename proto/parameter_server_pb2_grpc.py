@@ -35,32 +35,32 @@ class ParameterServerStub:
             channel: A grpc.Channel.
         """
         self.Exchange = channel.stream_stream(
-                '/paramserver.v4.ParameterServer/Exchange',
+                '/paramserver.v5.ParameterServer/Exchange',
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.WorkerMessage.SerializeToString,
                 response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.FromString,
                 _registered_method=True)
         self.Pull = channel.unary_stream(
-                '/paramserver.v4.ParameterServer/Pull',
+                '/paramserver.v5.ParameterServer/Pull',
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.PullRequest.SerializeToString,
                 response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.FromString,
                 _registered_method=True)
         self.PullRows = channel.unary_unary(
-                '/paramserver.v4.ParameterServer/PullRows',
+                '/paramserver.v5.ParameterServer/PullRows',
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.RowsRequest.SerializeToString,
                 response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.RowsReply.FromString,
                 _registered_method=True)
         self.Heartbeat = channel.stream_stream(
-                '/paramserver.v4.ParameterServer/Heartbeat',
+                '/paramserver.v5.ParameterServer/Heartbeat',
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatReply.FromString,
                 _registered_method=True)
         self.Attend = channel.stream_stream(
-                '/paramserver.v4.ParameterServer/Attend',
+                '/paramserver.v5.ParameterServer/Attend',
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.ShardReport.SerializeToString,
                 response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.ShardOrder.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
-                '/paramserver.v4.ParameterServer/Status',
+                '/paramserver.v5.ParameterServer/Status',
                 request_serializer=paramserver_dot_proto_dot_parameter__server__pb2.StatusRequest.SerializeToString,
                 response_deserializer=paramserver_dot_proto_dot_parameter__server__pb2.StatusReply.FromString,
                 _registered_method=True)
@@ -151,9 +151,9 @@ def add_ParameterServerServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'paramserver.v4.ParameterServer', rpc_method_handlers)
+            'paramserver.v5.ParameterServer', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('paramserver.v4.ParameterServer', rpc_method_handlers)
+    server.add_registered_method_handlers('paramserver.v5.ParameterServer', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -174,7 +174,7 @@ class ParameterServer:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/paramserver.v4.ParameterServer/Exchange',
+            '/paramserver.v5.ParameterServer/Exchange',
             paramserver_dot_proto_dot_parameter__server__pb2.WorkerMessage.SerializeToString,
             paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.FromString,
             options,
@@ -201,7 +201,7 @@ class ParameterServer:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/paramserver.v4.ParameterServer/Pull',
+            '/paramserver.v5.ParameterServer/Pull',
             paramserver_dot_proto_dot_parameter__server__pb2.PullRequest.SerializeToString,
             paramserver_dot_proto_dot_parameter__server__pb2.ServerMessage.FromString,
             options,
@@ -228,7 +228,7 @@ class ParameterServer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/paramserver.v4.ParameterServer/PullRows',
+            '/paramserver.v5.ParameterServer/PullRows',
             paramserver_dot_proto_dot_parameter__server__pb2.RowsRequest.SerializeToString,
             paramserver_dot_proto_dot_parameter__server__pb2.RowsReply.FromString,
             options,
@@ -255,7 +255,7 @@ class ParameterServer:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/paramserver.v4.ParameterServer/Heartbeat',
+            '/paramserver.v5.ParameterServer/Heartbeat',
             paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatRequest.SerializeToString,
             paramserver_dot_proto_dot_parameter__server__pb2.HeartbeatReply.FromString,
             options,
@@ -282,7 +282,7 @@ class ParameterServer:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/paramserver.v4.ParameterServer/Attend',
+            '/paramserver.v5.ParameterServer/Attend',
             paramserver_dot_proto_dot_parameter__server__pb2.ShardReport.SerializeToString,
             paramserver_dot_proto_dot_parameter__server__pb2.ShardOrder.FromString,
             options,
@@ -309,7 +309,7 @@ class ParameterServer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/paramserver.v4.ParameterServer/Status',
+            '/paramserver.v5.ParameterServer/Status',
             paramserver_dot_proto_dot_parameter__server__pb2.StatusRequest.SerializeToString,
             paramserver_dot_proto_dot_parameter__server__pb2.StatusReply.FromString,
             options,

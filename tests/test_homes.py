@@ -19,7 +19,7 @@ from paramserver.tests.code_lines import PRODUCT, ROOT
 # The words of each capability, its home, and how many other files may name it.
 HOMES = {
     "regions": (r"regions?|upstream|relays?|above|elsewhere|num_behind", ("relay/*", "*/regions.py"), 16),
-    "fragments": (r"fragments?", ("ps/policies/averaging/*",), 11),
+    "fragments": (r"fragments?", ("ps/policies/averaging/*",), 12),
     "delayed update": (r"delayed|delayed_update", ("worker/strategies/delayed_update.py", "*/delayed.py"), 11),
     "all-reduce peers": (r"has_peers", ("worker/strategies/*", "ps/policies/allreduce.py"), 7),
     "evaluation": (r"evaluat(e|es|ed|or|ors|ion|ions)", ("worker/training/evaluation.py", "*/evaluator.py"), 27),

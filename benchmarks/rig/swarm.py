@@ -139,7 +139,7 @@ class Player:
 
     async def join(self) -> None:
         """Join, and wait for the first weights."""
-        await self._send(messages.message(join=messages.join_message(self._progress, "cpu", None)))
+        await self._send(messages.message(join=messages.join_message(self._progress, "cpu", {})))
         welcome = (await self._receive("welcome")).of(messages.Welcome)
         self._progress.welcomed(welcome.run, welcome.rank, welcome.incarnation)
         model = messages.model_message(self._payloads.layout, self._payloads.spec, "raw", "raw")

@@ -23,7 +23,7 @@ from paramserver.proto import parameter_server_pb2 as pb
 from paramserver.proto import parameter_server_pb2_grpc as pb_grpc
 from paramserver.tests.cluster import Cluster
 
-SERVICE = "paramserver.v4.ParameterServer"
+SERVICE = "paramserver.v5.ParameterServer"
 PARAMETER, BUFFER, FROZEN = pb.TensorSpec.PARAMETER, pb.TensorSpec.BUFFER, pb.TensorSpec.FROZEN
 SPECS = [("v", PARAMETER, (2, 3)), ("w", PARAMETER, (13,)), ("running", BUFFER, (2,)), ("fixed", FROZEN, (3,))]
 NUM_TRAINED, AT_BUFFER, EXCHANGED, AT_FROZEN, TOTAL = 19, 128, 136, 192, 204  # floats, and bytes of the layout

@@ -118,7 +118,7 @@ def older_server() -> Iterator[str]:
 
     class Older(grpc.GenericRpcHandler):
         def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-            message = other_protocol(details.method.replace("v4", "v1"))
+            message = other_protocol(details.method.replace("v5", "v1"))
             return grpc.stream_stream_rpc_method_handler(
                 lambda _, context: context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
             )
@@ -146,7 +146,7 @@ def other_grpc_server() -> Iterator[str]:
     ("somebody", "words"),
     [
         (http_server, "is no ps-server: it says '<!DOCTYPE HTML>"),
-        (other_grpc_server, "it does not know paramserver.v4"),
+        (other_grpc_server, "it does not know paramserver.v5"),
     ],
 )
 def test_something_else_at_the_address_is_named_at_once(

@@ -6,19 +6,17 @@ Of a data set without a length every rank reads all samples in order and keeps e
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from ....common.errors import UsageError
+from ....common.tensors.generators import Generators
 
 _SIGNATURE = inspect.signature(DataLoader).parameters
 # The session divides and orders the data by these itself. It passes all other arguments to a DataLoader of its own.
@@ -49,35 +47,6 @@ def share_of(rows: Any, index: int, num_workers: int) -> tuple[Any, int]:
     (at_least, num_more), which = divmod(num_workers, num_left), index % num_left
     weight = 1 if not num_more else at_least if which < num_more else at_least + 1
     return rows[which : which + 1], weight
-
-
-class Generators:
-    """The generators of torch on the CPU, Python and NumPy for a source, seeded equally on all ranks."""
-
-    def __init__(self, seed: int) -> None:
-        numbers = np.random.RandomState(seed % 2**32)
-        self._states = torch.Generator().manual_seed(seed).get_state(), Random(seed).getstate(), numbers.get_state()
-
-    @contextmanager
-    def drawn_from(self) -> Iterator[None]:
-        """Use these instead of the process's generators, which go on afterwards where they were."""
-        before = _states()
-        _restore(self._states)
-        try:
-            yield
-        finally:
-            self._states = _states()
-            _restore(before)
-
-
-def _states() -> tuple[torch.Tensor, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _restore(states: tuple[torch.Tensor, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
 
 
 def pieces(source: Iterable[Any], seed: int, size: int, device: str | None = None) -> Iterator[list[Any]]:
