@@ -127,7 +127,7 @@ def ui(file: FileArgument = None, listen: ListenOption = "127.0.0.1:0") -> None:
     from ..common.errors import UsageError
 
     try:
-        from ..web.serve import serve_dashboard
+        from ..web.app import serve_dashboard
     except ModuleNotFoundError as error:
         message = f"the dashboard needs the package {error.name}, which is not installed"
         raise UsageError(message, fix="pip install 'paramserver[web]'") from None

@@ -16,8 +16,7 @@ from ..ps.core.events import Stopped
 from ..ps.engine.engine import Clock
 from ..ps.server import Server
 from ..worker.conversation.messages import Goodbye
-from .link import Link
-from .region import Region
+from .region import Link, Region
 
 log = get_logger()
 

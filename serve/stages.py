@@ -41,9 +41,8 @@ from ..worker.replica_group.cut import Stage as Limits
 from ..worker.replica_group.redistribution import Finish, Range, RedistributedTransfer
 from ..worker.tensors.transfer import ModelTensors, named_tensors
 from ..worker.training.pipeline import check_tensor, check_weights, layers_of
-from .cache import CacheView, Rows
 from .errors import Paused
-from .models import LanguageModel, language_model
+from .models import CacheView, LanguageModel, Rows, language_model
 from .slots import NUM_SLOTS
 from .task import TaskSpec
 

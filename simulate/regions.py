@@ -11,8 +11,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from ..common.combinations import check, choices_of
 from ..common.config.schema import Config
-from ..common.errors import raise_first
+from ..common.errors import UsageError
 from ..common.registry import MODES, mode_label
 from ..ps.core import effects
 from .machines.units import bandwidth, number, seconds
@@ -50,17 +51,13 @@ def tiers(runs: Runs, num: int, upstream_every: str, border: tuple[str, str], me
 
 
 def _check(config: Config, world: World, num: int, every: list[int]) -> None:
-    mode, upstream = MODES.load(config.run.mode), config.upstream
-    above = MODES.load(upstream.mode).kind
-    raise_first(
-        (num < 2 or world.num_workers % num, f"flag --regions: {world.num_workers} workers cannot be divided equally "
-         f"among {num} regions", "-n a multiple of --regions, which is 2 or more"),
-        (max(every) and above.steps_along_mean_gradient, f"upstream.mode is {upstream.mode}, and a run "
-         "above exchanges weights every K steps", "--set upstream.mode=localsgd, diloco or async_diloco"),
-        (not min(every) and mode.kind.holds_gradients and not mode.has_rounds, f"flag --upstream-every 0 in mode "
-         f"{config.run.mode}: the run above takes the mean gradient of each round, and this mode has no rounds",
-         "--upstream-every 8, or --mode sync"),
-    )  # fmt: skip
+    if num < 2 or world.num_workers % num:
+        message = f"flag --regions: {world.num_workers} workers cannot be divided equally among {num} regions"
+        raise UsageError(message, fix="-n a multiple of --regions, which is 2 or more")
+    for num_steps in every:
+        mode = config.upstream.mode if num_steps else config.run.mode
+        above = {"mode_above": mode, "kind_above": MODES.load(mode).kind}
+        check(choices_of(config, config.run.mode, regions=num, upstream_every=num_steps, **above))
 
 
 def _region(config: Config, world: World, rank: int, num: int) -> tuple[list[tuple[int, float]], Simulation]:

@@ -66,7 +66,7 @@ GRPC_USERS = {
     "worker/conversation/shard_set.py", "worker/conversation/stream_client.py", "common/wire/protocol.py",
 }  # fmt: skip
 MESSAGE_USERS = {
-    "worker/conversation/messages.py", "ps/wire/delivery.py", "ps/wire/transports.py", "ps/wire/receiver.py",
+    "worker/conversation/messages.py", "ps/wire/delivery.py", "ps/wire/receiver.py",
     "ps/wire/partial_transfers.py", "worker/transports/transport.py", "common/wire/checks.py", "common/wire/frames.py",
     "common/wire/messages.py", "common/wire/segments.py",
 }  # fmt: skip

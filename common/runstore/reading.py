@@ -26,8 +26,7 @@ from pydantic import Field, ValidationError
 from .. import synonyms
 from ..errors import UsageError
 from ..reporting.curve import MetricValue
-from ..reporting.summary import Measured, Summary, WorkerStatus
-from ..reporting.view import EvaluatedPoint, Event, Snapshot, event
+from ..reporting.view import EvaluatedPoint, Event, Measured, Snapshot, Summary, WorkerStatus, event
 from ..wire.json_text import read_json
 from .process import still_writes
 from .schema import OF_A_RUN, open_to_read, open_to_write, unreadable
@@ -72,7 +71,7 @@ class StoredRun(Measured):
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """Returns the run for a notebook; `RunStore.card` adds its curves."""
-        from ..reporting.pictures.cards import of_stored
+        from ..reporting.pictures.notebook import of_stored
 
         return of_stored(self, [], []).bundle()
 
@@ -145,13 +144,13 @@ class RunStore:
 
     def card(self, run: StoredRun) -> Card:
         """Returns a notebook card of a run: its metrics, its loss, its evaluations."""
-        from ..reporting.pictures.cards import of_stored
+        from ..reporting.pictures.notebook import of_stored
 
         return of_stored(run, self.series(run), self.evaluations(run))
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """Returns the newest runs for a notebook."""
-        from ..reporting.pictures.cards import of_list
+        from ..reporting.pictures.notebook import of_list
 
         return of_list(str(self.path), self.runs(20)).bundle()
 

@@ -21,8 +21,7 @@ from ...common.wire.records import Base, Contribution, ContributionId, Counts
 from ..policies.base import Policy
 from . import controls, effects, events
 from .effects import Effect, Log, TakeSnapshot
-from .ending import stopping
-from .evaluation import Evaluating
+from .ending import Evaluating, stopping
 from .events import Event
 from .roster import Worker, replaced
 from .state import Options

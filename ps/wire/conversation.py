@@ -21,11 +21,10 @@ from ..core import effects, events
 from ..engine.engine import Engine
 from ..engine.folding import Done, Go, Item, Peer
 from .connection import Connection
-from .delivery import Delivery
+from .delivery import Delivery, Transport
 from .joining import Joining
 from .receiver import Receiver
 from .stream import Stream, StreamLost
-from .transports import Transport
 
 _MAX_REFUSAL = 2_000  # characters
 

@@ -28,11 +28,11 @@ from ..engine.engine import Engine
 from ..engine.folding import Peer
 from ..policies.base import Policy
 from ..tensors.model import names_of
+from .delivery import DirectTransport, SharedTransport, Transport
 from .partial_transfers import PartialTransfers
 from .port import Port
 from .security import certificate_name, check_rank
 from .stream import JoinQueue, Stream, StreamEnded
-from .transports import DirectTransport, SharedTransport, Transport
 
 log = get_logger()
 

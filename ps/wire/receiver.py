@@ -25,10 +25,10 @@ from ..tensors.flat_optimizer import OptimizerState
 from ..tensors.staging import Payload
 from ..tensors.store import Rows, Store
 from ..tensors.upload import Upload
+from .delivery import Transport
 from .joining import codec_named, unusable
 from .partial_transfers import PartialTransfers
 from .stream import Stream, StreamLost
-from .transports import Transport
 
 _MAX_NAME, _MAX_FAILURE = 100, 500  # characters
 _MAX_METRICS = 64  # of an evaluation

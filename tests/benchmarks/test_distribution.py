@@ -66,7 +66,7 @@ def test_the_installed_wheel_runs_the_demo_in_an_empty_folder(dist: Path, tmp_pa
         assert done.returncode == 0, done.stderr[-2_000:]
         return done.stdout + done.stderr
 
-    where = run(str(home / "bin/python"), "-c", "import paramserver.web.serve as web; print(web.__file__)")
+    where = run(str(home / "bin/python"), "-c", "import paramserver.web.app as web; print(web.__file__)")
     assert Path(where.strip()).is_relative_to(home)
     output = run(str(home / "bin/ps-launch"), "--task", "digits", "-n", "2", "--steps", "30", "--no-store")
     assert "accuracy" in output

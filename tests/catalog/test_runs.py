@@ -22,14 +22,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramserver.catalog.comparing import labels_of
-from paramserver.catalog.showing import fitting
+from paramserver.catalog.showing import fitting, labels_of
 from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.log import setup_logging
-from paramserver.common.reporting.summary import Status, Summary, WorkerStatus
-from paramserver.common.reporting.view import EvaluatedPoint, Tick, event
+from paramserver.common.reporting.view import EvaluatedPoint, Status, Summary, Tick, WorkerStatus, event
 from paramserver.common.runstore import reading
 from paramserver.common.runstore.reading import RunStore, StoredRun, relevant_settings
 from paramserver.common.runstore.record import Ran, Record
@@ -424,6 +422,6 @@ def read_only(file: Path) -> Iterator[None]:
 
 def test_the_command_starts_without_what_is_heavy() -> None:
     heavy = ("torch", "numpy", "grpc", "google.protobuf", "starlette", "uvicorn", "matplotlib")
-    imports = "paramserver.catalog.main, paramserver.catalog.showing, paramserver.catalog.comparing"
+    imports = "paramserver.catalog.main, paramserver.catalog.showing, paramserver.catalog.showing"
     code = f"import sys, {imports}; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

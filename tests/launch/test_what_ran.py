@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.catalog.comparing import labels_of
+from paramserver.catalog.showing import labels_of
 from paramserver.common.runstore.reading import RunStore, config_differences
 from paramserver.tests.cluster import Cluster
 

@@ -15,8 +15,7 @@ from paramserver.common.wire.records import Contribution, Outcome
 from paramserver.ps.core.effects import Commit
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.tensors.replies import Publication
-from paramserver.relay.link import Link, RegionContribution
-from paramserver.relay.region import Region
+from paramserver.relay.region import Link, Region, RegionContribution
 from paramserver.worker.training.readings import Readings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
-from paramserver.relay.link import RegionTensors
+from paramserver.relay.region import RegionTensors
 
 LAYOUT = Layout(
     [

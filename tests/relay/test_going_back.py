@@ -11,7 +11,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError, Reason, UnreachableError
 from paramserver.common.kinds import ContributionKind
 from paramserver.ps.core.events import Joined
-from paramserver.relay.link import Link
+from paramserver.relay.region import Link
 from paramserver.relay.server import RelayServer
 
 

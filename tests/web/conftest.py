@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.config.schema import Config
-from paramserver.common.reporting.summary import Status, WorkerStatus
-from paramserver.common.reporting.view import About, Tick, View
+from paramserver.common.reporting.view import About, Status, Tick, View, WorkerStatus
 from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.cluster import DEADLINE_S
 
@@ -100,7 +99,7 @@ def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
 @contextmanager
 def served(folder: Path, web: str = "127.0.0.1:0", **security: str) -> Iterator[Any]:
     """A page of this process, with no runs on record."""
-    serve = pytest.importorskip("paramserver.web.serve", reason="pip install 'paramserver[web]'")
+    serve = pytest.importorskip("paramserver.web.app", reason="pip install 'paramserver[web]'")
     settings = {"server": {"web": web}, "output": {"track_dir": str(folder)}, "security": security}
     page = serve.Dashboard(Config.model_validate(settings))
     page.start()

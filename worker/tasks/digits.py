@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ...common.errors import UsageError
-from .images import ImageTask
+from .base import ImageTask
 
 _TEST_FRACTION = 0.2  # 359 images
 _SPLIT_SEED = 1797  # fixed, so that runs with different seeds have the same held-out images

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ...common.errors import UsageError
-from .images import NUM_CLASSES, ImageTask
+from .base import NUM_CLASSES, ImageTask
 
 _SIDE = 28  # pixels
 _UNSIGNED_BYTE = 0x08

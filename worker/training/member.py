@@ -192,7 +192,7 @@ class RunMember:
         self._shown.show()
 
     def _card(self) -> Card:
-        from ...common.reporting.pictures.cards import of_session
+        from ...common.reporting.pictures.notebook import of_session
 
         has_begun = self._steps is not None or self.losses.points
         where = (self.rank, self.num_workers, self._progress.position, self.is_done) if has_begun else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.ps.observe.ticks import Timeline
+from paramserver.ps.observe.sinks import Timeline
 
 
 def taken(rank: int, exchange_s: float, transfer_s: float, compute_s: float) -> Any:

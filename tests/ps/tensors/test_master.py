@@ -21,7 +21,7 @@ from paramserver.ps.snapshots.store_state import restore
 from paramserver.ps.tensors.model import outer_spec
 from paramserver.ps.tensors.sanity import Unsound
 from paramserver.ps.tensors.store import Step, Store, StoreOptions
-from paramserver.relay.link import merge
+from paramserver.relay.region import merge
 from paramserver.tests.ps.snapshots.making import written
 
 P, B, F = Kind.PARAMETER, Kind.BUFFER, Kind.FROZEN

@@ -12,9 +12,8 @@ from paramserver.common.tensors.layout import Kind, Layout, TensorSpec
 from paramserver.common.wire.records import NextWork, Outcome, Reply, Result
 from paramserver.ps.core import effects
 from paramserver.ps.engine.folding import Go, Kept, Peer
-from paramserver.ps.wire.delivery import Delivery
+from paramserver.ps.wire.delivery import Delivery, Transport
 from paramserver.ps.wire.stream import StreamLost
-from paramserver.ps.wire.transports import Transport
 
 from ..streams import Server, served
 
