@@ -81,9 +81,9 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Show runs side by side, with the settings that differ."""
-    from . import comparing
+    from . import showing
 
-    comparing.compare(_file(db), runs, report, target, as_json=as_json)
+    showing.compare(_file(db), runs, report, target, as_json=as_json)
 
 
 @app.command("plot")

@@ -22,7 +22,7 @@ HOMES = {
     "fragments": (r"fragments?", ("ps/policies/averaging/*",), 12),
     "delayed update": (r"delayed|delayed_update", ("worker/strategies/delayed_update.py", "*/delayed.py"), 11),
     "all-reduce peers": (r"has_peers", ("worker/strategies/*", "ps/policies/allreduce.py"), 7),
-    "evaluation": (r"evaluat(e|es|ed|or|ors|ion|ions)", ("worker/training/evaluation.py", "*/evaluator.py"), 27),
+    "evaluation": (r"evaluat(e|es|ed|or|ors|ion|ions)", ("worker/training/evaluation.py", "*/evaluator.py"), 25),
     "moving average": (r"polyak", (), 8),
 }
 

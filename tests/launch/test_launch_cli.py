@@ -28,7 +28,7 @@ def test_every_program_says_its_version(program: str) -> None:
     command = [sys.executable, "-m", f"paramserver.{program}", "--version"]
     program, text = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(maxsplit=1)
     assert program.startswith("ps-")
-    assert text.strip() == f"{PROGRAM_VERSION} (protocol 4, snapshots 3, run store 4)"
+    assert text.strip() == f"{PROGRAM_VERSION} (protocol 5, snapshots 3, run store 4)"
 
 
 def libraries_s() -> float:

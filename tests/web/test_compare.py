@@ -20,7 +20,8 @@ from paramserver.tests.web.conftest import SHOWN, Client, Tab
 from paramserver.tests.web.test_page import until
 
 pytest.importorskip("starlette", reason="pip install 'paramserver[web]'")
-from paramserver.web import serve, stored
+from paramserver.web import stored
+from paramserver.web.app import Dashboard
 
 SYNC, AGAIN, ASYNC, GPT = "aaaa00000001", "aaaa00000002", "bbbb00000003", "cccc00000004"
 NAMES = "() => [...document.querySelectorAll('#runs tbody tr')].map(row => row.dataset.run).join()"
@@ -48,7 +49,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def dashboard(file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv(WEB_TOKEN_VARIABLE, "secret")
-    found = serve.Dashboard(Config.model_validate({"server": {"web": "127.0.0.1:0"}}), file, "/runs")
+    found = Dashboard(Config.model_validate({"server": {"web": "127.0.0.1:0"}}), file, "/runs")
     found.start()
     yield found
     found.close()
