@@ -427,7 +427,5 @@ def make_bus(config: Config) -> Bus:
 
         sinks.append(TracingSink(output.traces))
     if server.web is not None:
-        from .ticks import DashboardSink
-
         sinks.append(DashboardSink(config))
     return Bus(sinks)
