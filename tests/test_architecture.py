@@ -488,8 +488,8 @@ def test_every_script_that_a_test_starts_is_there() -> None:
 # ---- size and names ----------------------------------------------------------------------------------
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
-MAX_PRODUCT_LINES = 43_482
-MAX_TEST_LINES = 46_377
+MAX_PRODUCT_LINES = 43_481
+MAX_TEST_LINES = 46_378
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:
