@@ -21,9 +21,10 @@ from paramserver.common.errors import OutputError, UsageError
 from paramserver.drills.chaos import faults
 from paramserver.drills.chaos.faults import Handle, Injector, child_of_port, children_of
 from paramserver.drills.chaos.job import Ending
+from paramserver.drills.chaos.ledger import Epoch, audit, read_floats
 from paramserver.drills.chaos.plan import Fault
 from paramserver.drills.chaos.proxy import DOWN, UP, Network
-from paramserver.drills.chaos.trial import Epoch, audit, judge, make_setup, read_floats
+from paramserver.drills.chaos.trial import judge, make_setup
 from paramserver.drills.lineage import Lineage
 from paramserver.launch.plan.hosts import Child
 from paramserver.tests.drills.histories import options_of
