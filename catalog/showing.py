@@ -33,7 +33,7 @@ from ..common.reporting.report import (
     short_number,
     summary_table,
 )
-from ..common.reporting.view import Summary
+from ..common.reporting.summary import Summary
 from ..common.runstore.reading import (
     IRRELEVANT_SETTINGS,
     RunStore,

@@ -19,7 +19,7 @@ from typing import Any
 from ..common.config.option import LAUNCHER
 from ..common.errors import EXIT_BUG, EXIT_DRAINED, EXIT_INTERRUPTED, OutputError, ParamServerError
 from ..common.reporting.curve import Point, add_trained
-from ..common.reporting.view import Status, Summary
+from ..common.reporting.summary import Status, Summary
 from .backends.base import Backend, Site
 from .hosts.connection import watched
 from .plan.hosts import SERVE, SERVER, Child

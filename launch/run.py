@@ -22,7 +22,7 @@ from ..common.config.sources import LAUNCHER_ENV_NAMES, Resolved, load_config, o
 from ..common.errors import EXIT_INTERRUPTED, EXIT_OUTPUT_LOST, UsageError
 from ..common.registry import BACKENDS, MODES, canonical_mode, mode_label
 from ..common.reporting.report import duration, report_console, share, size
-from ..common.reporting.view import Status, Summary, price
+from ..common.reporting.summary import Status, Summary, price
 from ..common.security import WEB_LOGS_VARIABLE, WEB_TOKEN_VARIABLE
 from ..common.user_code import is_in_file
 from ..common.wire.json_text import to_json

@@ -17,7 +17,7 @@ from rich.text import Text
 from ..common.config.cli import discard_from_now_on
 from ..common.reporting.pictures.words import about
 from ..common.reporting.report import RANK_COLOURS, PipeConsole, live_panel, status_line
-from ..common.reporting.view import Status
+from ..common.reporting.summary import Status
 from ..common.reporting.worker_logs import MAX_LINES, log_file
 from ..common.security import WEB_LOGS_VARIABLE, WEB_TOKEN_VARIABLE
 from ..common.wire.json_text import read_json, to_json

@@ -25,7 +25,7 @@ from ..common.errors import ParamServerError
 from ..common.reporting.comparison import IS_UP, compare
 from ..common.reporting.log import get_logger
 from ..common.reporting.metrics import Display, shown_of_run, shown_of_workers
-from ..common.reporting.view import About, Status, Tick, View
+from ..common.reporting.summary import About, Status, Tick, View
 from ..common.reporting.worker_logs import last_lines
 from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
 from ..common.runstore.schema import FILE

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
 from typing import NamedTuple
 
-from ..common.reporting.view import About, Tick, View
+from ..common.reporting.summary import About, Tick, View
 
 _AGAIN_S = 1.0
 _KEPT = 4  # ticks, for viewers that are slightly late

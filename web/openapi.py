@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ..common.reporting.comparison import Results
-from ..common.reporting.view import Event, Snapshot, Status, Tick, View, series_columns
+from ..common.reporting.summary import Event, Snapshot, Status, Tick, View, series_columns
 from ..common.runstore.reading import StoredRun
 from ..common.version import PROGRAM_VERSION
 from .stored import Curves

@@ -26,7 +26,7 @@ from ..common.reporting.curve import TRAINED
 from ..common.reporting.metrics import Metric, Value
 from ..common.reporting.output import check_writable, write_result
 from ..common.reporting.pictures.words import size
-from ..common.reporting.view import About, Cost, EvaluatedPoint, Status, Summary, Tick, View, Wait, series_of
+from ..common.reporting.summary import About, Cost, EvaluatedPoint, Status, Summary, Tick, View, Wait, series_of
 from ..common.runstore import reading
 from ..common.runstore.reading import RunStore, StoredRun, relevant_settings
 from ..common.wire.json_text import finite, to_json

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ...common.reporting.view import Summary
+from ...common.reporting.summary import Summary
 
 COMMON = ("run.workers=4", "worker.transports=direct,grpc", "worker.threads=1", "optimizer.name=adamw")
 TASKS = {

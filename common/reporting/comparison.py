@@ -18,7 +18,7 @@ from ..config.conditions import Condition
 from .curve import TRAINED
 from .metrics import OF_RUN, Display, shown_of_run
 from .pictures.words import short_number
-from .view import Summary, price
+from .summary import Summary, price
 
 Runs = Sequence[tuple[str, Summary]]
 

@@ -15,7 +15,7 @@ from ..errors import OutputError
 from .curve import Point, text_of
 from .log import get_logger
 from .report import print_results, summary_table
-from .view import RESULTS_VARIABLE, Summary
+from .summary import RESULTS_VARIABLE, Summary
 
 if TYPE_CHECKING:
     import torch

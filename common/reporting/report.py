@@ -24,7 +24,7 @@ from ..errors import plain
 from .comparison import comparison_cells
 from .metrics import OF_WORKER, Display, Metric, shown_of_workers
 from .pictures.words import duration, share, short_number, size
-from .view import Status, Summary, WorkerStatus, names_of
+from .summary import Status, Summary, WorkerStatus, names_of
 
 _FILE_WIDTH = 160  # without a terminal: wide enough that no table is cut; tables take only what they need
 

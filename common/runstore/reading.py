@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError
 from .. import synonyms
 from ..errors import UsageError
 from ..reporting.curve import MetricValue
-from ..reporting.view import EvaluatedPoint, Event, Measured, Snapshot, Summary, WorkerStatus, event
+from ..reporting.summary import EvaluatedPoint, Event, Measured, Snapshot, Summary, WorkerStatus, event
 from ..wire.json_text import read_json
 from .process import still_writes
 from .schema import OF_A_RUN, open_to_read, open_to_write, unreadable

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.schema import Config
 from ..errors import ParamServerError
 from ..reporting.log import get_logger
-from ..reporting.view import Summary, Tick
+from ..reporting.summary import Summary, Tick
 from ..version import PROGRAM_VERSION
 from ..wire.json_text import read_json, to_json
 from .process import machine, still_writes, this_host, this_process

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ..errors import OutputError
-from ..reporting.view import Measured, Status, WorkerStatus
+from ..reporting.summary import Measured, Status, WorkerStatus
 from ..version import STORE_VERSION
 
 FILE = "paramserver.db"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...common.config.schema import Config
 from ...common.proxies import DRILL_VARIABLE
-from ...common.reporting.view import Status
+from ...common.reporting.summary import Status
 from ...launch.backends.base import Site
 from ...launch.backends.local import LocalBackend
 from ...launch.plan.hosts import SERVER, Child, ProcessSpec

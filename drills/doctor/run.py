@@ -18,7 +18,7 @@ from ...common.config.sources import load_config, of_mode
 from ...common.errors import EXIT_INTERRUPTED, ParamServerError, UsageError
 from ...common.reporting.pictures.progress import Steps
 from ...common.reporting.report import report_console, share, size
-from ...common.reporting.view import Summary
+from ...common.reporting.summary import Summary
 from ...launch.plan.hosts import load_hosts, place_servers, place_workers
 from . import advice
 from .measure import TINY_MB, Measured, Plan, measure, probe_messages, task_of

@@ -40,7 +40,7 @@ from ...common.config.addresses import join_address
 from ...common.config.schema import Config
 from ...common.config.sources import LAUNCHER_ENV_NAMES
 from ...common.errors import ParamServerError
-from ...common.reporting.view import RESULTS_VARIABLE
+from ...common.reporting.summary import RESULTS_VARIABLE
 from ..hosts.connection import MAX_LINE_BYTES, Connection, Unreachable, watched
 from ..plan.hosts import WILDCARDS, Child, Host, ProcessSpec
 from ..supervise.restarts import CANNOT_START, HOST_LOST

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ...common.reporting.view import Summary
+from ...common.reporting.summary import Summary
 from ..plan.hosts import SERVE, SERVER, Child
 from .restarts import BUDGET_SPENT, UNREACHABLE, USAGE, Failure, Raised, Restarts, can_mend, describe_exit, signal_name
 

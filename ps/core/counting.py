@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...common.errors import ParamServerError, Reason, refusal, same_batches
 from ...common.reporting.metrics import Presence
-from ...common.reporting.view import RECORDED
+from ...common.reporting.summary import RECORDED
 from ...common.wire.records import RateInfo, ResidualInfo, Row
 from ..policies.base import Policy
 from .effects import Effect, Log

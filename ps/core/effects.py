@@ -11,7 +11,7 @@ from typing import Any
 
 from ...common.errors import ParamServerError
 from ...common.reporting.curve import Point
-from ...common.reporting.view import Status
+from ...common.reporting.summary import Status
 from ...common.wire.records import Contribution, ContributionId, Outcome, Reply, Row
 from .events import Controlled
 

@@ -16,7 +16,7 @@ from ...common.reporting.metrics import (
     values_of,
     with_mean_rate,
 )
-from ...common.reporting.view import Cost, ShardSummary, Status, Summary, WorkerStatus
+from ...common.reporting.summary import Cost, ShardSummary, Status, Summary, WorkerStatus
 from ...common.runstore.record import Ran, read_work, what_ran
 from ...common.wire.records import NO_ROW
 from ..core.counting import Traffic, WorkerSource, work_of

@@ -15,7 +15,7 @@ from ...common.reporting.curve import Point
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_curve
 from ...common.reporting.report import TerminalConsole, live_panel, status_line
-from ...common.reporting.view import About, EvaluatedPoint, Event, Snapshot, Span, Status, Tick, View, Wait, event
+from ...common.reporting.summary import About, EvaluatedPoint, Event, Snapshot, Span, Status, Tick, View, Wait, event
 from ...common.runstore.record import Ran, Record
 from ...common.version import PROGRAM_VERSION
 from ..core import controls, effects
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 # ---- ticks ----------------------------------------------------------------------------------------
-# Collects the facts between two statuses into a `Tick` (`common/reporting/view.py`), and records the ticks of a run.
+# Collects the facts between two statuses into a `Tick` (`common/reporting/summary.py`), and records the ticks of a run.
 #
 # The dashboard (`DashboardSink`) and the run store (`common/runstore`) get the ticks.
 #

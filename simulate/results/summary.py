@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from ...common.reporting.metrics import OF_WORKER, values_of, with_mean_rate
 from ...common.reporting.pictures import Curves
 from ...common.reporting.report import share, size
-from ...common.reporting.view import Summary, WorkerStatus
+from ...common.reporting.summary import Summary, WorkerStatus
 from ...common.wire.json_text import to_json
 from ...ps.core.counting import Traffic, WorkerSource
 from ..run.simulation import Simulation

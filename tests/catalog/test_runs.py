@@ -27,7 +27,7 @@ from paramserver.common.config.schema import Config
 from paramserver.common.config.sources import load_config
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.log import setup_logging
-from paramserver.common.reporting.view import EvaluatedPoint, Status, Summary, Tick, WorkerStatus, event
+from paramserver.common.reporting.summary import EvaluatedPoint, Status, Summary, Tick, WorkerStatus, event
 from paramserver.common.runstore import reading
 from paramserver.common.runstore.reading import RunStore, StoredRun, relevant_settings
 from paramserver.common.runstore.record import Ran, Record

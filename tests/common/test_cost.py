@@ -6,7 +6,7 @@ import pytest
 
 from paramserver.common.config.schema import CostConfig
 from paramserver.common.reporting.comparison import comparison_cells
-from paramserver.common.reporting.view import Cost, Summary, WorkerStatus, price
+from paramserver.common.reporting.summary import Cost, Summary, WorkerStatus, price
 
 PRICES = CostConfig(total_per_hour=2.0, currency="EUR")
 

@@ -6,7 +6,7 @@ import pytest
 
 from paramserver.common.config.conditions import Condition, Every, condition, every
 from paramserver.common.reporting.curve import Curve, Point, is_up, text_of
-from paramserver.common.reporting.view import Summary
+from paramserver.common.reporting.summary import Summary
 
 
 def curve(*values: float, metric: str = "loss", **options: object) -> Curve:

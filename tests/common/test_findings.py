@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramserver.common.reporting.comparison import findings
-from paramserver.common.reporting.view import Summary, WorkerStatus
+from paramserver.common.reporting.summary import Summary, WorkerStatus
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.reporting.metrics import OF_WORKER, Fold, Metric, Presence, Tense, Value, folded, mean_recorded
-from paramserver.common.reporting.view import Status, WorkerStatus
+from paramserver.common.reporting.summary import Status, WorkerStatus
 from paramserver.ps.core.counting import WorkerStats
 
 ADDED = [metric for metric in OF_WORKER.values() if metric.over_workers in (Fold.SUM, Fold.MEAN, Fold.MAX)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.reporting.view import event
+from paramserver.common.reporting.summary import event
 
 
 @pytest.mark.parametrize(

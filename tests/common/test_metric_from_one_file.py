@@ -15,7 +15,7 @@ from paramserver.catalog.showing import show_run
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.metrics import OF_RUN, OF_WORKER, Fold, Metric, Unit, register
 from paramserver.common.reporting.report import TerminalConsole, report_console, status_panel, summary_table
-from paramserver.common.reporting.view import About, Status, Summary, Tick, View
+from paramserver.common.reporting.summary import About, Status, Summary, Tick, View
 from paramserver.common.runstore.reading import RunStore
 from paramserver.common.runstore.record import Record
 from paramserver.ps.core.counting import WorkerStats

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramserver.common.reporting.report import FittingTable, comparison_table, report_console, summary_table
-from paramserver.common.reporting.view import Summary, WorkerStatus
+from paramserver.common.reporting.summary import Summary, WorkerStatus
 
 
 def large(mode: str) -> Summary:

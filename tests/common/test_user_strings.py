@@ -18,7 +18,7 @@ from paramserver.common.reporting import log, markdown
 from paramserver.common.reporting.curve import Point, metric_fields, text_of
 from paramserver.common.reporting.pictures import png, svg
 from paramserver.common.reporting.report import comparison_table, report_console, summary_table
-from paramserver.common.reporting.view import Summary
+from paramserver.common.reporting.summary import Summary
 from paramserver.common.wire.json_text import to_json
 from paramserver.tests.tags import Tags
 from paramserver.web.stored import page, write_report

@@ -11,7 +11,7 @@ import pytest
 
 from paramserver.common.reporting.curve import Point
 from paramserver.common.reporting.pictures.notebook import Card, Losses, of_list, of_session, of_stored, of_summary
-from paramserver.common.reporting.view import Summary, WorkerStatus
+from paramserver.common.reporting.summary import Summary, WorkerStatus
 from paramserver.common.runstore.reading import StoredRun
 from paramserver.tests.docs.blocks import ROOT
 from paramserver.tests.docs.test_blocks import environ

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from paramserver.common.reporting.view import Summary
+from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
 from paramserver.tests.forks import Forked, Run
 

@@ -12,7 +12,7 @@ import pytest
 
 from paramserver.common.config.flags import settings
 from paramserver.common.config.sources import load_config
-from paramserver.common.reporting.view import Status, Summary, WorkerStatus
+from paramserver.common.reporting.summary import Status, Summary, WorkerStatus
 from paramserver.launch import run
 from paramserver.launch.plan.runs import Machine, Request, plan_runs
 from paramserver.launch.plan.settings import value_of, variable

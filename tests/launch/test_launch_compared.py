@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.common.reporting.view import Summary
+from paramserver.common.reporting.summary import Summary
 from paramserver.tests.cluster import Cluster
 
 # The first step of a process takes long, as loading kernels or a compiler does; each call says when it was, of how many

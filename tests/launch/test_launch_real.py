@@ -7,7 +7,7 @@ import json
 import psutil
 import pytest
 
-from paramserver.common.reporting.view import Summary
+from paramserver.common.reporting.summary import Summary
 
 DEADLINE_S = 120.0
 NUM_STEPS = 300

@@ -11,7 +11,7 @@ import pytest
 
 from paramserver.common.config.sources import Resolved
 from paramserver.common.errors import UsageError
-from paramserver.common.reporting.view import Summary
+from paramserver.common.reporting.summary import Summary
 from paramserver.launch.plan.hosts import SERVER, Child, place_processes
 from paramserver.launch.plan.runs import Machine, Plan, Request, plan_runs
 from paramserver.tests.launch.plans import hosts_of, resolve, settings_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from paramserver.common.reporting.view import Summary
+from paramserver.common.reporting.summary import Summary
 from paramserver.launch.hosts.agent import num_cores
 
 DEADLINE_S = 120.0

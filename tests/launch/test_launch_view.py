@@ -19,7 +19,7 @@ from paramserver.common.reporting.report import (
     status_panel,
     summary_table,
 )
-from paramserver.common.reporting.view import Status, Summary, WorkerStatus
+from paramserver.common.reporting.summary import Status, Summary, WorkerStatus
 from paramserver.launch.plan.hosts import SERVER, Child
 from paramserver.launch.supervise.supervisor import Finish
 from paramserver.launch.view import LineSplitter, LiveScreen, Screen, Series, child_line, parse_event

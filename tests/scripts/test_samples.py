@@ -10,7 +10,7 @@ import pytest
 from paramserver.catalog.showing import plot
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.report import report_console, summary_table
-from paramserver.common.reporting.view import Summary
+from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
 from paramserver.tests.cluster import Cluster, Process, end_well
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.config.schema import Config
-from paramserver.common.reporting.view import About, Status, Tick, View, WorkerStatus
+from paramserver.common.reporting.summary import About, Status, Tick, View, WorkerStatus
 from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.cluster import DEADLINE_S
 

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from paramserver.common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, Wait
+from paramserver.common.reporting.summary import EvaluatedPoint, Event, Snapshot, Span, Wait
 from paramserver.tests.cluster import DEADLINE_S, Cluster
 from paramserver.tests.web.conftest import CONTROL, SHOWN, Client, tick, until
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.reporting.view import Snapshot, View
+from paramserver.common.reporting.summary import Snapshot, View
 from paramserver.common.runstore.reading import RunStore
 from paramserver.tests.cluster import Cluster, Process
 from paramserver.tests.web.conftest import CONTROL, SHOWN, Client, Tab, about, tick

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paramserver.common.reporting.view import EvaluatedPoint, Event, Snapshot, Span, View, Wait
+from paramserver.common.reporting.summary import EvaluatedPoint, Event, Snapshot, Span, View, Wait
 from paramserver.common.security import WEB_TOKEN_VARIABLE
 from paramserver.tests.certificates import certs
 from paramserver.tests.cluster import Cluster, Process

@@ -12,7 +12,7 @@ import torch
 
 from paramserver.common.errors import UsageError
 from paramserver.common.reporting.metrics import mean_recorded
-from paramserver.common.reporting.view import Status, WorkerStatus
+from paramserver.common.reporting.summary import Status, WorkerStatus
 from paramserver.common.runstore.reading import RunStore
 from paramserver.launch.plan.hosts import Child
 from paramserver.launch.view import WorkerLogs

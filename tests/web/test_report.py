@@ -13,7 +13,7 @@ from paramserver.common.config.conditions import condition
 from paramserver.common.reporting.comparison import compare, comparison_cells, findings, target_of
 from paramserver.common.reporting.curve import TRAINED, Point, add_trained
 from paramserver.common.reporting.pictures import band
-from paramserver.common.reporting.view import Cost, Status, Summary, WorkerStatus
+from paramserver.common.reporting.summary import Cost, Status, Summary, WorkerStatus
 from paramserver.tests.web.conftest import Tab
 from paramserver.web.stored import bundled, prepare_report, write_report
 

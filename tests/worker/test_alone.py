@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from paramserver.common.config.schema import Config, RunConfig
 from paramserver.common.errors import DivergedError, UsageError
-from paramserver.common.reporting.view import Summary
+from paramserver.common.reporting.summary import Summary
 from paramserver.common.runstore.reading import RunStore
 from paramserver.worker.training.alone import AloneSession
 from paramserver.worker.training.evaluation import untouched

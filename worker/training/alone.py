@@ -21,7 +21,7 @@ from ...common.kinds import ContributionKind
 from ...common.reporting.curve import Curve, Point, metric_fields
 from ...common.reporting.log import get_logger
 from ...common.reporting.output import write_best, write_curve, write_results
-from ...common.reporting.view import RECORDED, Cost, EvaluatedPoint, Status, Summary, Tick, WorkerStatus
+from ...common.reporting.summary import RECORDED, Cost, EvaluatedPoint, Status, Summary, Tick, WorkerStatus
 from ...common.runstore.record import Record, what_ran
 from ...common.tensors.judgement import SOUND, Judgement, decide, halted, overflowed, rejected_too_often, unsound_start
 from ...common.tensors.layout import Kind

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ...common.errors import UsageError
+from ...common.reporting.summary import RECORDED
 from ...common.reporting.usage import HERE
-from ...common.reporting.view import RECORDED
 
 _MOST_RECORDED = 64  # metrics of a script
 _MOST_CHARACTERS = 60  # of a name

@@ -15,7 +15,7 @@ from ....common.config.schema import Config
 from ....common.errors import UsageError
 from ....common.registry import TRACKERS
 from ....common.reporting.metrics import Display, Tense, shown_of_run, shown_of_workers
-from ....common.reporting.view import Status
+from ....common.reporting.summary import Status
 from ...core.effects import Fact, MetricsTaken, RunStarted, StatusTaken
 from .. import reports
 from ..bus import Sink

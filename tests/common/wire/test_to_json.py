@@ -7,7 +7,7 @@ import pytest
 
 from paramserver.common.reporting.curve import Point, text_of
 from paramserver.common.reporting.history import HistoryFile
-from paramserver.common.reporting.view import Summary, WorkerStatus
+from paramserver.common.reporting.summary import Summary, WorkerStatus
 from paramserver.common.wire.json_text import to_json
 
 WRONG = (math.nan, math.inf, -math.inf)

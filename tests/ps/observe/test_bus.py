@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paramserver.common.reporting.history import History
-from paramserver.common.reporting.view import Status, WorkerStatus
+from paramserver.common.reporting.summary import Status, WorkerStatus
 from paramserver.ps.core.effects import Commit, Fact, RunEnded, Seated, SendReply, StatusTaken, WorkerLeft
 from paramserver.ps.observe.bus import Bus, Sink
 from paramserver.ps.observe.history import HistorySink

@@ -13,7 +13,7 @@ import pytest
 
 from paramserver.common.config.schema import Config
 from paramserver.common.errors import ParamServerError
-from paramserver.common.reporting.view import Event, Status, Tick
+from paramserver.common.reporting.summary import Event, Status, Tick
 from paramserver.common.runstore.reading import RunStore, StoredRun
 from paramserver.common.runstore.record import Record
 from paramserver.common.runstore.schema import FILE, VERSION, StoreError

@@ -6,7 +6,7 @@ import asyncio
 
 from paramserver.common.config.schema import Config
 from paramserver.common.reporting.report import TerminalConsole, status_panel
-from paramserver.common.reporting.view import Status
+from paramserver.common.reporting.summary import Status
 from paramserver.ps.core import events
 from paramserver.ps.engine.engine import Engine
 from paramserver.ps.engine.modes import make_policy

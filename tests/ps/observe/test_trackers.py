@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paramserver.common.registry import TRACKERS
-from paramserver.common.reporting.view import Status, WorkerStatus
+from paramserver.common.reporting.summary import Status, WorkerStatus
 from paramserver.ps.observe.trackers.base import metrics_of
 from paramserver.tests.cluster import Cluster
 

@@ -1,4 +1,5 @@
-"""The state of a run for viewers: one type from the server to the dashboard and the run store.
+"""The status of a run at one moment, its results, and its state for viewers, which is one type from the server to the
+dashboard and the run store.
 
 A `Tick` is a status with the events since the tick before. A `View` collects ticks, so that a dashboard opened in the
 middle of a run has all it needs. Its size is limited, however long the run is. Pure.
@@ -19,10 +20,6 @@ from ..wire.json_text import read_json, to_json
 from .curve import MetricValue, Point, is_up, split_names
 from .metrics import OF_RUN, OF_WORKER, Display, Metric, Presence, Tense, Value, completed, folded, shown_of_run
 from .pictures.words import short_number
-
-# ---- summary --------------------------------------------------------------------------------------
-# The status of a run at one moment, and its results, as `--summary` writes and a comparison reads them.
-
 
 # ---- status --------------------------------------------------------------------------------------
 # The status of a run at one moment: one type from the server (or a run without a server) to the screen.
