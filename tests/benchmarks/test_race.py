@@ -117,7 +117,9 @@ def test_ctrl_c_removes_the_namespaces(bench: Any) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert not [line for line in namespaces() if line.startswith(mine)]
-    assert bench.left() == []
+    while bench.left():  # those that end when their parent does may still be ending
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 OPTIONS = RaceOptions(100, None, 20, 2, 10, (0.1, 0.2), 3, False, None, ("sync",))
