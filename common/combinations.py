@@ -238,7 +238,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "--set policy.late_cut=2 or more"),
     Refusal("--delayed-update", "staleness below that of a delayed update",
             "the step computed during an exchange is one ahead",
-            "--staleness {c.policy.staleness_in_flight} or more"),
+            "--staleness 1 or more"),
     Refusal("--delayed-update", "several optimizers", "each would step along gradients from before the other's step",
             "leave --delayed-update out"),
     Refusal("--overlap-steps", "no --delayed-update", "nothing overlaps an exchange",

@@ -49,7 +49,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
         lines, unreadable = read_lines(name, raw)
         problems += unreadable
         num_lines += len(lines)
-        of_workers += _withruns_of(line for line in lines if line.role != "server")
+        of_workers += _with_runs(line for line in lines if line.role != "server")
         if of_server := [line for line in lines if line.role == "server"]:
             servers[name] = of_server
     if not servers:
@@ -81,7 +81,7 @@ def check(files: Mapping[str, Iterable[bytes]], modes: Iterable[str] = ()) -> Ve
     )  # fmt: skip
 
 
-def _withruns_of(lines: Iterable[Line]) -> list[tuple[str, Line]]:
+def _with_runs(lines: Iterable[Line]) -> list[tuple[str, Line]]:
     """Returns the lines of workers, each with the run that its worker has joined."""
     runs: dict[int, str] = {}
     found = []

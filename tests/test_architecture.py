@@ -489,7 +489,7 @@ def test_every_script_that_a_test_starts_is_there() -> None:
 
 # Lines of code; `python tests/code_lines.py` prints today's. A limit is lowered when its package shrinks.
 MAX_PRODUCT_LINES = 43_481
-MAX_TEST_LINES = 46_381
+MAX_TEST_LINES = 46_391
 
 
 def test_the_lines_of_code_stay_within_their_limits() -> None:

@@ -11,31 +11,28 @@ from typing import Any
 import numpy as np
 import torch
 
+# How the generators of torch on the CPU, of Python and of NumPy give and take their states.
+_GIVE = (torch.get_rng_state, random.getstate, np.random.get_state)
+_TAKE = (torch.set_rng_state, random.setstate, np.random.set_state)
+
 
 class Generators:
-    """The generators of torch on the CPU, Python and NumPy for a source, seeded equally on all ranks."""
+    """These generators for a source, seeded equally on all ranks."""
 
     def __init__(self, seed: int) -> None:
         numbers = np.random.RandomState(seed % 2**32)
-        self._states = torch.Generator().manual_seed(seed).get_state(), Random(seed).getstate(), numbers.get_state()
+        of_torch = torch.Generator().manual_seed(seed)
+        self._states: list[Any] = [of_torch.get_state(), Random(seed).getstate(), numbers.get_state()]
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
         """Use these instead of the process's generators, which go on afterwards where they were."""
-        before = _states()
-        _restore(self._states)
+        before = [give() for give in _GIVE]
+        for take, state in zip(_TAKE, self._states, strict=True):
+            take(state)
         try:
             yield
         finally:
-            self._states = _states()
-            _restore(before)
-
-
-def _states() -> tuple[torch.Tensor, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _restore(states: tuple[torch.Tensor, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+            self._states = [give() for give in _GIVE]
+            for take, state in zip(_TAKE, before, strict=True):
+                take(state)

@@ -21,7 +21,7 @@ from ..tensors.thread import TensorThread
 log = get_logger()
 
 _LEASE_S = 300.0  # time limit for a reader to fetch its copy
-_MEASURED = ""  # holds the versions that are measured; other holders are readers
+_MEASURED = None  # holds the versions that are measured; other holders are readers, by name
 _MAX_MEASURED = 2  # at once; each is a copy of the weights
 # Collects the whole model of a version by name, from the tensors here and on the other shards. Raises OutputError.
 Gather = Callable[[int, dict[str, torch.Tensor]], Awaitable[dict[str, torch.Tensor]]]
@@ -41,12 +41,12 @@ class Copies:
         self._config, self._keeps_best, self._changed = config, keeps_best, changed
         self._model, self._tensors = model, tensors
         self._payloads: dict[int, torch.Tensor] = {}  # uint8 [total_bytes]
-        self._holders: dict[int, set[str]] = {}  # by version, including copies that are still being made
+        self._holders: dict[int, set[str | None]] = {}  # by version, including copies that are still being made
         self._leases: dict[str, asyncio.TimerHandle] = {}  # by reader
         self._best: tuple[int, torch.Tensor] | None = None  # written, or pulled by the coordinator
         self._writing: asyncio.Future[None] | None = None
 
-    def keep(self, version: int, reader: str = _MEASURED) -> None:
+    def keep(self, version: int, reader: str = "") -> None:
         """Copy the newest version, whose number is `version`: for a reader process with a lease, or for an evaluation.
 
         A reader has at most one version."""
@@ -54,7 +54,8 @@ class Copies:
             self.release_reader(reader)
             self._leases[reader] = asyncio.get_running_loop().call_later(_LEASE_S, self.release_reader, reader)
         is_new = version not in self._holders
-        self._holders.setdefault(version, set()).add(reader)  # before submit: an idle tensor thread calls back at once
+        holders = self._holders.setdefault(version, set())  # before submit: an idle tensor thread calls back at once
+        holders.add(reader or _MEASURED)
         if is_new:
             self._tensors.submit(lambda: self._model.copy(False), lambda found: self._put(*found), lambda error: None)
         measured = [item for item, holders in self._holders.items() if _MEASURED in holders]
@@ -71,7 +72,7 @@ class Copies:
         best = self._best[1] if self._best is not None and self._best[0] == version else None
         return self._payloads.get(version, best)
 
-    def release(self, version: int, holder: str) -> None:
+    def release(self, version: int, holder: str | None) -> None:
         """End this holder's use of the copy. The copy is freed when its last holder releases it."""
         holders = self._holders.get(version, set())
         holders.discard(holder)
@@ -88,7 +89,7 @@ class Copies:
 
     def num_readers_beside(self, reader: str) -> int:
         """Returns the number of other readers with a retained version."""
-        return len(set[str]().union(*self._holders.values()) - {_MEASURED, reader})
+        return len(set[str | None]().union(*self._holders.values()) - {_MEASURED, reader})
 
     # ---- the best ---------------------------------------------------------------------------
 

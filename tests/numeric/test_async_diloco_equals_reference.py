@@ -169,7 +169,7 @@ def test_delayed_nesterov_is_the_papers_where_deltas_come_one_by_one() -> None:
                 theta, acc = theta - lr * ((1 - c * n + c) * mu * m + delta / n), np.zeros(5)
             else:
                 theta = theta - lr * (c * mu * m + delta / n)
-            optimizer.param_groups[0].update(policy._numbers(1, 1 / n, n))
+            optimizer.param_groups[0].update(policy._nesterov(1, 1 / n, n))
             weight.grad = torch.from_numpy(delta)
             optimizer.step()
             assert np.allclose(weight.detach().numpy(), theta, rtol=0, atol=1e-13)

@@ -41,7 +41,7 @@ from ..shared.decisions import Standing
 from .diloco import OuterOptions, OverlapOptions
 
 _NEWEST = 0.5  # weight of the newest measurement in a worker's speed
-_MOMENTUM = 0.5  # default where it moves with every so manyth delta
+_DELAYED_MOMENTUM = 0.5  # default of policy.outer_momentum with policy.outer_delay
 
 
 class AsyncDilocoOptions(OverlapOptions, OuterOptions):
@@ -149,7 +149,7 @@ class AsyncDilocoPolicy(Policy):
     def outer(self) -> Outer:
         momentum, reason = self.options.outer_momentum, "as policy.outer_momentum says"
         if self.options.outer_delay is not None:
-            numbers = {"lr": self.options.outer_lr, "momentum": _MOMENTUM if momentum is None else momentum}
+            numbers = {"lr": self.options.outer_lr, "momentum": _DELAYED_MOMENTUM if momentum is None else momentum}
             return Outer("DelayedNesterov", numbers, f"it moves with every {self.options.outer_delay} deltas")
         return self.options.outer(*((0.0, "deltas that come one by one") if momentum is None else (momentum, reason)))
 
@@ -239,7 +239,7 @@ class AsyncDilocoPolicy(Policy):
             commit = self._commit(tuple(weights), reason, share)
         else:
             commit = self._commit(tuple(weights), reason)
-            commit.numbers = self._numbers(len(weights), share, self.options.outer_delay)
+            commit.numbers = self._nesterov(len(weights), share, self.options.outer_delay)
         for rank in weights:
             if rank in self.members:
                 self._is_missing(rank)
@@ -247,7 +247,7 @@ class AsyncDilocoPolicy(Policy):
                 self._weights.forget(rank)
         return commit
 
-    def _numbers(self, num: int, share: float, delay: int) -> Mapping[str, float]:
+    def _nesterov(self, num: int, share: float, delay: int) -> Mapping[str, float]:
         """Returns the optimizer's numbers for a commit of so many deltas. The share is a number of its own, not part of
         the rate, because the movements of the weights are summed at any rate."""
         before, moves = self._since_moved, self._since_moved + num >= delay

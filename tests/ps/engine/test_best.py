@@ -39,6 +39,19 @@ def best_of(folder: Path, shard: int = 0, is_kept: bool = True) -> tuple[Copies,
     return Copies(config, is_kept, model, tensors, lambda: None), model
 
 
+async def test_a_pull_without_a_name_ends_no_evaluation(tmp_path: Path) -> None:
+    """Every pull ends its reader's use of a copy, and most readers give no name."""
+    best, model = best_of(tmp_path)
+    model.store.version = 1
+    best.keep(1)
+    best.keep(1, "reader")
+    best.release_reader("")
+    best.release_reader("reader")
+    assert best.get(1) is not None and best.num_readers_beside("") == 0
+    best.measured(1, False)
+    assert best.get(1) is None
+
+
 async def test_the_coordinator_writes_what_it_gathers_of_the_best_version(tmp_path: Path) -> None:
     best, model = best_of(tmp_path)
     asked = []
@@ -145,7 +158,7 @@ async def test_holders_of_a_version_share_a_copy_until_the_last_one_releases_it(
     copies.keep(2)
     copies.release_reader("a")
     assert copies.get(2) is not None
-    copies.release(2, "")
+    copies.release(2, None)
     assert copies.get(2) is None
 
 

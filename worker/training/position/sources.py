@@ -22,8 +22,8 @@ _SIGNATURE = inspect.signature(DataLoader).parameters
 # The session divides and orders the data by these itself. It passes all other arguments to a DataLoader of its own.
 _OF_BATCHES = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 _FIX = (
-    "give session.shard() the data set: session.shard(loader.dataset, batch_size=..., sampler=..., collate_fn=...); or "
-    "divide it among the ranks yourself, and loop over it with session.record(num_samples=len(batch)) before each step"
+    "give it the data set, with batch_size=, sampler= and collate_fn=; or divide your loader among the ranks yourself, "
+    "and call session.record(num_samples=len(batch)) before each step"
 )
 # The arguments of `session.shard()` about the data, and what they are unless a script gives them.
 _DEFAULTS = {"batch_size": None, "shuffle": True, "drop_last": False, "sampler": None}
