@@ -41,7 +41,7 @@ from ..shared.decisions import Standing
 from .diloco import OuterOptions, OverlapOptions
 
 _NEWEST = 0.5  # weight of the newest measurement in a worker's speed
-_DELAYED_MOMENTUM = 0.5  # default of policy.outer_momentum with policy.outer_delay
+_DEFAULT_MOMENTUM = 0.5  # default of policy.outer_momentum with policy.outer_delay
 
 
 class AsyncDilocoOptions(OverlapOptions, OuterOptions):
@@ -149,7 +149,7 @@ class AsyncDilocoPolicy(Policy):
     def outer(self) -> Outer:
         momentum, reason = self.options.outer_momentum, "as policy.outer_momentum says"
         if self.options.outer_delay is not None:
-            numbers = {"lr": self.options.outer_lr, "momentum": _DELAYED_MOMENTUM if momentum is None else momentum}
+            numbers = {"lr": self.options.outer_lr, "momentum": _DEFAULT_MOMENTUM if momentum is None else momentum}
             return Outer("DelayedNesterov", numbers, f"it moves with every {self.options.outer_delay} deltas")
         return self.options.outer(*((0.0, "deltas that come one by one") if momentum is None else (momentum, reason)))
 
