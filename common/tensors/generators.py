@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 # How the generators of torch on the CPU, of Python and of NumPy give and take their states.
 _GIVE = (torch.get_rng_state, random.getstate, np.random.get_state)
-_TAKE = (torch.set_rng_state, random.setstate, np.random.set_state)
+_TAKE: tuple[Callable[[Any], object], ...] = (torch.set_rng_state, random.setstate, np.random.set_state)
 
 
 class Generators:
